@@ -3,7 +3,6 @@
     minidist bench cuda                               under four minutes on one H200
     minidist bench cuda --full                        longer rounds, and the slow rungs at larger sizes
     minidist bench cuda --full --part 1/2             the better half of the rungs, in less than ten minutes
-    minidist bench cuda -k "s9_tensor_core and 4096"  as pytest's -k selects
     python -m minidist bench cuda --full --json --out results.json
 
 Times are the GPU's own, from device events, on random operands that are not in its L2 cache. torch multiplies
@@ -89,8 +88,7 @@ def gpu_answers(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[None]:
     try:
         gpu.wait()
     except RuntimeError as error:
-        first_line = str(error).partition("\n")[0]
-        lost = f"{request.node.name} left the GPU unusable ({first_line})"
+        lost = f"{request.node.name} left the GPU unusable ({str(error).partition(chr(10))[0]})"
         request.session.shouldfail = f"{lost}: leave it out with -k"
         pytest.fail(lost)
 

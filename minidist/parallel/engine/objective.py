@@ -51,7 +51,8 @@ class Objective:
         if cp > 1:
             raise ValueError(
                 f"the model computes its loss itself, and cp={cp} gives each rank only some of a row's "
-                "tokens, of which it would not know the next; give prepare a loss of outputs and targets, or cp=1"
+                "tokens, of which it would not know the next; give prepare a loss of outputs and targets, or "
+                "cp=1"
             )
         return lambda outputs, _: (own_loss(outputs), labels_of(self._model, inputs))
 
