@@ -128,6 +128,12 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 def require_batch(inputs: Any, targets: Any) -> None:
     """Raise TypeError if a batch has no tensors with rows, ValueError if their numbers of rows differ."""
+    if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim():
+        if len(inputs) != len(targets):
+            raise ValueError(
+                f"inputs have {len(inputs)} rows and targets {len(targets)}; give one target for each row"
+            )
+        return
     given = (("inputs", inputs), ("targets", targets)) if targets is not inputs else (("batch", inputs),)
     found: list[tuple[str, Tensor]] = []
     for name, value in given:
@@ -142,10 +148,6 @@ def require_batch(inputs: Any, targets: Any) -> None:
     first, most = found[0]
     for name, x in found[1:]:
         if len(x) != len(most):
-            if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-                raise ValueError(
-                    f"inputs have {len(most)} rows and targets {len(x)}; give one target for each row"
-                )
             raise ValueError(
                 f"{name} has {len(x)} rows, {first} {len(most)}; the first dimension of every tensor of a "
                 "batch is its rows: give all of them the same number"
