@@ -22,11 +22,12 @@ def noted() -> Iterator[None]:
     try:
         yield
     except CollectiveError as error:
-        _note(str(error))
+        note(str(error))
         raise
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Note that the ranks are out of step from now on."""
     if not out_of_step:
         out_of_step.append(text)
 
@@ -53,7 +54,7 @@ def failed(
         reason = text
     text = f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
     if leaves_traces:
-        _note(text)
+        note(text)
     return CollectiveError(text)
 
 

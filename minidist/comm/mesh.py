@@ -22,12 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.work import Group, limit_of, process_group, subgroups
+from minidist.comm.group_table import GroupTable
+from minidist.comm.work import Group, limit_of, process_group
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
 TOGETHER = {"dp_cp": ("dp", "cp")}
 """Axes that form a group together: gradients are summed over ranks with other rows or other tokens."""
+
+_subgroups: GroupTable[WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]] = GroupTable()
+"""For each world the groups that this rank has made, by their members. Meshes of different shapes share some,
+and a program that makes many meshes would otherwise make them anew each time. torch keeps each group until it
+is destroyed."""
 
 
 class Mesh:
@@ -122,9 +128,9 @@ class Mesh:
         if len(members) == world.size() and not again:
             return None
         whole, key = process_group(None), (*members, again)
-        made = subgroups.get(whole)
+        made = _subgroups.get(whole)
         if made is None:
-            made = subgroups.put(whole, WeakValueDictionary())
+            made = _subgroups.put(whole, WeakValueDictionary())
         found = made.get(key)
         if found is None:
             # A new group would wait for 30 minutes; this one waits as long as the world does.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from minidist.comm.errors import CollectiveError
-from minidist.comm.failures import describe_tensor
+from minidist.comm.failures import describe_tensor, note
 from minidist.comm.ledgers import Call
 
 _inside: dict[dist.ProcessGroup | None, Call] = {}
@@ -38,8 +38,10 @@ def leave(group: dist.ProcessGroup | None, call: Call) -> None:
 
 def _two(call: Call, other: Call) -> CollectiveError:
     calls = (f"{each.name} of {describe_tensor(each.dtype, each.shape)}" for each in (call, other))
-    return CollectiveError(
+    text = (
         f"two threads of this rank are in collectives of one group at once, {' and '.join(calls)}; ranks "
         "pair their calls by order, so make them in one thread, or give each thread a group of its own, such "
         "as Mesh.duplicate's"
     )
+    note(text)
+    return CollectiveError(text)

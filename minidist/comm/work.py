@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -195,10 +194,6 @@ def bytes_of(x: torch.Tensor) -> int:
 _memberships: GroupTable[tuple[tuple[int, ...], int]] = GroupTable()
 """A group's members, and this rank's number among them. torch takes microseconds to answer, and every call
 asks several times."""
-subgroups: GroupTable[WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]] = GroupTable()
-"""For each world the groups that this rank has made, by their members. Meshes of different shapes share some,
-and a program that makes many meshes would otherwise make them anew each time. torch keeps each group until it
-is destroyed."""
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
@@ -253,4 +248,3 @@ def limit_of(group: Group) -> float:
 def forget_groups() -> None:
     """Forget what is known of groups, because their world has ended."""
     _memberships.clear()
-    subgroups.clear()

@@ -125,11 +125,8 @@ class FullyShard(nn.Module):
         self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
-            algorithms = {
-                choose("all_gather", "auto", self.share_group, bucket.values, async_op=True)
-                for bucket in buckets
-            }
-            prefetch = algorithms != {"shared_memory"}
+            how = {choose("all_gather", "auto", self.share_group, each.values, True) for each in buckets}
+            prefetch = how != {"shared_memory"}
         self.sharding = UnitSharding(self.units, self.slices, gradient_comm, module.parameters(), prefetch)
         refuse_other_optimizers(self)
 

@@ -95,9 +95,7 @@ class SharingStrategy(Strategy):
         aliases: dict[Tensor, list[str]] = {}
         for name, value in loadable_tensors(self.model).items():
             if value in shared and not value.numel():  # it is in no share
-                yield _whole(
-                    "model." + name, torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                )
+                yield _whole("model." + name, torch.empty(value.shape, dtype=value.dtype))
             elif value in shared:
                 aliases.setdefault(value, []).append("model." + name)
             else:
