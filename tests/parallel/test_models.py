@@ -1,0 +1,434 @@
+"""A matrix: eight models that people have, times the layouts, each equal to one process or refused.
+
+A pair trains three steps, on batches whose rows the ranks share unequally and whose labels are partly
+ignored, and evaluates. The losses, every parameter and buffer, and the evaluation are those of a plain loop
+in one process, in float64. `REFUSED` lists all other pairs. One model of each layout runs every day, the rest
+is marked `deep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.parallel.engine import step_executor
+
+Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+"""Its steps grow with the gradients, so that a sum that counts twice shows."""
+ROWS = 5, 4, 5
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained. make(): the model. batch(generator, rows): the arguments of `engine.step`."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator, int], tuple[Any, ...]]
+    loss: Callable[..., Any] | None = None  # None for the model's own
+    options: dict[str, Any] = field(default_factory=dict)  # of `md.prepare`
+
+
+# Models in plain torch.
+
+
+class Attention(nn.Module):
+    """Causal attention with the name `attend` for what computes it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.attend = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y: Tensor = self.o_proj(self.attend(q, k, v, 0.0).transpose(1, 2).flatten(-2))
+        return y
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(width), attention, nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class OwnGPT(nn.Module):
+    """Its list is called `blocks`, and its head is its token table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(13, 16), nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList(Block(16, Attention(16, 2)) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[1])
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, 13)
+        x = self.token(tokens) + self.position(self.positions(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.token.weight.T
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.bn2(self.conv2(y)) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
+        self.stages = nn.Sequential(Residual(8, 8, 1), Residual(8, 16, 2))
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 3, 8, 8) -> (B, 4)
+        y: Tensor = self.fc(self.stages(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
+        return y
+
+
+class Encoder(nn.Module):
+    """Classes of sequences by torch's encoder layers, of which the last tokens are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.token = nn.Embedding(13, 16)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, 4)
+        y: Tensor = self.head(self.encoder(self.token(tokens), src_key_padding_mask=tokens == 0)[:, 0])
+        return y
+
+
+class FusedAttention(nn.Module):
+    """As in timm: one matrix, and heads that are counted."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        qkv = self.qkv(x).reshape(rows, length, 3, self.num_heads, self.head_dim)
+        mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+        y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
+        return y
+
+
+class TimmViT(nn.Module):
+    """Patches, a class token, and a Sequential called `blocks`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, 16, 4, 4)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 16))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, 16))
+        self.blocks = nn.Sequential(*(Block(16, FusedAttention(16, 2)) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 3, 8, 8) -> (B, 4)
+        patches = self.patch_embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), patches], 1) + self.pos_embed
+        y: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
+        return y
+
+
+# Models of transformers, with their own loss.
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+TEXT = {**SIZES, "vocab_size": 13, "max_position_embeddings": 16}
+BERT = {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"vocab_size": 13, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+GPT2_PDROP = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig(**TEXT, **heads, use_cache=False))
+    for name, part in [*model.named_modules()]:
+        if name.endswith("norm"):  # its own rounds to float32
+            model.set_submodule(name, nn.RMSNorm(part.weight.shape, eps=part.variance_epsilon))
+    model.loss_function = next_token
+    return model
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(**GPT2, **GPT2_PDROP, use_cache=False))
+    model.loss_function = next_token
+    return model
+
+
+def next_token(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """The loss of the next token as transformers computes it, but without rounding to float32."""
+    return functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**TEXT, **BERT))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(**SIZES, **BERT, image_size=8, patch_size=4, num_labels=4))
+
+
+# Batches. Padding, ignored labels and classes are drawn anew, so that ranks have other numbers of them.
+
+
+def tokens_and_labels(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of 8 tokens, and the next ones, of which some are -100."""
+    text = torch.randint(0, 13, (rows, 9), generator=generator)
+    return text[:, :-1], text[:, 1:].masked_fill(torch.rand(rows, 8, generator=generator) < 0.3, -100)
+
+
+def padded(generator: torch.Generator, rows: int) -> tuple[dict[str, Tensor]]:
+    """As a collator gives them: padding is not seen, and its labels and some more are ignored."""
+    tokens = torch.randint(0, 13, (rows, 8), generator=generator)
+    seen = torch.arange(8) < torch.randint(3, 9, (rows, 1), generator=generator)
+    labels = tokens.masked_fill(~seen | (torch.rand(rows, 8, generator=generator) < 0.3), -100)
+    return ({"input_ids": tokens, "attention_mask": seen.long(), "labels": labels},)
+
+
+def sequences(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(1, 13, (rows, 8), generator=generator)
+    seen = torch.arange(8) < torch.randint(3, 9, (rows, 1), generator=generator)
+    return tokens * seen, torch.randint(0, 4, (rows,), generator=generator)
+
+
+def images(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    pixels = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return pixels, torch.randint(0, 4, (rows,), generator=generator)
+
+
+def pixel_values(generator: torch.Generator, rows: int) -> tuple[dict[str, Tensor]]:
+    pixels, labels = images(generator, rows)
+    return ({"pixel_values": pixels, "labels": labels},)
+
+
+def counted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over the labels that are not ignored, and their number."""
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten()), (labels != -100).sum()
+
+
+MODELS = {
+    "own GPT": Model(OwnGPT, tokens_and_labels, counted),
+    "Llama": Model(llama, padded),
+    "GPT-2": Model(gpt2, padded),
+    "BERT": Model(bert, padded),
+    "ViT": Model(vit, pixel_values),
+    "ResNet": Model(ResNet, images, md.cross_entropy, {"batch_norm": "synchronized"}),
+    "encoder": Model(Encoder, sequences, md.cross_entropy),
+    "timm ViT": Model(TimmViT, images, md.cross_entropy),
+}
+COMPILED = "dp=2, compiled"
+LAYOUTS = {
+    "dp=2": "ResNet",
+    "dp=2,zero=1": "GPT-2",
+    "dp=2,zero=2": "BERT",
+    "dp=2,zero=3": "Llama",
+    "tp=2": "timm ViT",
+    "pp=2,micro_batches=2": "ViT",
+    "cp=2": "own GPT",
+    "dp=2,recompute=true": "encoder",
+    COMPILED: "timm ViT",
+    "dp=2,tp=2,zero=1": "own GPT",
+    "dp=2,pp=2,micro_batches=2": "encoder",
+}
+"""Each layout, with the model of every day."""
+NO_PLAN = "no plan is known for a ResNet"
+NOT_WHOLE = "where a BatchNorm never sees a whole batch"
+NO_ATTEND = "has no attention whose sequence could be cut"
+REFUSED = {
+    ("ResNet", "tp=2"): NO_PLAN,
+    ("ResNet", "dp=2,tp=2,zero=1"): NO_PLAN,
+    ("ResNet", "pp=2,micro_batches=2"): NOT_WHOLE,
+    ("ResNet", "dp=2,pp=2,micro_batches=2"): NOT_WHOLE,
+    **{(name, "cp=2"): NO_ATTEND for name in MODELS if name != "own GPT"},
+}
+"""All pairs that do not train, each with a part of the sentence that says why."""
+
+
+def built(name: str, seed: int) -> nn.Module:
+    if name in ("Llama", "GPT-2", "BERT", "ViT"):
+        pytest.importorskip("transformers", reason="the model is that of transformers")
+    torch.manual_seed(seed)
+    return MODELS[name].make().double()
+
+
+def batches(name: str) -> list[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(7)
+    return [MODELS[name].batch(generator, rows) for rows in ROWS]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]  # and the evaluation's
+    state: dict[str, Tensor]
+
+
+@cache
+def in_one_process(name: str) -> Trained:
+    """The reference: a plain loop, from rank 0's weights."""
+    model, losses = built(name, 0), []
+    optimizer = SGD(model.parameters())
+
+    def loss_of(batch: tuple[Any, ...]) -> Tensor:
+        loss = MODELS[name].loss
+        if loss is None:
+            own: Tensor = model(**batch[0]).loss
+            return own
+        found = loss(model(batch[0]), batch[1])
+        return found[0] if isinstance(found, tuple) else found
+
+    for batch in batches(name):
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        losses.append(loss_of(batch).item())
+    return Trained(losses, model.state_dict())
+
+
+def train(name: str, text: str) -> Trained | str:
+    """The same on this rank; or the sentence with which `prepare`, or a step, refuses a pair in the table."""
+    try:
+        return train_on_this_rank(name, text)
+    except (TypeError, ValueError) as error:
+        if (name, text) not in REFUSED:
+            raise  # with its traceback
+        return str(error)
+
+
+def train_on_this_rank(name: str, text: str, **more: Any) -> Trained:
+    model: Any = built(name, md.rank())
+    layout, options = md.Layout.parse(text.removesuffix(", compiled")), {**MODELS[name].options, **more}
+    if text == COMPILED:
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        model = torch.compile(model, backend="aot_eager")
+        options["check_loss"] = False  # it runs on fewer rows, for which the model would be compiled again
+    if layout.pp > 1:
+        (options["example"], *_) = MODELS[name].batch(torch.Generator(), 1)
+    engine = md.prepare(model, SGD, layout, MODELS[name].loss, **options)
+
+    def own(x: Tensor) -> Tensor:
+        return x[slice(*(len(x) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))]
+
+    losses = []
+    for batch in batches(name):
+        mine = [
+            {k: own(x) for k, x in each.items()} if isinstance(each, dict) else own(each) for each in batch
+        ]
+        losses.append(engine.step(*mine))
+    return Trained([*losses, engine.evaluate(*mine)], engine.full_state_dict())
+
+
+def check(found: list[Any], name: str, layout: str) -> None:
+    """Fail unless all ranks have trained as one process does, or refused as the table says."""
+    expected, sentence = in_one_process(name), REFUSED.get((name, layout))
+    for each in found:
+        if sentence is not None:
+            assert isinstance(each, str), (
+                f"{name} trains with {layout}: take it from the table of refused pairs"
+            )
+            assert sentence in each
+            continue
+        torch.testing.assert_close(each.losses, expected.losses, **EXACT)
+        assert each.state.keys() == expected.state.keys()
+        for key, value in expected.state.items():
+            torch.testing.assert_close(each.state[key], value, **EXACT, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[md.Cluster]:
+    """Two ranks with time to compile."""
+    with md.Cluster(2, timeout=200.0) as cluster:
+        yield cluster
+
+
+def cases(layouts: list[str]) -> list[Any]:
+    """All of these layouts with all models; one of each layout runs every day."""
+    return [
+        pytest.param(name, layout, marks=[] if LAYOUTS[layout] == name else [pytest.mark.deep])
+        for name in MODELS
+        for layout in layouts
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases([layout for layout in LAYOUTS if layout != COMPILED]))
+def test_each_model_trains_in_each_layout_as_in_one_process(
+    cluster_of: Clusters, name: str, layout: str
+) -> None:
+    check(cluster_of(md.Layout.parse(layout).ranks).run(train, name, layout), name, layout)
+
+
+@pytest.mark.parametrize(("name", "layout"), cases([COMPILED]))
+def test_each_compiled_model_trains_as_in_one_process(compiling: md.Cluster, name: str, layout: str) -> None:
+    check(compiling.run(train, name, layout), name, layout)
+
+
+def test_every_model_runs_every_day_and_every_refusal_is_of_a_pair() -> None:
+    assert {*LAYOUTS.values()} == {*MODELS}
+    assert {*REFUSED} <= {(name, layout) for name in MODELS for layout in LAYOUTS}
+
+
+def test_faults_are_caught(cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that count rows instead of labels, another refusal, and a refused pair that trains."""
+
+    def by_rows() -> Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_executor, "weighted", lambda result, own: (result[0], own))
+            return train_on_this_rank("own GPT", "dp=2", check_loss=False)
+
+    with pytest.raises(AssertionError, match="not close"):
+        check(cluster_of(2).run(by_rows), "own GPT", "dp=2")
+    with pytest.raises(AssertionError, match="attention whose sequence"):
+        check([NO_PLAN], "ResNet", "cp=2")
+    monkeypatch.setitem(REFUSED, ("own GPT", "cp=2"), NO_ATTEND)
+    with pytest.raises(AssertionError, match="own GPT trains with cp=2"):
+        check([in_one_process("own GPT")], "own GPT", "cp=2")
