@@ -111,12 +111,21 @@ class _Recomputed:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = partial(self._own or partial(type(self._part).forward, self._part), **kwargs)
+        own = self._own or partial(type(self._part).forward, self._part)
         if not torch.is_grad_enabled():
-            return forward(*args)
+            return own(*args, **kwargs)
+        # A layer of transformers would fill its model's cache of keys and values twice.
+        args = tuple(None if _is_empty_cache(value) else value for value in args)
+        forward = partial(own, **{k: None if _is_empty_cache(value) else value for k, value in kwargs.items()})
         counter = ActivationCounter.active()
         contexts = nullcontext(), _again(self._part, counter)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
+
+
+def _is_empty_cache(value: object) -> bool:
+    """Whether it is a `Cache` of transformers without tokens, which a layer can do without."""
+    length = getattr(value, "get_seq_length", None)
+    return callable(length) and length() == 0
 
 
 @contextmanager
