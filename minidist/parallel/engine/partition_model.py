@@ -30,11 +30,11 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.layer_trace import LayerTrace
 from minidist.parallel.pipeline.model_stage import ModelStage, drop_parameters
-from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
 from minidist.parallel.tensor.cuts import cuts
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocabulary_of
+from minidist.parallel.training.elementwise_optimizers import is_elementwise
 
 
 class RemoteLayer(nn.Module):

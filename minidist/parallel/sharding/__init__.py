@@ -34,7 +34,6 @@ Where each stage gives memory back:
 | reduce_to_owner.py | `ShardAssignment`: a round of reduce-scatters; what stays of the gradients |
 | optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, and masters |
 | slice_state.py | `SliceState`: slices are cut and joined with their state |
-| elementwise_optimizers.py | which optimizers may update a part of a parameter |
 | memory_source.py | where shards, masters and state lie: on the device, in CPU memory, in files |
 | fully_shard.py | `FullyShard`: gather a unit, compute, free it; step on the shards |
 | cut_into_units.py, meta_units.py | a model cut into units and shards; memory for one on the meta device |

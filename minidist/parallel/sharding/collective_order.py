@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -31,26 +32,60 @@ class CollectiveOrder:
     settled: bool = False  # it is what the ranks did, and not the order in which the model lists its parts
 
 
-def expected(units: Sequence[Unit], ahead: bool) -> CollectiveOrder:
-    """The order before the first pass: as the model lists its parts."""
-    times = {u: (2 * u.number, 2 * u.number + 1) for u in units[1:]}
-    return CollectiveOrder(units, [1] * len(units), _backward(times, ahead))
+def expected(units: Sequence[Unit]) -> CollectiveOrder:
+    """The order before the first pass: as the model lists its parts. That pass settles the backward order."""
+    return CollectiveOrder(units, [1] * len(units), [])
 
 
 def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Group) -> CollectiveOrder:
-    """After a forward pass, what all ranks together did: an all-reduce of 24 bytes a unit. A collective."""
-    own = [(-u.first if u.calls else -(2**62), u.last, u.calls) for u in units]
-    together = torch.tensor(own, device=device)
-    comm.all_reduce(together, "max", group=group)
-    first = [-value for value in together[:, 0].tolist()]
-    last, calls = together[:, 1].tolist(), together[:, 2].tolist()
-    end = max(last)
-    for u in units:
-        if not calls[u.number]:  # on any rank: it comes after all others
-            first[u.number], last[u.number] = end + 2 * u.number, end + 2 * u.number + 1
-    times = {u: (first[u.number], last[u.number]) for u in units}
-    forward = sorted(units, key=lambda u: times[u][0])
-    return CollectiveOrder(forward, calls, _backward({u: times[u] for u in units[1:]}, ahead), settled=True)
+    """After a forward pass, what all ranks together did: an all-gather of 24 bytes a unit. A collective."""
+    own = torch.tensor([[(u.first, u.last, u.calls) for u in units]], device=device)
+    ranks = comm.all_gather(own, group=group).tolist()  # (ranks, units, 3)
+    calls = [max(rank[u.number][2] for rank in ranks) for u in units]
+    gathered = [u for u in units if u.buckets or not u.number]
+    place = {event: at for at, event in enumerate(_merged({_events(rank) for rank in ranks}, gathered))}
+    times = {u: (place[2 * u.number], place[2 * u.number + 1]) for u in gathered}
+    forward = sorted(gathered, key=lambda u: times[u][0])
+    return CollectiveOrder(
+        forward, calls, _backward({u: times[u] for u in gathered[1:]}, ahead), settled=True
+    )
+
+
+def _events(rank: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """One rank's events in order: unit n begins with its first call, 2 n, and ends with its last, 2 n + 1."""
+    times = [(unit[end], 2 * n + end) for n, unit in enumerate(rank) if unit[2] for end in (0, 1)]
+    return tuple(event for _, event in sorted(times))
+
+
+def _merged(orders: set[tuple[int, ...]], units: Sequence[Unit]) -> list[int]:
+    """One order that keeps to those of all ranks, although each may call other units, such as experts.
+
+    Where they leave a choice, or contradict each other, the unit that is listed first comes first. One that
+    no rank has called yet comes next to a unit that it is listed next to, a sibling if there is one.
+    """
+    merged: list[int] = []
+    while orders := {order for order in orders if order}:
+        heads = sorted({order[0] for order in orders})
+        free = [head for head in heads if not any(head in order[1:] for order in orders)]
+        merged.append((free or heads)[0])
+        orders = {tuple(event for event in order if event != merged[-1]) for order in orders}
+    known = {unit.number for unit in units if 2 * unit.number in merged}
+    for at, (before, unit) in enumerate(pairwise(units), 1):
+        if unit.number not in known:
+            after = next((other for other in units[at:] if other.number in known), units[0])
+            if _shared(unit, after) > _shared(unit, before):
+                place = merged.index(2 * after.number)
+            else:  # after the unit before, or at its begin if this one lies in it
+                lies_in = _shared(unit, before) == len(before.name.split(".")) or before is units[0]
+                place = merged.index(2 * before.number + (not lies_in)) + 1
+            merged[place:place] = 2 * unit.number, 2 * unit.number + 1
+    return merged
+
+
+def _shared(a: Unit, b: Unit) -> int:
+    """How many steps of two units' names are the same, from the root on."""
+    steps = zip(a.name.split("."), b.name.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda step: step[0] == step[1], steps))
 
 
 def require_same_call(unit: Unit, group: Group) -> None:

@@ -28,12 +28,12 @@ from minidist.parallel.guards.ownership import FULLY_SHARD, claim, refuse_other_
 from minidist.parallel.guards.refusals import refuse_renormed
 from minidist.parallel.sharding.arguments import check_arguments
 from minidist.parallel.sharding.cut_into_units import Units, build
-from minidist.parallel.sharding.elementwise_optimizers import require_elementwise
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.unit_sharding import UnitSharding
 from minidist.parallel.training.clipping import check_max_norm, clip_grad_norm
+from minidist.parallel.training.elementwise_optimizers import require_elementwise
 
 
 class FullyShard(nn.Module):
@@ -58,8 +58,8 @@ class FullyShard(nn.Module):
             are made unit by unit, so that the whole model is never in memory. Otherwise their memory is given
             back unit by unit.
         optimizer_class: the class of an optimizer that can take flat shards, an elementwise one (see
-            elementwise_optimizers.py). Or a function from parameters to such an optimizer: it is given
-            stand-ins of the parameters' shapes, and may form groups of them and leave some out.
+            training/elementwise_optimizers.py). Or a function from parameters to such an optimizer: it is
+            given stand-ins of the parameters' shapes, and may form groups of them and leave some out.
         group: the ranks that share the batch; None for all.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
             module computes there. A directory keeps them in files there, mapped into memory and removed at

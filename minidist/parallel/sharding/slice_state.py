@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.sharding.elementwise_optimizers import is_elementwise
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.training.clipping import Why, guard
+from minidist.parallel.training.elementwise_optimizers import is_elementwise
 
 SLICE_BYTES = 2**20
 """Most bytes of a slice, where parameters may be cut. On one core torch's AdamW took, in tensors of 1 MB or

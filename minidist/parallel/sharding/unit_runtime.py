@@ -42,7 +42,7 @@ class UnitRuntime:
     ) -> None:
         self.units, self.root, self._group, self.prefetch = units, units[0], group, prefetch
         self._reduce, self._complete_reductions = reduce, complete
-        self.order = expected(units, prefetch)
+        self.order = expected(units)
         self._next, self._clock = 0, 0  # in the forward order; among the events of a pass
         self._pass: UnitPass | None = None  # the running forward pass
         self._backward: UnitPass | None = None  # the pass whose backward pass runs

@@ -8,6 +8,7 @@ To add an activation checkpoint policy, start at recompute.py: its docstring say
 | activation_memory.py | a counter of the activations that the forward pass keeps; their peak in a step |
 | precision.py | bf16 and fp16: what is converted; the scale of the loss |
 | master_weights.py | an optimizer that updates float32 copies of 16-bit parameters |
+| elementwise_optimizers.py | which optimizers may update a part of a parameter |
 | clipping.py | `clip_grad_norm`: shorten gradients by their norm over all ranks |
 | batch_norm.py | BatchNorm statistics over all ranks' rows; averages of each rank's own |
 | random_state.py | random numbers that are the same, or different, on tensor-parallel ranks |

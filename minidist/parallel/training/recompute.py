@@ -116,7 +116,9 @@ class _Recomputed:
             return own(*args, **kwargs)
         # A layer of transformers would fill its model's cache of keys and values twice.
         args = tuple(None if _is_empty_cache(value) else value for value in args)
-        forward = partial(own, **{k: None if _is_empty_cache(value) else value for k, value in kwargs.items()})
+        forward = partial(
+            own, **{k: None if _is_empty_cache(value) else value for k, value in kwargs.items()}
+        )
         counter = ActivationCounter.active()
         contexts = nullcontext(), _again(self._part, counter)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)

@@ -26,9 +26,9 @@ from minidist.parallel.flat.freed import FreedParameter
 from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
 from minidist.parallel.sharding import units as shard_units
-from minidist.parallel.sharding.elementwise_optimizers import ELEMENTWISE, is_elementwise
 from minidist.parallel.sharding.sharded_strategies import FullySharded
 from minidist.parallel.sharding.unit_sharding import UnitSharding
+from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE, is_elementwise
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as others
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.sharding import units
+from minidist.parallel.sharding import collective_order, units
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as others
 
@@ -118,6 +118,43 @@ def test_a_rank_that_calls_a_unit_again_alone_hears_of_it() -> None:
         "the unit layers.0 was called 2 times in one pass, and not so on all ranks at this point" in said[1]
     )
     assert said[0] != "nothing"
+
+
+class Experts(nn.Module):
+    """Each row goes to one of four experts, which a gate chooses that is listed after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(4))
+        self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.gate(x).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):  # a rank calls the experts of its own rows alone
+                x = x.index_add(0, rows, gates[rows, None] * torch.tanh(expert(x[rows])))
+        return x
+
+
+def mixture(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 6), Experts(), Experts(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ranks_may_call_other_experts_in_each_pass(cluster_of: Clusters, micro_batches: int) -> None:
+    case = contract.Case(others.doubled(mixture), vectors, batches=(2, 5, 9, 4, 7))
+    contract.check(cluster_of(2), case, md.Layout(dp=2, zero=3, micro_batches=micro_batches))
+
+
+def test_the_order_keeps_to_all_ranks_and_puts_units_that_nobody_called_next_to_their_siblings() -> None:
+    names = ["", *(f"{i}.experts.{j}" for i in (0, 1) for j in range(3)), "1.gate"]
+    listed = [units.Unit(name, nn.Identity(), number) for number, name in enumerate(names)]
+    begun = [[0, 2, 7, 6], [0, 3, 7, 6]]  # by each rank, in this order; nobody has called 1, 4 and 5
+    orders = {(0, *(event for n in rank[1:] for event in (2 * n, 2 * n + 1)), 1) for rank in begun}
+    merged = collective_order._merged(orders, listed)
+    assert [event // 2 for event in merged if event % 2 == 0] == [0, 1, 2, 3, 7, 4, 5, 6]
 
 
 class Attending(nn.Module):
