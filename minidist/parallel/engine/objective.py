@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.comm.errors import CollectiveError
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows_of, split, tensors
 from minidist.parallel.contract.engine import Loss, first_argument
@@ -123,7 +124,17 @@ class LossCheck:
         on_gpu = [x.device for _, x in tensors(given) if x.is_cuda][:1]
         with torch.random.fork_rng(devices=on_gpu):
             before = _random_state(on_gpu)
-            (whole, _), *halves = [of(each) for each in (given, *parts)]
+            whole, _ = of(given)
+            try:
+                halves = [of(part) for part in parts]
+            except CollectiveError:  # another rank's
+                raise
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the loss of all rows could be computed, and that of half of them not: {error}. The "
+                    "first step compares them. If model or loss keep state from one call to the next, "
+                    "give prepare check_loss=False"
+                ) from error
             if count < 2 or not torch.equal(before, _random_state(on_gpu)):
                 return
         weights = [float(weight) for _, weight in halves]

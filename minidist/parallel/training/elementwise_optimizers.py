@@ -37,6 +37,8 @@ def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
     while isinstance(kind, partial):
         kind = kind.func
     if isinstance(kind, type) and not is_elementwise(kind):
+        if issubclass(kind, torch.optim.SparseAdam):
+            raise ValueError("optimizer is SparseAdam, whose sparse gradients have no shards; use zero=0")
         raise ValueError(
             f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat "
             "shards; use Layout(zero=1), which splits at whole parameters, or one of "

@@ -55,7 +55,8 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
         if not chosen:
             raise ValueError(
                 f"a {type(module).__name__} has no ModuleList or Sequential whose layers could be "
-                'recomputed; name its parts, such as recompute(model, ["encoder.*"])'
+                "recomputed; leave recompute out of the layout, and before md.prepare name the parts: "
+                'minidist.parallel.training.recompute.recompute(model, ["encoder", "decoder"]), for example'
             )
     else:
         patterns = [parts] if isinstance(parts, str) else [*parts]

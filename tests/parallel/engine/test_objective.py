@@ -196,6 +196,24 @@ def test_batches_in_16_bits(cluster_of: Clusters, precision: str) -> None:
     assert all(loss > 0 for loss in cluster_of(2).run(train))
 
 
+def test_a_loss_that_keeps_state_hears_of_the_check(cluster_of: Clusters) -> None:
+    def carried(check: bool) -> None:
+        state: list[Tensor] = []
+
+        def loss(model: nn.Module, batch: Tensor) -> Tensor:
+            outputs: Tensor = model(batch + state[-1] if state else batch)
+            state.append(outputs.detach())
+            return outputs.square().mean()
+
+        engine = md.prepare(nn.Linear(6, 6), SGD, md.Layout(dp=2), loss, check_loss=check)
+        for _ in range(2):
+            engine.step(torch.ones(4, 6))
+
+    cluster_of(2).run(carried, False)
+    with pytest.raises(md.RankError, match=r"that of half of them not.*keep state.*check_loss=False"):
+        cluster_of(2).run(carried, True)
+
+
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
     """A planted fault: each rank's mean counts by its rows."""
 
