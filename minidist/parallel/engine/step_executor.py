@@ -207,7 +207,8 @@ class StagedPasses(StepExecutor):
             for row, metric in zip(table, metrics, strict=True):
                 mean, weight = self.score(metric, outputs, targets, targets, own)
                 weight = weight if batch.counts else 0.0
-                row += torch.stack([times(mean.double(), weight), torch.as_tensor(weight).to(row)])
+                row[0] += times(mean.double(), weight)
+                row[1] += weight
             return table.sum()  # nobody reads it
 
         inputs = self.precision.inputs(self._taken(batch.inputs))

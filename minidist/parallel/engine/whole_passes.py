@@ -86,7 +86,8 @@ class WholePasses(StepExecutor):
                 outputs = self._forward(batch.inputs) if outputs is None else outputs
                 mean, weight = self.score(metric, outputs, batch.inputs, batch.targets, batch.weight)
             weight = weight if batch.counts and batch.rows else 0.0
-            row += torch.stack([times(mean.double(), weight), torch.as_tensor(weight).to(row)])
+            row[0] += times(mean.double(), weight)
+            row[1] += weight
         return table
 
     def predict(self, inputs: Any) -> Any:
