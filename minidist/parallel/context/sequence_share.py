@@ -61,6 +61,16 @@ class SequenceShare:
             self.positions = zigzag_order.positions(length, self.ranks, self.rank).to(x.device)
         return x.index_select(dim, self.positions)
 
+    @opaque
+    def positions_of(self, tokens: Tensor) -> Tensor:
+        """Return `positions`, after checking that `tokens` (B, T, ...) are from the last cut."""
+        if self.length is None or tokens.shape[1] != self.size:
+            raise ValueError(
+                f"tokens are {tuple(tokens.shape)}, but this rank's part of the last cut has {self.size} "
+                "positions; give the model share.cut(tokens)"
+            )
+        return self.positions
+
     def restore(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """Undo `cut`: join all ranks' parts, given in rank order, to the whole sequence. Sends nothing."""
         sizes = [part.shape[dim] for part in parts]
@@ -119,14 +129,14 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
     of the heads; `causal` says whether they are causal. Modules with an attribute `positions`, such as GPT's
     embedding, use the positions of the share; a model that adds positions in another way has to read
     `share.positions` itself. Call this while all layers are present, before a pipeline takes some away. The
-    parameters do not change. Raises ValueError if no module has an attribute `attend`, or a module drops
-    attention weights.
+    parameters do not change. transformers_models.py does the same for models of transformers. Raises
+    ValueError if no module has an attribute `attend`, or a module drops attention weights.
     """
     parts = [part for part in model.modules() if callable(getattr(part, "attend", None))]
     if not parts:
         raise ValueError(
             f"a {type(model).__name__} has no attention whose sequence could be cut: cp is for models with "
-            "modules that have an attribute `attend`, such as GPT; use dp instead"
+            "modules that have an attribute `attend`, such as GPT, and models of transformers; use dp instead"
         )
     for part in parts:
         dropout = getattr(part, "dropout", 0.0)
@@ -156,13 +166,9 @@ def _attend(
 
 @opaque
 def _positions(share: SequenceShare, embedding: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the positions of the last cut, after checking that `tokens` (B, T) are from that cut."""
-    if share.length is None or tokens.shape[1] != share.size:
-        raise ValueError(
-            f"tokens are {tuple(tokens.shape)}, but this rank's part of the last cut has {share.size} "
-            "positions; give the model share.cut(tokens)"
-        )
+    """Return the positions of `tokens`, after checking that the embedding has so many."""
+    positions = share.positions_of(tokens)
     context = getattr(getattr(embedding, "position", None), "num_embeddings", None)
-    if context is not None and share.length > context:
+    if context is not None and share.length is not None and share.length > context:
         raise ValueError(f"the sequence has {share.length} tokens; give at most {context}, the context")
-    return share.positions
+    return positions

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.mesh import Mesh
-from minidist.parallel.context import sequence_share
+from minidist.parallel.context import sequence_share, transformers_models
 from minidist.parallel.context.sequence_share import SequenceShare
 from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
@@ -91,7 +91,8 @@ def partition_model(
     share = None
     if layout.cp > 1:
         share = SequenceShare(mesh.group("cp"))
-        sequence_share.apply(model, share)
+        if not transformers_models.apply(model, share):
+            sequence_share.apply(model, share)
     if layout.tp > 1:
         parallelize(
             model, plan_for(model) if plan is None else plan, mesh.group("tp"), layout.sequence_parallel

@@ -59,7 +59,7 @@ def prepare(
     | dp | nothing; each rank has its own rows |
     | tp | a plan of matrices to cut; it is found for many models, such as Llama, GPT-2, BERT and ViT |
     | pp | a list of layers that `forward` calls one after the other (pipeline/layer_chain.py) |
-    | cp | attention with an attribute `attend`, as in GPT; inputs and targets (B, T) |
+    | cp | a model of transformers, or attention with an attribute `attend`; inputs and targets (B, T) |
 
     Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO stage 1
     too. Stages 2 and 3 do not work with pp: they would send gradients, or parameters, once for each

@@ -157,7 +157,10 @@ class PlanCheck:
         )
 
 
-REPLACED = ("forward", "attend", "positions", "activation_relu_or_gelu", "use_nested_tensor", *COUNTS)
+REPLACED = (
+    *("forward", "attend", "positions", "config", "token_share"),
+    *("activation_relu_or_gelu", "use_nested_tensor", *COUNTS),
+)
 """The attributes that recomputation, tensor and context parallelism override on a module."""
 
 
