@@ -104,7 +104,6 @@ DEEP = [
         "tp=2,micro_batches=2",
         "tp=2,recompute=True",
         "dp=2,tp=2",
-        "dp=2,tp=2,zero=1",
         "dp=2,tp=2,zero=2",
         "dp=2,tp=2,zero=3",
     )
