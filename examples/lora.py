@@ -43,6 +43,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def train(steps: int = 60) -> float:
+    torch.manual_seed(0)
     data, model = dataset("bytes", length=64, limit=2000), llama()
     engine = md.prepare(model, partial(torch.optim.AdamW, lr=1e-2), md.Layout(dp=md.size(), zero=2))
     sampler = Sampler(len(data.train), 32, rank=engine.data_rank, ranks=engine.data_ranks)

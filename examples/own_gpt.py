@@ -44,6 +44,7 @@ class GPT(nn.Module):
 
 
 def train(steps: int = 60) -> float:
+    torch.manual_seed(0)
     data = dataset("bytes", length=CONTEXT, limit=2000)
     optimizer = partial(torch.optim.AdamW, lr=3e-3)
     engine = md.prepare(GPT(), optimizer, md.Layout(dp=md.size(), zero=1), clip_norm=1.0)

@@ -37,6 +37,7 @@ def resnet() -> nn.Sequential:
 
 
 def train(steps: int = 60) -> float:
+    torch.manual_seed(0)
     data = digits()
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     engine = md.prepare(resnet(), optimizer, md.Layout(dp=md.size()), batch_norm="synchronized")

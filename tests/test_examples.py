@@ -27,7 +27,7 @@ LEARNED = {
     "kmeans": (20, lambda found: 0.4 < found[1] < 0.6),  # 2 features of variance 1/4
     "lora": (20, lambda loss: loss < 5.2),  # log(256) = 5.5 before; most of the model is frozen
     "own_gpt": (20, lambda loss: loss < 4.0),  # log(256) = 5.5 before
-    "resnet": (15, lambda accuracy: accuracy > 0.5),
+    "resnet": (30, lambda accuracy: accuracy > 0.5),
 }
 """For each example some steps, and whether the result is what so many steps should reach."""
 
