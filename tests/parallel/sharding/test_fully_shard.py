@@ -916,8 +916,10 @@ def test_units_are_the_children_of_lists_unless_told() -> None:
 
 def test_a_backward_pass_gathers_the_next_unit_while_one_computes() -> None:
     units = [shard_units.Unit(name, nn.Module(), i) for i, name in enumerate(("", "a", "b", "c"))]
+    for at, unit in enumerate(units):  # the forward pass called one after the other
+        unit.first, unit.last, unit.calls = 2 * at, 2 * at + 1, 1
     said = {
-        ahead: [f"{kind} {unit.name}" for kind, unit in collective_order.expected(units, ahead).backward]
+        ahead: [f"{kind} {unit.name}" for kind, unit in collective_order.own(units, units[:1], ahead)]
         for ahead in (True, False)
     }
     assert said[True] == ["gather c", "gather b", "reduce c", "gather a", "reduce b", "reduce a"]
