@@ -29,7 +29,7 @@ HOPPER = (9, 0)  # the GPU to compile for where there is none
 
 
 class Variant(NamedTuple):
-    """What a rung is called with."""
+    """The arguments of a call of a rung."""
 
     rung: str
     dtype: str

@@ -120,7 +120,7 @@ def _tensors_of(index: Index) -> Iterator[tuple[str, Tensor]]:
 
 
 def _extra_state(index: Index) -> dict[str, Any]:
-    """What the model's modules gave besides tensors, which older checkpoints lack."""
+    """The extra state of the model's modules, which older checkpoints lack."""
     found: dict[str, Any] = decode(index.facts.get("extra_state", {}))
     return found
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 PAUSE = 0.5  # seconds between two looks for the same rank
 SLICE = timedelta(seconds=1)
-"""Of a wait for a collective of gloo's; after each comes a look for its ranks."""
+"""How long to wait for a gloo collective before looking for ranks that have returned."""
 
 _world: list[ReturnedRanks] = []
-"""Of the world that this process has joined, if any."""
+"""The counts of the world that this process has joined; empty outside one."""
 
 
 class ReturnedRanks:

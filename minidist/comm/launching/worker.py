@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a function returned in a rank."""
+    """The result of a function in a rank."""
 
     value: bytes  # pickled
     caught: str = ""  # the error of a call that began and failed, if the function has caught one

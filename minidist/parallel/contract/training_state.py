@@ -47,7 +47,7 @@ def loadable_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """What a model's state_dict holds that is no tensor: what its modules' `get_extra_state` return."""
+    """The entries of a model's state_dict that are no tensors, from its modules' `get_extra_state`."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 

@@ -22,7 +22,7 @@ from minidist.parallel.training.batch_norm import average_statistics
 
 
 class Evaluation(EngineState):
-    """What an engine computes without training."""
+    """An engine's methods that compute without training."""
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield this rank's batches until the loaders of all ranks have ended, for loaders that differ.

@@ -58,7 +58,7 @@ def is_loader(given: Any) -> bool:
 
 
 def as_batch(given: Any) -> Any:
-    """What a loader gave: a list of tensors as a tuple."""
+    """Turn a loader's list of tensors into a tuple; other batches stay as they are."""
     return tuple(given) if isinstance(given, list) else given
 
 

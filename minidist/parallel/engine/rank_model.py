@@ -38,7 +38,7 @@ class RankModel:
     vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
 
     def loss(self, loss: Loss, outputs: Any, targets: Any) -> Any:
-        """What a loss or a metric returns for this rank's outputs.
+        """Call a loss or a metric with this rank's outputs.
 
         If the ranks share the logits, `cross_entropy` becomes `vocab_parallel_cross_entropy`; for any other
         function the logits are gathered, which sends more.

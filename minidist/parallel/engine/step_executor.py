@@ -228,7 +228,7 @@ class StagedPasses(StepExecutor):
         return joined(found) if found else None
 
     def _taken(self, inputs: Any) -> Any:
-        """What the first stage takes: one tensor, if it is nothing but layers."""
+        """The inputs as the first stage takes them: one tensor, if it is nothing but layers."""
         if not isinstance(inputs, Tensor) and not getattr(self.part.stages[0], "takes_batch", False):
             raise TypeError(
                 f"the inputs are a {type(inputs).__name__}, and the model is a chain of layers, of which the "

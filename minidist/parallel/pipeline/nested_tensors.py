@@ -44,7 +44,7 @@ def replaced(value: Any, new: Callable[[Any], Any], kinds: Any = Tensor) -> Any:
 
 
 def at(value: Any, path: Path) -> Any:
-    """What lies at a path of tuples, lists and dicts."""
+    """The value at a path of tuples, lists and dicts."""
     for key in path:
         value = value[key]
     return value

@@ -42,7 +42,7 @@ SMALL = (2, 4)
 
 @dataclass(frozen=True)
 class Passes:
-    """What the passes of a batch keep and do; grows linearly with the rows."""
+    """The memory and work of a batch's passes; both grow linearly with the rows."""
 
     activations: float  # bytes at their peak
     forward: Computation
@@ -143,7 +143,7 @@ class OwnModel:
         return inputs, targets
 
     def passes(self, layout: Layout, rows: int) -> Passes:
-        """What the passes of a micro-batch keep and do, from those of two batches that were measured."""
+        """The memory and work of a micro-batch's passes, from those of two measured batches."""
         key = layout.precision, layout.recompute
         if key not in self._measured:
             try:
