@@ -7,6 +7,7 @@ returned, and a rank that waits for long looks there.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-PAUSE = 0.5  # seconds between two looks for the same rank
+PAUSE = 0.5  # seconds between two looks for the same rank, and at most for one look
 SLICE = timedelta(seconds=1)
 """How long to wait for a gloo collective before looking for ranks that have returned."""
 
@@ -33,6 +34,7 @@ class ReturnedRanks:
         self._store: Store = store.clone()  # type: ignore[attr-defined] # torch locks its own while it waits
         self._own, self._runs, self.only_gloo = own, 0, only_gloo
         self._looked: dict[int, float] = {}
+        self._look: threading.Thread | None = None
         store.set(_key(own), "0")
 
     def end_run(self) -> None:
@@ -42,14 +44,24 @@ class ReturnedRanks:
             self._store.set(_key(self._own), str(self._runs))
 
     def has(self, rank: int) -> bool:
-        """Whether a rank of the world is found to have returned from the function that this rank runs."""
+        """Whether a rank of the world is found to have returned from the function that this rank runs.
+
+        A thread asks, because the store answers never where its host is gone, whatever limit it is given.
+        """
         now = time.monotonic()
-        if now - self._looked.get(rank, 0.0) < PAUSE:
+        asking = self._look is not None and self._look.is_alive()
+        if asking or now - self._looked.get(rank, 0.0) < PAUSE:
             return False
         self._looked[rank] = now
+        answers: list[bool] = []
+        self._look = threading.Thread(target=self._ask, args=(rank, answers), daemon=True)
+        self._look.start()
+        self._look.join(PAUSE)
+        return any(answers)
+
+    def _ask(self, rank: int, answers: list[bool]) -> None:
         with suppress(dist.DistError):
-            return int(self._store.get(_key(rank))) > self._runs
-        return False
+            answers.append(int(self._store.get(_key(rank))) > self._runs)
 
 
 def start(store: Store, own: int, only_gloo: bool) -> None:
