@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import minidist as md
+from minidist import comm
 from minidist.benchmarks.harness.peers import INEXACT, missing
 from minidist.benchmarks.harness.programs import COUNTED
 from minidist.benchmarks.harness.strategies import YARDSTICK, Pair, Row, Work
@@ -109,7 +111,8 @@ def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> 
 
 
 def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measured:
-    """Measure programs in turns, each once per round."""
+    """Measure programs in turns, each once per round. Skip the test where they use devices of two kinds."""
+    _refuse_two_kinds({ranks: worlds(ranks).run(_kind)[0] for ranks in {job.ranks for job in jobs.values()}})
     measured: Measured = {}
     holding: set[int] = set()
     # This process removes the files, since killed ranks would not.
@@ -126,6 +129,20 @@ def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measur
             for ranks in holding:
                 worlds(ranks).run(drop)
     return measured
+
+
+def _kind() -> str:
+    return comm.device().type
+
+
+def _refuse_two_kinds(kinds: Mapping[int, str]) -> None:
+    """kinds: of device, by the number of ranks. With fewer GPUs than ranks all ranks use CPUs."""
+    if len({*kinds.values()}) > 1:
+        found = ", ".join(f"{ranks} on {kind}" for ranks, kind in sorted(kinds.items()))
+        pytest.skip(
+            f"times of GPUs and CPUs are not compared, and so many ranks compute here: {found}; each needs a "
+            "GPU to itself. Hide the GPUs with CUDA_VISIBLE_DEVICES='' to compare CPUs"
+        )
 
 
 def _steps(timed: Timed, period: int) -> int:

@@ -1,0 +1,34 @@
+"""Programs that are measured in turns compute on devices of one kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from minidist.benchmarks.harness.strategies import YARDSTICK, Work
+from minidist.benchmarks.harness.strategy_rounds import Job, measure_jobs, warm_worlds
+
+
+class OneGpu:
+    """Stands for the ranks of a machine with one GPU: one rank alone computes on it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def run(self, fn: object, *args: object) -> list[str]:
+        assert getattr(fn, "__name__", "") == "_kind", (
+            "a program was started before the devices were compared"
+        )
+        return ["cuda" if self.ranks == 1 else "cpu"] * self.ranks
+
+
+def test_one_gpu_is_not_compared_with_cpus() -> None:
+    work = Work("byte-tiny", 4)
+    jobs = {"one": Job(1, work, peer=YARDSTICK), "two": Job(2, work, peer=YARDSTICK)}
+    with pytest.raises(pytest.skip.Exception, match="1 on cuda, 2 on cpu; each needs a GPU"):
+        measure_jobs(OneGpu, jobs, rounds=1)  # type: ignore[arg-type] # a double
+
+
+def test_ranks_on_one_kind_of_device_are_measured() -> None:
+    jobs = {"one": Job(1, Work("byte-tiny", 4), peer=YARDSTICK)}
+    with warm_worlds(threads=1) as worlds:
+        assert len(measure_jobs(worlds, jobs, rounds=2)["one"].seconds) == 2
