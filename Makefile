@@ -7,7 +7,7 @@ STAMP := $(VENV)/.minidist-set-up
 # A cell of a notebook shows 88 columns on a laptop.
 NARROW := --line-length 88 lessons/[0-9]*.py
 
-.PHONY: setup bench test test-more lint format lessons lessons-check notebooks clean help
+.PHONY: setup bench test test-more lint format lessons lessons-check notebooks site clean help
 
 help:
 	@echo "make setup    make .venv and install minidist with all its extras"
@@ -18,6 +18,7 @@ help:
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"
 	@echo "make notebooks      make the lessons' .ipynb from their .py"
+	@echo "make site     build the documentation in build/site, to read without a network"
 	@echo "make lessons-check  run every lesson from top to bottom, also in a browser (some minutes)"
 	@echo "make clean    remove .venv and caches"
 
@@ -26,7 +27,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "minidist needs Python 3.10 or newer; %s is %d.%d. Try: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,cuda,deploy,dev,lessons,models]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,cuda,deploy,dev,lessons,models,site]' --constraint constraints.txt
 	@touch $@
 
 bench: setup
@@ -60,6 +61,11 @@ lessons: setup
 
 notebooks: setup
 	$(BIN)/python lessons/checks/notebooks.py
+
+# Lessons are shown with their outputs if `make lessons-check` has run them.
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open build/site/index.html in a browser."
 
 # It stores time and memory of each lesson in lessons/costs.json, which `minidist lessons` shows.
 lessons-check: setup

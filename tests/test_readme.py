@@ -1,4 +1,4 @@
-"""What the READMEs show runs, each block as a script of its own, and what they link to is there."""
+"""Each block of code in the READMEs and in docs/ runs as a script of its own, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / name for name in ("README.md", "lessons/README.md", "docs/architecture.md", "docs/measurements.md")
-]
+PAGES = [ROOT / "README.md", ROOT / "lessons/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 ]
@@ -90,3 +88,7 @@ def test_both_commands_are_there() -> None:
     text = PAGES[0].read_text()
     for command in ("make bench", "make test"):
         assert command in text
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= 200

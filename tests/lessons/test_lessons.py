@@ -34,6 +34,8 @@ from checks.verdicts import NotAnswered, Right, WrongAnswer  # noqa: E402
 SOURCES = notebooks.sources()
 STEMS = [source.stem for source in SOURCES]
 COSTS = LESSONS / "costs.json"
+OUTPUTS = LESSONS.parent / "build" / "lessons"
+"""Solved lessons with their outputs, which `make site` shows."""
 CELL_LIMIT = 300  # seconds; a crowded machine is no error
 
 
@@ -224,8 +226,11 @@ def errors_in(notebook: Any) -> list[tuple[str, str, str]]:
 @pytest.mark.lessons
 @pytest.mark.parametrize("source", SOURCES, ids=STEMS)
 def test_a_lesson_runs_from_top_to_bottom(source: Path) -> None:
-    seconds, peak = execute(solved(notebooks.notebook(source), source.stem))
+    notebook = solved(notebooks.notebook(source), source.stem)
+    seconds, peak = execute(notebook)
     if os.environ.get("MINIDIST_LESSONS_COSTS"):
+        OUTPUTS.mkdir(parents=True, exist_ok=True)
+        (OUTPUTS / f"{source.stem}.ipynb").write_text(json.dumps(notebook))
         costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
         costs[source.stem] = {"seconds": round(seconds), "peak_megabytes": round(peak / 1e6)}
         COSTS.write_text(json.dumps(costs, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,133 @@
+"""The pages of the site that are no files of docs/: sources, lessons, the API; and the lessons' pictures.
+
+A page links to files of the repository as it does on disk (`../minidist/plain/buckets.py`). The site has a
+page for each such file and folder, and the links lead there. A picture stands where a page has a comment like
+`<!-- picture: ring.ring_animation -->`, which names a function of lessons/checks/pictures.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+EXECUTED = ROOT / "build" / "lessons"
+"""Where `make lessons-check` leaves the lessons with their outputs; without it they are shown without."""
+LINK = re.compile(r"(?<=\]\()(?!http|#)([^)#\s]+)(#[^)]*)?(?=\))")
+API = {"minidist": "", "comm": "comm.", "schedules": "parallel.schedules.", "kernels": "kernels."}
+"""The reference's pages, and where in minidist their names are."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of what docs/ links to, and the API's."""
+    wanted = [path for page in files.documentation_pages() for path in links(DOCS / page.src_uri)]
+    wanted += [path.with_suffix(".ipynb") for path in sorted(ROOT.glob("lessons/[0-9]*.py"))]
+    known: set[Path] = set()
+    while wanted:
+        path = wanted.pop()
+        if path in known or DOCS in path.parents or path == ROOT / "README.md" or not path.exists():
+            continue
+        known.add(path)
+        if path.suffix == ".md":
+            wanted += links(path)
+        files.append(File.generated(config, address(path), content=text(path)))
+    for page, place in API.items():
+        names = importlib.import_module(f"minidist.{place}".rstrip(".")).__all__
+        content = "".join(f"::: minidist.{place}{name}\n\n" for name in sorted(names) if name not in API)
+        files.append(File.generated(config, f"api/{page}.md", content=f"# {page}\n\n{content}"))
+    return files
+
+
+def address(path: Path) -> str:
+    """The page of a file or a folder of the repository."""
+    place = path.relative_to(ROOT).as_posix()
+    if place == "README.md":
+        return "index.md"
+    if path.is_dir():
+        return f"source/{place}/index.md"
+    return place.replace(".ipynb", ".md") if path.suffix in (".md", ".ipynb") else f"source/{place}.md"
+
+
+def text(path: Path) -> str:
+    """The page of a file or a folder as Markdown."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.suffix == ".md":
+        return path.read_text()
+    if path.suffix == ".ipynb":
+        ran = EXECUTED / path.name  # its cells hold the solutions
+        blank, solved = (
+            json.loads(each.read_text())["cells"] for each in (path, ran if ran.exists() else path)
+        )
+        return "\n\n".join(
+            cell_text(cell, done.get("outputs", [])) for cell, done in zip(blank, solved, strict=True)
+        )
+    if path.is_file():
+        return f'# {name}\n\n````{path.suffix[1:] or "text"} linenums="1"\n{path.read_text()}\n````\n'
+    package = path / "__init__.py"
+    about = ast.get_docstring(ast.parse(package.read_text())) if package.exists() else ""
+    entries = sorted(each.name + "/" * each.is_dir() for each in path.iterdir() if each.name[0] not in "._")
+    return f"# {name}/\n\n```text\n{about or ''}\n```\n\n" + "".join(f"- `{entry}`\n" for entry in entries)
+
+
+def cell_text(cell: dict[str, Any], outputs: list[dict[str, Any]]) -> str:
+    """A notebook's cell with these outputs, as Markdown."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    parts = [f"````python\n{source}\n````"]
+    for output in outputs:
+        data = output.get("data", {})
+        if "text/html" in data:
+            parts.append(f"<div>{''.join(data['text/html'])}</div>")
+        elif "image/png" in data:
+            parts.append(f'<img alt="" src="data:image/png;base64,{data["image/png"].strip()}">')
+        elif words := "".join(output.get("text", data.get("text/plain", output.get("traceback", [])))):
+            parts.append(f"````text\n{re.sub(chr(27) + r'.*?m', '', words)}\n````")
+    return "\n\n".join(parts)
+
+
+def links(page: Path) -> list[Path]:
+    """The files and folders that a page links to."""
+    return [(page.parent / target).resolve() for target, _ in LINK.findall(page.read_text())]
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead the links to the pages of what they name."""
+    place = page.file.src_uri
+    source = ROOT / place if page.file.generated_by else DOCS / place
+
+    def lead(link: re.Match[str]) -> str:
+        path = (source.parent / link[1]).resolve()
+        inside = path.relative_to(DOCS).as_posix() if DOCS in path.parents else address(path)
+        return posixpath.relpath(inside, posixpath.dirname(place)) + (link[2] or "")
+
+    return LINK.sub(lead, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the pictures in."""
+    return re.sub(r"<!-- picture: (\w+)\.(\w+) -->", lambda found: picture(*found.groups()), html)
+
+
+def picture(module: str, function: str) -> str:
+    """The HTML that a function of lessons/checks/pictures displays in a notebook."""
+    shown: list[Any] = []
+    with (
+        mock.patch("IPython.display.display", shown.append),
+        mock.patch.object(sys, "path", [os.fspath(ROOT / "lessons"), *sys.path]),
+    ):
+        getattr(importlib.import_module(f"checks.pictures.{module}"), function)()
+    return "".join(each.data for each in shown)

@@ -1,0 +1,52 @@
+"""The site builds without a dead link, asks for nothing from the network, and has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.deep
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a site; the build fails where a link or an anchor leads nowhere."""
+    pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_no_page_loads_anything_from_the_network(site: Path) -> None:
+    loads = re.compile(
+        r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?https?://[^>]*", re.IGNORECASE
+    )
+    for page in site.rglob("*.html"):
+        found = [tag for tag in loads.findall(page.read_text()) if 'rel="canonical"' not in tag]
+        assert not found, f"{page.relative_to(site)}: {found}"
+
+
+def test_every_strategy_page_has_its_picture(site: Path) -> None:
+    for name in ("data_parallel", "zero", "tensor_parallel", "pipeline", "cut_the_model"):
+        text = (site / "strategies" / f"{name}.html").read_text()
+        assert "<svg" in text.split("<article", 1)[1].split("</article>")[0] or "pictures/" in text, name
+
+
+@pytest.mark.parametrize(
+    "module", ["minidist", "minidist.comm", "minidist.parallel.schedules", "minidist.kernels"]
+)
+def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
+    page = (site / "api" / f"{module.rpartition('.')[2]}.html").read_text()
+    names = importlib.import_module(module).__all__
+    missing = [
+        name for name in names if f'id="{module}.{name}"' not in page and name not in ("comm", "kernels")
+    ]
+    assert not missing
