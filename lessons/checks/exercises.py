@@ -4,12 +4,13 @@
     check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
     @lesson.exercise("8.1", hints=("...", "...", "..."))
-    def shift(answer, draw):  # the reader's function is called shift, too
+    def shift(answer, draw):  # the reader's function has the same name
         ...
         return Right(inputs=12, scores=(Score("Messages of each rank", 1, par=1),))
 
 A checker calls `answer` as the reader's function is called, draws what it needs from `draw`, a NumPy
-generator, and returns `Right` or ends in `wrong(...)`, `compare(...)` or `answer.expect(...)`.
+generator, and returns `Right` or ends in `wrong(...)`, `compare(...)` or `answer.expect(...)`. A score above
+1.5 times par refuses the answer, with the score's idea in the message.
 """
 
 from __future__ import annotations
@@ -195,9 +196,10 @@ class Lesson:
                 f"{exercise.name} is the lesson's own solution now, since or_solution put it there: run the "
                 "cell with your answer again, and then this one."
             )
-        print(self.judge(exercise.name, answer, seed))
+        right = self.judge(exercise.name, answer, seed)
+        print(right)
         exercise.passed = answer
-        progress.note(self.topic, exercise.name)
+        progress.note(self.topic, exercise.name, right.at_par)
 
     def judge(self, name: str, answer: Any, seed: int | None = None) -> Right:
         """What `check` says, without keeping it: for tests."""
@@ -213,6 +215,7 @@ class Lesson:
         mine = Answer(name, answer)
         try:
             found = exercise.checker(mine, np.random.default_rng(seed))
+            message = found.too_dear()
         except WrongAnswer as error:
             message = str(error) + _and_printed(mine.printed.text)
         except KeyboardInterrupt as error:

@@ -1,4 +1,4 @@
-"""Which exercises have passed: one small file beside the lessons, lessons/.progress.json.
+"""Which exercises have passed, and which at par: one small file beside the lessons, lessons/.progress.json.
 
 Deleting it begins anew. MINIDIST_LESSONS_PROGRESS names another file.
 """
@@ -20,18 +20,21 @@ def file() -> Path:
     return Path(os.environ.get("MINIDIST_LESSONS_PROGRESS") or FILE)
 
 
-def read() -> dict[str, dict[str, Any]]:
-    """By topic, by exercise: what passed and when. A damaged file is set aside, with a sentence."""
+def read(which: str = "passed") -> dict[str, dict[str, Any]]:
+    """By topic, by exercise, the day: of those that have "passed", or of those among them "at_par".
+
+    A damaged file is set aside, with a sentence. A file from before par was kept has nothing at par.
+    """
     path = file()
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        passed = kept["passed"]
-        if not isinstance(passed, dict) or not all(isinstance(each, dict) for each in passed.values()):
+        found = kept["passed"] if which == "passed" else kept.get(which, {})
+        if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
             raise ValueError
-        return passed
+        return found
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         aside = path.with_name(path.name + ".damaged")
         try:
             path.replace(aside)
@@ -41,12 +44,19 @@ def read() -> dict[str, dict[str, Any]]:
         return {}
 
 
-def note(topic: str, exercise: str) -> None:
-    """Keep that an exercise has passed. Where the file cannot be written, that costs a sentence."""
+def note(topic: str, exercise: str, at_par: bool = False) -> None:
+    """Keep that an exercise has passed. Where the file cannot be written, that costs a sentence.
+
+    Once at par, always at par: a later answer that costs more does not take it back.
+    """
     path = file()
-    passed = read()
-    passed.setdefault(topic, {})[exercise] = time.strftime("%Y-%m-%d")
-    text = json.dumps({"version": 1, "passed": passed}, indent=1, sort_keys=True) + "\n"
+    passed, best = read(), read("at_par")
+    today = time.strftime("%Y-%m-%d")
+    passed.setdefault(topic, {})[exercise] = today
+    if at_par:
+        best.setdefault(topic, {})[exercise] = today
+    kept = {"version": 1, "passed": passed, "at_par": best}
+    text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
     try:
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+SLACK = 1.5
+"""Times par that an answer may cost and still pass: above that, the exercise's idea is missing."""
 SHORT = 8
 """Elements of an array that are shown; of a longer one, those about the first that is wrong."""
 
@@ -56,6 +58,11 @@ class Score:
         """Above par, by more than rounding."""
         return self.cost > self.par * (1 + 1e-9)
 
+    @property
+    def far_over(self) -> bool:
+        """Above `SLACK` times par: such an answer does not pass. Where par is 0, that is any cost."""
+        return self.cost > self.par * SLACK * (1 + 1e-9)
+
 
 class Tally:
     """Costs of many runs; of each kind the largest that is above par is told, or else the largest."""
@@ -76,8 +83,8 @@ class Tally:
         return tuple(self._worst.values())
 
 
-def _excess(score: Score) -> tuple[bool, float]:
-    return score.over, score.par
+def _excess(score: Score) -> tuple[bool, bool, float]:
+    return score.far_over, score.over, score.par
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,21 @@ class Right:
     inputs: int  # how many were tried
     scores: tuple[Score, ...] = ()
     remark: str = ""
+
+    @property
+    def at_par(self) -> bool:
+        """No cost is above par."""
+        return not any(score.over for score in self.scores)
+
+    def too_dear(self) -> str:
+        """Which idea is missing where a cost is far above par; empty where none is."""
+        return "\n".join(
+            f"Every result is right, and the idea is missing: {score.what[0].lower()}{score.what[1:]}: "
+            f"{number(score.cost)}{' ' * bool(score.unit)}{score.unit}, where par is {number(score.par)}."
+            + (f"\n  Try this: {score.idea}." if score.idea else "")
+            for score in self.scores
+            if score.far_over
+        )
 
     def __str__(self) -> str:
         first = f"Right on {self.inputs} inputs." if self.inputs > 1 else "Right."

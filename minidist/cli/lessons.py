@@ -1,6 +1,7 @@
 """The command `minidist lessons`: a reader's progress, and JupyterLab in the lessons' folder.
 
-The lessons' checks write passed exercises to lessons/.progress.json; delete that file to start again.
+The lessons' checks write to lessons/.progress.json which exercises have passed, and which at par (at the cost of the
+lesson's own answer). Delete that file to start again.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Lesson:
     title: str
     exercises: tuple[str, ...]  # names, in order
     passed: tuple[str, ...]  # names of the passed exercises
+    at_par: tuple[str, ...]  # names of those that passed at par
+    hours: float | None  # that a person needs, as the lesson says
     seconds: float | None  # recorded duration of the whole notebook
 
 
@@ -71,15 +74,16 @@ def folder() -> Path:
 def read_lessons(at: Path) -> list[Lesson]:
     """Read the lessons of a folder, in order, with the exercises that have passed."""
     progress = Path(os.environ.get("MINIDIST_LESSONS_PROGRESS") or at / ".progress.json")
-    passed = _read(progress).get("passed", {})
-    passed = passed if isinstance(passed, dict) else {}
+    kept = _read(progress)
+    passed, best = (each if isinstance(each := kept.get(key), dict) else {} for key in ("passed", "at_par"))
     costs = _read(at / "costs.json")
     found = []
     for source in sorted(at.glob("[0-9][0-9]_*.py")):
         text = source.read_text(encoding="utf-8")
         title = re.search(r"^# # \d+\. (.+)$", text, re.MULTILINE)
         names = re.findall(r"^(\w+) = or_solution\(\1\)", text, re.MULTILINE)
-        done = passed.get(source.stem[3:], {})
+        done, at_par = (each.get(source.stem[3:], {}) for each in (passed, best))
+        hours = re.search(r"^# \*\*Time:\*\* about (?:(\d+) minutes|([\d.]+) hours?)", text, re.MULTILINE)
         seconds = costs.get(source.stem, {}).get("seconds")
         found.append(
             Lesson(
@@ -87,6 +91,8 @@ def read_lessons(at: Path) -> list[Lesson]:
                 title[1] if title else source.stem[3:],
                 tuple(names),
                 tuple(name for name in names if name in done),
+                tuple(name for name in names if name in done and name in at_par),
+                None if hours is None else int(hours[1]) / 60 if hours[1] else float(hours[2]),
                 seconds,
             )
         )
@@ -129,10 +135,21 @@ def show(terminal: Console, found: Sequence[Lesson]) -> None:
 
     table = Table("", "lesson", box=box.SIMPLE_HEAD, title="The lessons", title_justify="left")
     table.add_column("exercises passed", justify="right")
+    table.add_column("at par", justify="right")
+    table.add_column("you need", justify="right")
     table.add_column("runs in", justify="right")
     for each in found:
         done, all_of_them = len(each.passed), len(each.exercises)
         style = "green" if all_of_them and done == all_of_them else ""
         minutes = "" if each.seconds is None else f"{max(0.1, each.seconds / 60):.1f} min"
-        table.add_row(f"{each.number:02d}", each.title, f"{done} of {all_of_them}", minutes, style=style)
+        hours = "" if each.hours is None else f"{each.hours:g} h"
+        table.add_row(
+            f"{each.number:02d}",
+            each.title,
+            f"{done} of {all_of_them}",
+            str(len(each.at_par)),
+            hours,
+            minutes,
+            style=style,
+        )
     terminal.print(table)

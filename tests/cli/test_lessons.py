@@ -17,6 +17,8 @@ from minidist.cli import lessons as folder_of
 
 LESSON = """# %% [markdown]
 # # 3. Small things
+#
+# **Time:** about 1.5 hours. **Builds on:** nothing.
 # %% tags=["exercise"]
 def first(x): ...
 # %%
@@ -34,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "03_small_things.py").write_text(LESSON)
     (tmp_path / "costs.json").write_text('{"03_small_things": {"seconds": 90, "peak_megabytes": 400}}')
     progress = {"version": 1, "passed": {"small_things": {"first": "2026-01-01", "gone": "2026-01-01"}}}
+    progress["at_par"] = {"small_things": {"first": "2026-01-01"}}
     (tmp_path / ".progress.json").write_text(json.dumps(progress))
     monkeypatch.delenv("MINIDIST_LESSONS_PROGRESS", raising=False)
     monkeypatch.setattr(folder_of, "folder", lambda: tmp_path)
@@ -51,7 +54,16 @@ def test_the_table_shows_what_has_passed(capfd: pytest.CaptureFixture[str]) -> N
     code, out, err = run(capfd, "--progress")
     assert (code, err) == (0, "")
     (line,) = [line for line in out.splitlines() if "Small things" in line]
-    assert line.split() == ["03", "Small", "things", "1", "of", "2", "1.5", "min"]
+    assert line.split() == ["03", "Small", "things", "1", "of", "2", "1", "1.5", "h", "1.5", "min"]
+
+
+def test_passed_is_not_at_par(folder: Path) -> None:
+    """Also in a file from before par was kept."""
+    passed = {"small_things": {"first": "2026-01-01"}}
+    for kept in ({"passed": passed, "at_par": {}}, {"passed": passed}):
+        (folder / ".progress.json").write_text(json.dumps(kept))
+        (lesson,) = folder_of.read_lessons(folder)
+        assert (lesson.passed, lesson.at_par) == (("first",), ())
 
 
 def test_json_has_the_same(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -63,6 +75,8 @@ def test_json_has_the_same(capfd: pytest.CaptureFixture[str], folder: Path) -> N
         "title": "Small things",
         "exercises": ["first", "second"],
         "passed": ["first"],
+        "at_par": ["first"],
+        "hours": 1.5,
         "seconds": 90,
     }
 

@@ -114,6 +114,38 @@ def test_a_check_passes_scores_and_keeps(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == ""
 
 
+def scored(cost: float, par: float) -> Lesson:
+    lesson = Lesson(8, "ranks_that_talk")
+
+    @lesson.exercise("8.9", hints=("first", "second", "third"))
+    def double(answer: Answer, draw: np.random.Generator) -> Right:
+        return Right(2, (Score("Steps", cost, par, "do less"),))
+
+    return lesson
+
+
+def test_an_answer_that_costs_more_than_half_again_as_par_does_not_pass() -> None:
+    with pytest.raises(WrongAnswer) as found:
+        scored(3.01, 2).check(double, seed=5)
+    assert str(found.value) == (
+        "Exercise 8.9, not yet. Every result is right, and the idea is missing: steps: 3.01, where par is 2.\n"
+        "  Try this: do less.\n(These inputs again: check(double, seed=5))"
+    )
+    assert progress.read() == {}
+    with pytest.raises(WrongAnswer, match="where par is 0"):
+        scored(1, 0).check(double)
+
+
+def test_progress_tells_passed_from_at_par() -> None:
+    scored(3, 2).check(double)
+    assert list(progress.read()["ranks_that_talk"]) == ["double"]
+    assert progress.read("at_par") == {}
+    scored(2, 2).check(double)
+    assert list(progress.read("at_par")["ranks_that_talk"]) == ["double"]
+    scored(3, 2).check(double)
+    assert list(progress.read("at_par")["ranks_that_talk"]) == ["double"]  # it was, and stays so
+
+
 def test_wrong_answers_are_told_in_a_few_lines() -> None:
     lesson = a_lesson()
 

@@ -180,7 +180,7 @@ def shared_tokens_are_plain(layouts, budget, need, seconds):
     return min(fitting, key=seconds, default=None)
 
 
-@WRONG.over_par("choose", "It passes, above par in calls of seconds", "of those alone that fit")
+@WRONG.to("choose", "the idea is missing: calls of seconds", "of those alone that fit")
 def times_them_all(layouts, budget, need, seconds):
     times = {each: seconds(each) for each in layouts}
     fitting = [each for each in layouts if need(each) <= budget]

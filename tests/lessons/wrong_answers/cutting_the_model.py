@@ -47,7 +47,7 @@ def lists_of_weights(weights, most):
     return [[weights[i] for i in part] for part in filled(weights, most, lambda w, m: w <= m)]
 
 
-@WRONG.over_par("fill", "above par in weights read", "look at each layer once")
+@WRONG.to("fill", "the idea is missing: weights read", "look at each layer once")
 def adds_up_again_and_again(weights, most):
     parts, begin = [], 0
     for i in range(len(weights)):
@@ -129,7 +129,7 @@ def sums_the_squares(stage, inputs, targets):
     return chain(stage, inputs, targets, scale=inputs.numel())
 
 
-@WRONG.over_par("step", "above par in messages sent by a rank", "and nothing else")
+@WRONG.to("step", "the idea is missing: messages sent by a rank", "and nothing else")
 def sends_the_shape_first(stage, inputs, targets):
     r, last = md.rank(), md.size() - 1
     if r > 0:
@@ -247,7 +247,7 @@ def begins_with_more_than_there_are(ranks, micro_batches):
     return schedule
 
 
-@WRONG.over_par("one_f_one_b", "above par in units of time", "p - 1 - r forward passes")
+@WRONG.to("one_f_one_b", "the idea is missing: units of time", "p - 1 - r forward passes")
 def one_micro_batch_at_a_time(ranks, micro_batches):
     return alternating(ranks, micro_batches, lambda rank: 0)
 
@@ -287,7 +287,7 @@ def first_ranks_hold_one_alone(ranks, micro_batches):
     return [early] * (ranks - 1) + [forwards(range(micro_batches)) + split(range(micro_batches))]
 
 
-@WRONG.over_par("my_schedule", "above par in micro-batches that a rank holds", "do not put off too many")
+@WRONG.to("my_schedule", "the idea is missing: micro-batches that a rank holds", "do not put off too many")
 def all_weights_at_the_end(ranks, micro_batches):
     numbers = range(micro_batches)
     return [

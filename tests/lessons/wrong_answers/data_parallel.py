@@ -45,7 +45,7 @@ def begins_and_goes_on(model):
             comm.all_reduce(parameter.grad, "mean", async_op=True)
 
 
-@WRONG.over_par("average_gradients", "It passes, above par in bytes sent by each rank", "no gather")
+@WRONG.to("average_gradients", "the idea is missing: bytes sent by each rank", "no gather")
 def gathers_and_adds(model):
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -86,7 +86,7 @@ def stays_away_without_rows(model, inputs, targets):
         comm.all_reduce(parameter.grad)
 
 
-@WRONG.over_par("batch_gradients", "It passes, above par in all-reduces by each rank")
+@WRONG.to("batch_gradients", "the idea is missing: all-reduces by each rank")
 def counts_rows_for_each_parameter(model, inputs, targets):
     functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
     for parameter in model.parameters():
@@ -155,7 +155,7 @@ def cuts_at_the_limit(tensors, limit):
         tensor.copy_(part.view(tensor.shape))
 
 
-@WRONG.over_par("all_reduce_in_buckets", "It passes, above par in messages by each rank")
+@WRONG.to("all_reduce_in_buckets", "the idea is missing: messages by each rank")
 def one_message_a_tensor(tensors, limit):
     for tensor in tensors:
         sum_together([tensor])
@@ -224,9 +224,7 @@ def asks_before_backward(model):
     return finish
 
 
-@WRONG.over_par(
-    "reduce_in_backward", "It passes, above par in all-reduces that backward waited for", "async_op=True"
-)
+@WRONG.to("reduce_in_backward", "the idea is missing: all-reduces that backward waited for", "async_op=True")
 def waits_in_the_hook(model):
     def start(parameter):
         comm.all_reduce(parameter.grad, "mean")

@@ -147,7 +147,7 @@ def uses_one_row_of_a_for_both(a, b, c):
                     c[i + 1, j] += a[i, p + q] * b[p + q, j]
 
 
-@WRONG.over_par("matmul_loops", "It passes, above par in reads", "above par in writes", "in a variable")
+@WRONG.to("matmul_loops", "the idea is missing: writes", "in a variable")
 def adds_up_in_c(a, b, c):
     c[:] = 0
     for i in range(a.shape[0]):
@@ -156,8 +156,8 @@ def adds_up_in_c(a, b, c):
                 c[i, j] += a[i, p] * b[p, j]
 
 
-@WRONG.over_par("matmul_rows", "It passes, above par in cache lines", "j in the innermost loop")
-@WRONG.over_par("matmul_tile", "It passes, above par in reads", "above par in writes")
+@WRONG.to("matmul_rows", "the idea is missing: cache lines", "j in the innermost loop")
+@WRONG.to("matmul_tile", "the idea is missing: reads", "the idea is missing: writes")
 def walks_down_columns(a, b, c):
     for i in range(a.shape[0]):
         for j in range(b.shape[1]):
@@ -168,7 +168,7 @@ def walks_down_columns(a, b, c):
                 c[i, j] = total
 
 
-@WRONG.over_par("matmul_blocks", "It passes, above par in cache lines", "for all rows of a")
+@WRONG.to("matmul_blocks", "the idea is missing: cache lines", "for all rows of a")
 def does_not_use_the_block_again(a, b, c, size):
     c[:] = 0
     for i in range(a.shape[0]):

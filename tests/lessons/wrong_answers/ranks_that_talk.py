@@ -181,7 +181,7 @@ def sums_in_a_new_tensor(x):
     return comm_free_sum(x)
 
 
-@WRONG.over_par("ring_all_reduce", "It passes, above par in bytes sent by a rank", "never the whole tensor")
+@WRONG.to("ring_all_reduce", "the idea is missing: bytes sent by a rank", "never the whole tensor")
 def passes_whole_tensors_around(x):
     return x.copy_(comm_free_sum(x))
 

@@ -148,7 +148,7 @@ def knows_only_four(a, b, c):
                 c[i, j] = sums[e, f]
 
 
-@WRONG.over_par("register_tile", "It passes, above par in bank conflicts")
+@WRONG.to("register_tile", "the idea is missing: bank conflicts")
 @cuda.jit
 def owns_neighbours(a, b, c):
     tile_a = cuda.shared.array((SIDE, DEPTH), float32)
@@ -251,7 +251,7 @@ def forgets_to_store(alpha, x, y):
             y[e] += alpha * x[e]
 
 
-@WRONG.over_par("axpy", "It passes, above par in loads of a warp", "load_128 and store_128")
+@WRONG.to("axpy", "the idea is missing: loads of a warp", "load_128 and store_128")
 @cuda.jit
 def one_by_one(alpha, x, y):
     i = 4 * cuda.grid(1)
@@ -386,9 +386,9 @@ def copies_as_in_lesson_four(x, y):
         cuda.syncthreads()
 
 
-@WRONG.over_par(
+@WRONG.to(
     "ring_backwards",
-    "It passes, above par in copies that each wait waits for though they are not needed yet",
+    "the idea is missing: copies that each wait waits for though they are not needed yet",
     "cp_async_wait(PENDING)",
 )
 @cuda.jit
@@ -410,7 +410,7 @@ def waits_for_all(x, y):
             y[piece * PIECE + i] = ring[piece % SLOTS * PIECE + PIECE - 1 - i]
 
 
-@WRONG.over_par("ring_backwards", "It passes, above par in barriers for each piece")
+@WRONG.to("ring_backwards", "the idea is missing: barriers for each piece")
 @cuda.jit
 def two_barriers(x, y):
     ring = cuda.shared.array(RING, float32, alignment=16)

@@ -64,7 +64,7 @@ def pulls_once_more(gradient, x, steps):
     comm.recv(x, 0)
 
 
-@WRONG.over_par("work", "above par in gradients that a worker computes", "one gradient for each pull")
+@WRONG.to("work", "the idea is missing: gradients that a worker computes", "one gradient for each pull")
 def computes_twice(gradient, x, steps):
     for _ in range(steps):
         comm.recv(x, 0)
