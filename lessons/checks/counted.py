@@ -54,7 +54,8 @@ class Counted:
     def __init__(self, values: np.ndarray, cache: Cache | None = None) -> None:
         self.values, self.cache = values, cache
         self.shape, self.dtype, self.ndim = values.shape, values.dtype, values.ndim
-        self.reads = self.writes = 0
+        self.reads = self.writes = self.along = 0  # along: reads of the element beside the last one read
+        self._last: Any = None
         self.start = cache.place(values.size) if cache is not None else 0
 
     def __len__(self) -> int:
@@ -68,6 +69,8 @@ class Counted:
             )
         value = self.values[index]
         self.reads += 1
+        self.along += self._last == (index[0], index[1] - 1)
+        self._last = index
         self._touch(*index)
         return value
 

@@ -143,7 +143,13 @@ def systolic_matmul(answer: Answer, draw: np.random.Generator) -> Right:
         if grid.ticks == 0:
             wrong(f"For the {sizes} step was never called: the grid is to do the work.")
         ran = f", after {grid.ticks} tick{'s' * (grid.ticks > 1)},"
-        compare(got, SystolicArray(m, n, "output_stationary").matmul(x, y).c, f"The {sizes}{ran}")
+        right = SystolicArray(m, n, "output_stationary").matmul(x, y).c
+        compare(got, right, f"The {sizes}{ran}")
+        if not np.array_equal(grid.sums, right):
+            wrong(
+                f"The {sizes}{ran} is right, but the grid has not computed it: the sums that step returned "
+                "last are something else. Feed x and y into the grid, and return its sums."
+            )
         if min(m, n, k) > 1:  # on a single PE one tick more would be twice par
             idea = "the last PE begins m + n - 2 ticks late, and works for k"
             tally.add("Ticks", grid.ticks, m + n + k - 2, idea)
@@ -155,6 +161,7 @@ class Grid:
 
     def __init__(self, m: int, n: int) -> None:
         self.m, self.n, self.ticks = m, n, 0
+        self.sums: Any = None  # after the last tick
 
     def step(self, a: Any, b: Any, sums: Any, left: Any, top: Any) -> tuple[Any, Any, Any]:
         """As systolic_step, with a sentence for what does not fit."""
@@ -170,7 +177,8 @@ class Grid:
         self.ticks += 1
         a = np.concatenate([np.asarray(left)[:, None], np.asarray(a)[:, :-1]], axis=1)
         b = np.concatenate([np.asarray(top)[None], np.asarray(b)[:-1]])
-        return a, b, sums + a * b
+        self.sums = sums + a * b
+        return a, b, self.sums.copy()
 
 
 @lesson.exercise(

@@ -59,6 +59,12 @@ def add(answer: Answer, draw: np.random.Generator) -> Right:
     scores = (
         Score("Reads for each element", reads, 2, "read x[i] and y[i] once each"),
         Score("Writes for each element", writes, 1, "write z[i] once"),
+        Score(
+            "Loads of a warp for 32 elements",
+            counts.total.loads / 32,
+            2,
+            "let every thread add an element, its own: i = cuda.grid(1), and no loop",
+        ),
     )
     return Right(len(cases) + 1, scores)
 
@@ -118,8 +124,14 @@ def matmul(answer: Answer, draw: np.random.Generator) -> Right:
         ),
         Score("Reads of each thread for k = 16", reads, 32, once),
         Score("Writes", writes, 1, once),
+        Score(
+            "Loads of a warp for 32 sums",
+            counts.total.loads / (64**2 / 32),
+            32,
+            "give every thread one element of c, its own",
+        ),
     )
-    return Right(len(sizes), scores, in_float64(answer.function, a, b, c))
+    return Right(len(sizes), scores + in_float64(answer.function, a, b, c))
 
 
 @lesson.exercise(
@@ -153,5 +165,13 @@ def sums(answer: Answer, draw: np.random.Generator) -> Right:
             f"With {says}, the sum of partial",
         )
     assert counts is not None
-    score = Score("Sectors for each load of a warp", counts.sectors_per_load, 4, NEIGHBOURS)
-    return Right(len(cases), (score,), in_float64(answer.function, x, partial))
+    scores = (
+        Score("Sectors for each load of a warp", counts.sectors_per_load, 4, NEIGHBOURS),
+        Score(
+            "Loads of a warp for 32 elements",
+            counts.total.loads / (n / 32),
+            1,
+            "let all threads share the elements, and none of them add up more than its part",
+        ),
+    )
+    return Right(len(cases), scores + in_float64(answer.function, x, partial))

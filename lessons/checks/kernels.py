@@ -21,7 +21,7 @@ from numba import cuda
 
 from checks.exercises import Answer, TimeLimit, as_python, line_of_cell
 from checks.unanswered import functions_of
-from checks.verdicts import NeedsMore, wrong
+from checks.verdicts import NeedsMore, Score, wrong
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
 from minidist.kernels.cuda.runtime.compiler import compile_ptx
 from minidist.kernels.cuda.runtime.device import backend, require_toolkit
@@ -48,7 +48,7 @@ def run(answer: Answer, says: str, grid: Size, block: Size, *args: Any) -> Profi
         args: NumPy arrays and numbers.
 
     Raises:
-        WrongAnswer: it does not compile, does what a GPU would not forgive, or goes on for too long.
+        WrongAnswer: it does not compile, has a fault that the emulator finds, or goes on for too long.
     """
     kernel = answer.function
     if not hasattr(kernel, "py_func"):
@@ -62,7 +62,11 @@ def run(answer: Answer, says: str, grid: Size, block: Size, *args: Any) -> Profi
         try:
             return profile(kernel, grid, block, *args)
         except Fault as fault:
-            wrong(f"With {says}, the kernel does what no GPU forgives.", *_indented(in_words(fault)))
+            wrong(
+                f"With {says}, the kernel has a fault. A GPU might not say so: it may give wrong results, or "
+                "right ones on some days.",
+                *_indented(in_words(fault)),
+            )
         except TimeLimit:
             wrong(f"With {says}, the kernel had not ended after 20 s. Is there a loop that goes on too long?")
         except EmulatorError as error:
@@ -137,16 +141,16 @@ def _indented(text: str) -> list[str]:
     return [f"  {line}" for line in text.splitlines()]
 
 
-def in_float64(kernel: Any, *args: Any) -> str:
-    """A remark where a kernel computes in float64 with these arguments, and else nothing."""
+def in_float64(kernel: Any, *args: Any) -> tuple[Score, ...]:
+    """A score where a kernel computes in float64 with these arguments, and else none."""
     typeof = importlib.import_module(
         "numba.cuda.typing.typeof"
     ).typeof  # what numba-cuda has, and Numba has not
     types = tuple(typeof(each) for each in args)
     ptx = compile_ptx(kernel.py_func, types, ARCHITECTURE, 256)
-    if not re.search(r"(add|fma|mul)\.\S*f64", ptx):
-        return ""
-    return "It computes in float64, with which many GPUs are many times slower: begin the sum as float32(0)."
+    count = len(re.findall(r"\b(?:add|fma|mul)\.\S*f64", ptx))
+    idea = "begin the sum as float32(0): a plain 0.0 is a float64, with which many GPUs are many times slower"
+    return (Score("Instructions in float64", count, 0, idea),) if count else ()
 
 
 def with_constants(kernel: Any, **constants: int) -> Any:

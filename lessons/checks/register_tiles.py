@@ -78,6 +78,12 @@ def register_tile(answer: Answer, draw: np.random.Generator) -> Right:
             "read OWN elements of each tile into column and row, and take all factors from there",
         ),
         Score(
+            "Elements read from global memory",
+            counts.total.load_bytes / 4,
+            m * k * (n // side) + k * n * (m // side),
+            "leave those reads to fetch, and take factors from tile_a and tile_b",
+        ),
+        Score(
             "Bank conflicts",
             counts.shared_conflicts,
             0,

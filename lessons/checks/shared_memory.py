@@ -8,7 +8,7 @@ import numpy as np
 
 from checks.cuda_from_python import unwritten, whole_numbers
 from checks.exercises import Answer, Lesson
-from checks.kernels import run, with_constants
+from checks.kernels import in_float64, run, with_constants
 from checks.verdicts import Right, Score, compare, wrong
 from minidist.kernels.cuda.emulator import Profile
 
@@ -39,6 +39,12 @@ def backwards(answer: Answer, draw: np.random.Generator) -> Right:
         right = x.reshape(pieces, PIECE)[:, ::-1].reshape(-1)
         counts = run(answer, says, blocks, PIECE, x, y)
         compare(y, right, f"With {says}, y")
+    kinds, least = counts.instructions, 4 * pieces  # four warps to a piece
+    if min(kinds.get("store shared", 0), kinds.get("load shared", 0)) < least:
+        wrong(
+            "y is right, but the numbers do not go through tile: here each thread writes an element to "
+            "shared memory, and reads one that another thread wrote. Keep both lines, and put in the barriers."
+        )
     barriers = barriers_of_a_warp(counts, 4 * pieces)
     return Right(
         len(cases), (Score("Barriers for each piece", barriers, 2, "after each use of tile is enough"),)
@@ -124,7 +130,7 @@ def tiled_matmul(answer: Answer, draw: np.random.Generator) -> Right:
         ),
         Score("Bank conflicts", counts.shared_conflicts, 0, "let a warp read along a row of a tile"),
     )
-    return Right(len(sizes), scores)
+    return Right(len(sizes), scores + in_float64(kernels[tile].function, a, b, c))
 
 
 def _with_tile(answer: Answer, tile: int) -> Answer:

@@ -39,7 +39,16 @@ def numerical_gradient(answer: Answer, draw: np.random.Generator) -> Right:
         ):
             _try_slopes(answer, tally, kind, x, a, value, slope)
             tried += 1
-    return Right(tried, tally.scores)
+    _try_large_step(answer, draw)
+    return Right(tried + 1, tally.scores)
+
+
+def _try_large_step(answer: Answer, draw: np.random.Generator) -> None:
+    """On a curve, how far `h` goes shows in the slope; and x is a view whose rows do not lie side by side."""
+    h, rows = float(draw.uniform(0.1, 0.3)), draw.standard_normal((3, 2))
+    x, where = rows.T, f"With the sum of x^3 for the loss, a transposed x of shape (2, 3) and h = {h:.3g}"
+    got = answer(lambda: float((x**3).sum()), x, h)
+    compare(got, 3 * x**2 + h**2, f"{where}, the gradient", rtol=1e-7, atol=1e-7)
 
 
 def _try_slopes(answer: Answer, tally: Tally, kind: str, x: Array, a: Array, value: Any, slope: Any) -> None:
@@ -207,10 +216,10 @@ def sgd_step(answer: Answer, draw: np.random.Generator) -> Right:
     """Parameters change in place."""
     tried = 0
     for shapes in ([(1,)], [(3,)], [(2, 3), (3,)], [(4, 2), (2,), (2, 5), (5,)]):
-        for rate in (1.0, 0.5, 0.0, float(draw.uniform(0.01, 2))):
+        for rate, order in ((1.0, "C"), (0.5, "C"), (0.0, "C"), (float(draw.uniform(0.01, 2)), "F")):
             old = [draw.standard_normal(shape).astype(np.float32) for shape in shapes]
             gradients = [draw.uniform(0.5, 1, shape).astype(np.float32) for shape in shapes]
-            parameters = [each.copy() for each in old]
+            parameters = [each.copy(order) for each in old]  # in "F" order, reshape(-1) is a copy
             kept = [each.copy() for each in gradients]
             given = list(parameters)
             answer(given, gradients, rate)

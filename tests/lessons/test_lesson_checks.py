@@ -128,7 +128,8 @@ def test_an_answer_that_costs_more_than_half_again_as_par_does_not_pass() -> Non
     with pytest.raises(WrongAnswer) as found:
         scored(3.01, 2).check(double, seed=5)
     assert str(found.value) == (
-        "Exercise 8.9, not yet. Every result is right, and the idea is missing: steps: 3.01, where par is 2.\n"
+        "Exercise 8.9, not yet. Every result is right, and the idea is missing: steps: 3.01, where par is "
+        "2.\n"
         "  Try this: do less.\n(These inputs again: check(double, seed=5))"
     )
     assert progress.read() == {}

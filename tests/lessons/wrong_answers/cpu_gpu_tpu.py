@@ -193,3 +193,10 @@ def divides_by_the_ticks_alone(m, n, k):
 def gives_per_cent(m, n, k):
     ticks = m + n + k - 2
     return ticks, m * k + k * n, 100 * k / ticks if ticks > 1 else 1.0
+
+
+@WRONG.to("systolic_matmul", "is right, but the grid has not computed it", "Feed x and y into the grid")
+def calls_step_for_show(x, y, step):
+    (m, k), n = x.shape, y.shape[1]
+    run(np.zeros((m, 99), int), np.zeros((99, n), int), m, n, m + n + k - 2, step)
+    return x @ y

@@ -127,7 +127,7 @@ def adds_to_what_nobody_wrote(a, b, c):
             c[i, j] += a[i, p] * b[p, j]
 
 
-@WRONG.to("matmul", "a of 2 x 4 and b of 4 x 3", "no GPU forgives")
+@WRONG.to("matmul", "a of 2 x 4 and b of 4 x 3", "has a fault")
 @cuda.jit
 def guards_with_the_wrong_sizes(a, b, c):
     j, i = cuda.grid(2)
@@ -212,3 +212,78 @@ def catches_the_end(x, y, z):
 @cuda.jit
 def as_in_numpy(a, b, c):
     c[:] = a @ b
+
+
+@WRONG.to(
+    "add", "the idea is missing: loads of a warp for 32 elements", "every thread add an element, its own"
+)
+@cuda.jit
+def lets_one_thread_do_it_all(x, y, z):
+    if cuda.grid(1) == 0:
+        for i in range(z.size):
+            z[i] = x[i] + y[i]
+
+
+@WRONG.to("matmul", "sectors for each load of a warp", "where par is 2.5", "neighbouring elements")
+@cuda.jit
+def lets_x_count_rows(a, b, c):
+    i, j = cuda.grid(2)
+    if i < c.shape[0] and j < c.shape[1]:
+        total = float32(0)
+        for p in range(a.shape[1]):
+            total += a[i, p] * b[p, j]
+        c[i, j] = total
+
+
+@WRONG.to("matmul", "the idea is missing: loads of a warp for 32 sums", "every thread one element of c")
+@cuda.jit
+def a_thread_for_each_row(a, b, c):
+    j, i = cuda.grid(2)
+    if i < c.shape[0] and j == 0:
+        for column in range(c.shape[1]):
+            total = float32(0)
+            for p in range(a.shape[1]):
+                total += a[i, p] * b[p, column]
+            c[i, column] = total
+
+
+@WRONG.to("matmul", "the idea is missing: instructions in float64", "begin the sum as float32(0)")
+@cuda.jit
+def adds_up_in_float64(a, b, c):
+    j, i = cuda.grid(2)
+    if i < c.shape[0] and j < c.shape[1]:
+        total = 0.0
+        for p in range(a.shape[1]):
+            total += a[i, p] * b[p, j]
+        c[i, j] = total
+
+
+@WRONG.to(
+    "sums", "the idea is missing: loads of a warp for 32 elements", "let all threads share the elements"
+)
+@cuda.jit
+def one_thread_adds_up_all(x, partial):
+    total = float32(0)
+    if cuda.grid(1) == 0:
+        for i in range(x.size):
+            total += x[i]
+    partial[cuda.grid(1)] = total
+
+
+@WRONG.to("sums", "the idea is missing: sectors for each load of a warp", "neighbouring elements")
+@cuda.jit
+def a_piece_for_each_thread(x, partial):
+    i, piece = cuda.grid(1), -(-x.size // cuda.gridsize(1))
+    total = float32(0)
+    for p in range(i * piece, min((i + 1) * piece, x.size)):
+        total += x[p]
+    partial[i] = total
+
+
+@WRONG.to("sums", "the idea is missing: instructions in float64", "float32(0)")
+@cuda.jit
+def begins_with_a_float64(x, partial):
+    total = 0.0
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        total += x[i]
+    partial[cuda.grid(1)] = total

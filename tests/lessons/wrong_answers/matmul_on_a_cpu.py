@@ -198,3 +198,44 @@ def clears_what_it_has_read(a, b, c):
                 if j == b.shape[1] - 1:
                     a[i, p] = 0
             c[i, j] = total
+
+
+@WRONG.over_par("matmul_rows", "above par in cache lines", "j is in the innermost loop, as it should be")
+def goes_through_all_of_c_for_each_p(a, b, c):
+    c[:] = 0
+    for p in range(a.shape[1]):
+        for i in range(a.shape[0]):
+            for j in range(b.shape[1]):
+                c[i, j] += a[i, p] * b[p, j]
+
+
+@WRONG.to("matmul_rows", "14\u202f976, where par is 915", "walk along rows: j in the innermost loop")
+def keeps_the_loops_of_the_first_exercise(a, b, c):
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            total = 0.0
+            for p in range(a.shape[1]):
+                total += a[i, p] * b[p, j]
+            c[i, j] = total
+
+
+@WRONG.to("matmul_blocks", "the idea is missing: cache lines", "walk along rows: j in the innermost loop")
+def keeps_those_loops_and_takes_no_block(a, b, c, size):
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            total = 0.0
+            for p in range(a.shape[1]):
+                total += a[i, p] * b[p, j]
+            c[i, j] = total
+
+
+@WRONG.to("matmul_tile", "the idea is missing: writes", "add four products to c at once")
+def takes_two_by_two(a, b, c):
+    c[:] = 0
+    for i in range(0, a.shape[0], 2):
+        for p in range(0, a.shape[1], 2):
+            a00, a01, a10, a11 = a[i, p], a[i, p + 1], a[i + 1, p], a[i + 1, p + 1]
+            for j in range(b.shape[1]):
+                b0, b1 = b[p, j], b[p + 1, j]
+                c[i, j] += a00 * b0 + a01 * b1
+                c[i + 1, j] += a10 * b0 + a11 * b1

@@ -438,3 +438,49 @@ def waits_with_half_of_the_threads(a, b, c):
         cuda.syncthreads()
     for _ in range(0, a.shape[1], 16):
         cuda.syncthreads()
+
+
+@WRONG.to(
+    "register_tile", "the idea is missing: elements read from global memory", "leave those reads to fetch"
+)
+@cuda.jit
+def never_looks_into_the_tiles(a, b, c):
+    sums = cuda.local.array((OWN, OWN), float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    i0, j0 = cuda.blockIdx.y * SIDE, cuda.blockIdx.x * SIDE
+    for e in range(OWN):
+        for f in range(OWN):
+            sums[e, f] = float32(0)
+            i, j = i0 + y + 16 * e, j0 + x + 16 * f
+            if i < c.shape[0] and j < c.shape[1]:
+                for p in range(a.shape[1]):
+                    sums[e, f] += a[i, p] * b[p, j]
+                c[i, j] = sums[e, f]
+
+
+@WRONG.to("register_tile", "loads from shared memory for each multiply-add", "into column and row")
+@cuda.jit
+def one_sum_after_the_other(a, b, c):
+    tile_a = cuda.shared.array((SIDE, DEPTH), float32)
+    tile_b = cuda.shared.array((DEPTH, SIDE), float32)
+    sums = cuda.local.array((OWN, OWN), float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    i0, j0 = cuda.blockIdx.y * SIDE, cuda.blockIdx.x * SIDE
+    for e in range(OWN):
+        for f in range(OWN):
+            sums[e, f] = float32(0)
+    for p in range(0, a.shape[1], DEPTH):
+        fetch(tile_a, a, i0, p)
+        fetch(tile_b, b, p, j0)
+        cuda.syncthreads()
+        for e in range(OWN):
+            for f in range(OWN):
+                cuda.syncthreads()  # keeps the compiler from joining the loads
+                for q in range(DEPTH):
+                    sums[e, f] += tile_a[y + 16 * e, q] * tile_b[q, x + 16 * f]
+        cuda.syncthreads()
+    for e in range(OWN):
+        for f in range(OWN):
+            i, j = i0 + y + 16 * e, j0 + x + 16 * f
+            if i < c.shape[0] and j < c.shape[1]:
+                c[i, j] = sums[e, f]

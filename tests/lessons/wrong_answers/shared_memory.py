@@ -79,7 +79,7 @@ def counts_beyond_the_edges(m, n, k, tile):
     return 2 * across * down * steps * tile * tile
 
 
-@WRONG.to("tiled_matmul", "TILE = 16", "no GPU forgives", "Race")
+@WRONG.to("tiled_matmul", "TILE = 16", "has a fault", "Race")
 @cuda.jit
 def waits_once(a, b, c):
     tile_a = cuda.shared.array((TILE, TILE), float32)
@@ -290,3 +290,99 @@ def turns_the_blocks_only(a, out):
 def a_tile_as_long_as_a_row(a, b, c):
     tile_a = cuda.shared.array((TILE, a.shape[1]), float32)
     c[0, 0] = tile_a[0, 0]
+
+
+@WRONG.to("backwards", "y is right, but the numbers do not go through tile", "another thread wrote")
+@cuda.jit
+def reads_backwards_from_x(x, y):
+    t = cuda.threadIdx.x
+    for start in range(cuda.blockIdx.x * 128, x.size, cuda.gridDim.x * 128):
+        y[start + t] = x[start + 127 - t]
+
+
+@WRONG.to("backwards", "y is right, but the numbers do not go through tile")
+@cuda.jit
+def fills_the_tile_and_reads_x(x, y):
+    tile = cuda.shared.array(128, float32)
+    t = cuda.threadIdx.x
+    for start in range(cuda.blockIdx.x * 128, x.size, cuda.gridDim.x * 128):
+        tile[t] = x[start + t]
+        cuda.syncthreads()
+        y[start + t] = x[start + 127 - t]
+        cuda.syncthreads()
+
+
+@WRONG.to("tiled_matmul", "reads of global memory by each thread: 96, where par is 6", "from the tiles")
+@cuda.jit
+def mentions_a_tile_and_is_naive(a, b, c):
+    j, i = cuda.blockIdx.x * TILE + cuda.threadIdx.x, cuda.blockIdx.y * TILE + cuda.threadIdx.y
+    if i < c.shape[0] and j < c.shape[1]:
+        total = float32(0)
+        for p in range(a.shape[1]):
+            total += a[i, p] * b[p, j]
+        c[i, j] = total
+
+
+@WRONG.to("tiled_matmul", "the idea is missing: instructions in float64", "begin the sum as float32(0)")
+@cuda.jit
+def adds_up_in_float64(a, b, c):
+    tile_a = cuda.shared.array((TILE, TILE), float32)
+    tile_b = cuda.shared.array((TILE, TILE), float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    j, i = cuda.grid(2)
+    total = 0.0
+    for p in range(0, a.shape[1], TILE):
+        tile_a[y, x] = a[i, p + x] if i < c.shape[0] and p + x < a.shape[1] else float32(0)
+        tile_b[y, x] = b[p + y, j] if p + y < a.shape[1] and j < c.shape[1] else float32(0)
+        cuda.syncthreads()
+        for q in range(TILE):
+            total += tile_a[y, q] * tile_b[q, x]
+        cuda.syncthreads()
+    if i < c.shape[0] and j < c.shape[1]:
+        c[i, j] = total
+
+
+@WRONG.over_par("tiled_matmul", "It passes, above par in reads of global memory", "from the tiles")
+@cuda.jit
+def adds_up_in_c(a, b, c):
+    tile_a = cuda.shared.array((TILE, TILE), float32)
+    tile_b = cuda.shared.array((TILE, TILE), float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    j, i = cuda.grid(2)
+    inside = i < c.shape[0] and j < c.shape[1]
+    if inside:
+        c[i, j] = float32(0)
+    for p in range(0, a.shape[1], TILE):
+        tile_a[y, x] = a[i, p + x] if i < c.shape[0] and p + x < a.shape[1] else float32(0)
+        tile_b[y, x] = b[p + y, j] if p + y < a.shape[1] and j < c.shape[1] else float32(0)
+        cuda.syncthreads()
+        total = float32(0)
+        for q in range(TILE):
+            total += tile_a[y, q] * tile_b[q, x]
+        if inside:
+            c[i, j] += total
+        cuda.syncthreads()
+
+
+@WRONG.to(
+    "transpose", "sectors for each store: 32, where par is 4", "write a tile to shared memory along rows"
+)
+@cuda.jit
+def copies_straight(a, out):
+    j, i = cuda.grid(2)
+    if i < a.shape[0] and j < a.shape[1]:
+        out[j, i] = a[i, j]
+
+
+@WRONG.to("transpose", "the idea is missing: bank conflicts", "rows of tile a word longer")
+@cuda.jit
+def does_not_pad(a, out):
+    tile = cuda.shared.array((32, 32), float32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    j, i = cuda.grid(2)
+    if i < a.shape[0] and j < a.shape[1]:
+        tile[y, x] = a[i, j]
+    cuda.syncthreads()
+    i, j = cuda.blockIdx.x * 32 + y, cuda.blockIdx.y * 32 + x
+    if i < out.shape[0] and j < out.shape[1]:
+        out[i, j] = tile[x, y]

@@ -221,3 +221,38 @@ def multiplies_the_gradients_in_place(parameters, gradients, rate):
     for parameter, gradient in zip(parameters, gradients, strict=True):
         gradient *= rate
         parameter -= gradient
+
+
+@WRONG.to("numerical_gradient", "a transposed x of shape (2, 3)", "the gradient is wrong", "expected", "got")
+def has_a_step_of_its_own(loss, x, h=1e-5):
+    gradient, h = np.zeros_like(x), 1e-5
+    for i in np.ndindex(x.shape):
+        before = x[i]
+        x[i] = before + h
+        above = loss()
+        x[i] = before - h
+        below = loss()
+        x[i] = before
+        gradient[i] = (above - below) / (2 * h)
+    return gradient
+
+
+@WRONG.to("numerical_gradient", "a transposed x of shape (2, 3)", "the gradient is wrong", "got      0")
+def changes_a_flat_copy(loss, x, h=1e-5):
+    flat, gradient = x.reshape(-1), np.zeros(x.size)
+    for i in range(x.size):
+        before = flat[i]
+        flat[i] = before + h
+        above = loss()
+        flat[i] = before - h
+        below = loss()
+        flat[i] = before
+        gradient[i] = (above - below) / (2 * h)
+    return gradient.reshape(x.shape)
+
+
+@WRONG.to("sgd_step", "parameter 0 afterwards is wrong", "arrays of shapes (2, 3), (3,)")
+def changes_flat_copies(parameters, gradients, rate):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        flat = parameter.reshape(-1)
+        flat -= rate * gradient.reshape(-1)
