@@ -13,21 +13,24 @@
 # %% [markdown]
 # # 1. Matmul on a CPU
 #
-# Nearly all of a neural network's work is one operation: the product of two matrices. You will write it six
-# times. The first version is the definition, and takes its time. The last does the same additions and
-# multiplications, and is thousands of times as fast. What changes in between is only the *order*, and where the
-# numbers lie when they are needed.
+# **Time:** about 1.5 hours. **Builds on:** lesson 00.
+#
+# Nearly all of a neural network's work is one operation: the product of two matrices. You will write it four
+# times. The first version is the definition, and it is slow. The last version does the same additions and
+# multiplications, and is thousands of times as fast. Only two things change in between: the *order* of the work,
+# and where the numbers lie when they are needed.
 
 # %%
 from time import process_time
 
 import numpy as np
 from numba import njit
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from checks.figures import bars, ladder, said
 from checks.matmul_on_a_cpu import check, hint, or_solution
 from checks.pictures.walks import walks_animation
+from minidist.kernels.cpu.support.caches import caches
 
 threadpool_limits(1)  # one core for all, NumPy's library too
 ladder(1)
@@ -42,10 +45,15 @@ ladder(1)
 # Element (i, j) of `c` is the sum over p of `a[i, p] * b[p, j]`: row i of `a` with column j of `b`.
 #
 # **Exercise 1.1: matmul_loops.** Fill `c` with the product, with three loops. Read and write single elements, as
-# in `a[i, p]`. What `c` holds before is rubbish. Sizes may be 0: the sum of nothing is 0. Use plain loops and
-# numbers, here and in the next exercises: a compiler has to understand them later.
+# in `a[i, p]`. `c` arrives full of garbage; overwrite it. Sizes may be 0: the sum of nothing is 0. Use plain loops
+# and numbers, here and in the next exercises: a compiler has to understand them later.
 #
 # Par: 2 reads for each multiply-add, and 1 write for each element of `c`.
+#
+# **Par** is what the lesson's own answer costs, and the check counts what yours costs. Up to par you pass *at par*.
+# Up to 1.5 times par you pass, above par. Above that you do not pass, even if every result is right: the answer
+# misses the exercise's idea, and the check says which. `minidist lessons --progress` shows how many you passed, and
+# how many of them at par.
 
 
 # %% tags=["exercise"]
@@ -206,9 +214,9 @@ print(f"{rates['rows']:.2f} GFLOP/s")
 # %% [markdown]
 # ## 4. Stay in the cache
 #
-# For each row of `c` the loops go through *all* of `b`. While `b` fits into a cache that is fine. Beyond that,
-# every row of `c` fetches all of `b` anew. The remedy is to take a **block** of `b` that fits (a few of its rows), to
-# use it for all rows of `a`, and to go on to the next block only then.
+# For each row of `c` the loops go through *all* of `b`. That is fine while `b` fits into a cache. If `b` is larger,
+# every row of `c` fetches all of `b` from memory anew. The remedy is a **block** of `b` that does fit: a few of its
+# rows. Use it for all rows of `a`, and only then go on to the next block.
 #
 # **Exercise 1.4: matmul_blocks.** As `matmul_rows`, but `size` rows of `b` at a time, for all rows of `a`. The last
 # block may have fewer.
@@ -227,20 +235,50 @@ def matmul_blocks(a, b, c, size):
 # %%
 check(matmul_blocks)
 
+# %% [markdown]
+# Blocks can only win where `b` does not fit. At n = 512 it has 1 MB, and most machines have a cache for that. So the
+# next cell asks for the caches of *your* machine, and makes a `b` that is at least twice as large as the largest of
+# them. (512 MB at most: a few servers have caches beyond that, and there blocks win less.) `a` has 32 rows, so that
+# you do not wait.
+
 # %%
 matmul_blocks = or_solution(matmul_blocks)
 compiled_blocks = njit(matmul_blocks)
 compiled_blocks(*matrices(4), 2)
-for size in (16, 64, 128, 256, 512):
-    rate = gflops(compiled_blocks, N, size)
-    rates["blocks"] = max(rate, rates.get("blocks", 0))
+
+largest = max(caches().l2, caches().l3)
+K = 4096  # a row of b has as many columns: 16 kB
+while min(2 * largest, 512e6) > 4 * K * 4096:
+    K *= 2
+rng = np.random.default_rng(0)
+wide_a, wide_b = (
+    rng.random((rows, columns), np.float32) for rows, columns in ((32, K), (K, 4096))
+)
+wide_c = np.empty((32, 4096), np.float32)
+
+
+def wide_gflops(matmul, *more):
+    best = np.inf
+    for _ in range(3):
+        start = process_time()
+        matmul(wide_a, wide_b, wide_c, *more)
+        best = min(best, process_time() - start)
+    return 2 * wide_a.size * 4096 / best / 1e9
+
+
+print(f"largest cache {largest / 2**20:.0f} MiB, b {wide_b.nbytes / 2**20:.0f} MiB")
+rates["rows, large b"] = wide_gflops(compiled_rows)
+print(f"all of b for each row: {rates['rows, large b']:6.2f} GFLOP/s")
+for size in (4, 8, 16, 64, 256):
+    rate = wide_gflops(compiled_blocks, size)
+    rates["blocks, large b"] = max(rate, rates.get("blocks, large b", 0))
     print(f"blocks of {size:3} rows of b: {rate:6.2f} GFLOP/s")
+wide_a = wide_b = wide_c = None  # their memory is free again
 
 # %% [markdown]
-# Which size is best depends on the caches of your machine: a row of `b` has 2 kB here, so 16 rows fit into a first
-# cache of 32 kB, and all 512 are 1 MB. How much blocks win depends on how slow the next cache is; it may be little
-# at this size, and much where `b` fits into no cache at all. And small blocks lose something: each goes through
-# all of `c` once more.
+# The large `b` costs your rows much of their rate, and blocks win most of it back. A block of 16 rows has 256 kB, so
+# it stays in a second cache while all rows of `a` use it. Blocks can be too large: then they do not fit either. They
+# can be too small as well: each block goes through all of `c` once more.
 #
 # ## 5. Stay in the registers
 #
@@ -291,8 +329,29 @@ top = rung("s6_register_tile")
 top.matmul(*matrices(64))  # the first call compiles
 rates["minidist, rung 6"] = gflops(top.matmul, N)
 
+# %% [markdown]
+# How does that compare with NumPy? NumPy calls a BLAS library, which picks one of its kernels by the name of your
+# processor. Rung 6 finds out what your processor can do, and so do the best of those kernels: then the two differ
+# by a few per cent. Where rung 6 is far ahead, the library took a kernel for an older processor (the next cell
+# prints which). Where it is far behind, the library uses instructions that rung 6 does not know.
+
 # %%
-ways = ("Python loops", "compiled", "rows", "blocks", "tile", "minidist, rung 6")
+library = next((each for each in threadpool_info() if each["user_api"] == "blas"), {})
+print("NumPy's library:", library.get("internal_api"), library.get("architecture"))
+print(
+    f"rung 6 has {rates['minidist, rung 6'] / rates['NumPy, one core']:.2f} times its rate"
+)
+
+# %%
+ways = (
+    "Python loops",
+    "compiled",
+    "rows",
+    "rows, large b",
+    "blocks, large b",
+    "tile",
+    "minidist, rung 6",
+)
 shown = {way: rates[way] for way in (*ways, "NumPy, one core")}
 guess = prediction and prediction * rates["Python loops"]
 bars(
@@ -302,15 +361,28 @@ bars(
     caption=f"Rates at n = {N} (Python loops: 64), a grid line ten times the one before. NumPy is "
     f"{rates['NumPy, one core'] / rates['Python loops']:,.0f} times as fast as "
     f"the Python loops; {said(prediction)}.",
-    alt="One bar for each way, growing from Python loops over compiled loops, rows, "
-    "blocks and the register tile to the tuned kernels.",
+    alt="One bar for each way, growing from Python loops over compiled loops, rows and "
+    "the register tile to the tuned kernels. With a large b rows fall back, and blocks "
+    "are in between.",
 )
 
 # %% [markdown]
 # The scale is logarithmic: each grid line to the right is ten times the one before. The story that it tells is the
 # story of the counts. The number of multiply-adds is the same in every bar. What shrinks is all the rest:
-# the interpreter's work for each, the cache lines fetched for each, the reads and writes for each.
+# the interpreter's work for each, the cache lines fetched for each, the reads and writes for each. (The two bars
+# for a large `b` are about another product, whose `b` comes from memory.)
 #
+# What does such a factor mean for a real model? Llama 3 405B (Grattafiori and others 2024) has layers that multiply
+# a batch by a matrix of 16,384 x 53,248. It was trained on sequences of 8,192 tokens. One such product, of the
+# many in a step:
+
+# %%
+flops = 2 * 8192 * 16_384 * 53_248
+for way in ("Python loops", "minidist, rung 6"):
+    print(f"{way:18}{flops / rates[way] / 1e9:14,.0f} seconds")
+print(f"{'one H100':18}{flops / 989e12:14.3f} seconds at the peak of its data sheet")
+
+# %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
 # - **Compiled loops check no index.** In Python `a[i, p]` past the end is an `IndexError`; compiled it reads what lies
@@ -318,8 +390,8 @@ bars(
 # - **An index that may be negative.** `c[i, j0 + j]` makes Numba ask for each element whether it counts from the end, as
 #   Python's negative indices do, and SIMD is gone: the same loop is then many times slower. Loops over
 #   `range(n)`, or a slice taken before the loop, keep it simple. One sees it only by measuring.
-# - **The first call compiles.** Who times it measures the compiler. Call once, then measure, and take the best or
-#   the median of several rounds.
+# - **The first call compiles.** Time the first call and you time the compiler. Call once, then measure, and take
+#   the best or the median of several rounds.
 # - **Sizes that are powers of two** can be slow with columns: the elements of a column then fall into the same
 #   few places of a cache and push each other out. Compare n = 512 with n = 520 in `compiled_loops`.
 # - **Other orders give other bits.** `rows` adds one product after the other, `tile` four at a time: results differ

@@ -155,21 +155,23 @@ def bars(
         guess: the name that the reader's guess is about, and the guess; None for no guess.
         logarithmic: whether each line is ten times the one before.
     """
-    figure, axes = draw(height=0.9 + 0.34 * len(values))
-    for row, (key, value) in enumerate(values.items()):
-        axes.barh(row, value, height=0.62, color=BLUE)
+    rows = [(key, value, BLUE) for key, value in values.items()]
+    if guess is not None:  # in a row of its own, below what it is about
+        place = 1 + [key for key, _, _ in rows].index(guess[0])
+        rows.insert(place, ("your guess", guess[1], ORANGE))
+    figure, axes = draw(height=0.9 + 0.34 * len(rows))
+    for row, (_, value, color) in enumerate(rows):
+        axes.barh(row, value, height=0.62, color=color)
         name(axes, value, row, f"{value:,.3g}")
-        if guess is not None and guess[0] == key:
-            axes.plot(guess[1], row, "D", color=ORANGE, markersize=8, clip_on=False)
-            name(axes, guess[1], row, "your guess", INK, dx=0, dy=-16)
+    shown = [value for _, value, _ in rows]
     if logarithmic:
         axes.set_xscale("log")
-        axes.set_xlim(min(values.values()) / 3, max(values.values()) * 4)
+        axes.set_xlim(min(shown) / 3, max(shown) * 4)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     else:
-        axes.set_xlim(0, max(values.values()) * 1.15)
-    axes.set_yticks(range(len(values)), list(values))
-    axes.set_ylim(len(values) - 0.4, -0.6)
+        axes.set_xlim(0, max(shown) * 1.15)
+    axes.set_yticks(range(len(rows)), [key for key, _, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

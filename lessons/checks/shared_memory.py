@@ -42,8 +42,8 @@ def backwards(answer: Answer, draw: np.random.Generator) -> Right:
     kinds, least = counts.instructions, 4 * pieces  # four warps to a piece
     if min(kinds.get("store shared", 0), kinds.get("load shared", 0)) < least:
         wrong(
-            "y is right, but the numbers do not go through tile: here each thread writes an element to "
-            "shared memory, and reads one that another thread wrote. Keep both lines, and put in the barriers."
+            "y is right, but the numbers do not go through tile: a thread has to write an element to shared "
+            "memory, and to read one that another thread wrote. Keep both lines, and put in the barriers."
         )
     barriers = barriers_of_a_warp(counts, 4 * pieces)
     return Right(

@@ -1,7 +1,7 @@
 """The command `minidist lessons`: a reader's progress, and JupyterLab in the lessons' folder.
 
-The lessons' checks write to lessons/.progress.json which exercises have passed, and which of them at par, that is,
-at the cost of the lesson's own answer. Delete that file to start again.
+The lessons' checks write to lessons/.progress.json which exercises have passed, and which of them at par (at
+the cost of the lesson's own answer). Delete that file to start again.
 """
 
 from __future__ import annotations
