@@ -13,14 +13,16 @@
 # %% [markdown]
 # # 0. Your machine
 #
-# Welcome. Fifteen lessons lead from three loops that multiply two matrices to the training of a model that is
-# cut over many machines. You write each step yourself, predict what it costs, and then measure it. This lesson
-# is about the machine that you sit at: how fast it can compute, how fast it can move numbers, and how to tell
-# in a minute, with a pencil, which of the two will keep a program waiting.
+# **Time:** about 1 hour. **Builds on:** nothing but Python.
+#
+# Welcome. Fifteen lessons lead from three loops that multiply two matrices to training one model on many
+# machines. You write each step yourself, predict what it costs, and then measure it. This lesson is about the
+# machine that you sit at. How fast can it compute? How fast can it move numbers? And which of the two will keep
+# a program waiting? A pencil and a minute are enough to tell.
 #
 # This page is a **notebook**: text, and **cells** of Python with what they gave below them. Click on the next
 # cell and press Shift+Enter. It runs, and the cell after it is next. Cells share their variables, so run them
-# from top to bottom. (To begin anew: *Restart Kernel* in the menu above. What you wrote stays.)
+# from top to bottom. (To start again: *Restart Kernel* in the menu above. Your answers stay.)
 
 # %%
 from time import process_time
@@ -84,8 +86,8 @@ check(add_cost)
 #   *Interrupt Kernel* in the menu does so at once.
 # - **No exercise blocks the way.** A cell such as the next takes your function if it has passed, and else the
 #   lesson's own, and says so. All that follows works with either.
-# - **What has passed is kept** in a small file, `lessons/.progress.json`; `minidist lessons --progress`, in a
-#   terminal, shows it as a table. Delete the file to begin anew.
+# - **Your progress is kept** in a small file, `lessons/.progress.json`; `minidist lessons --progress`, in a
+#   terminal, shows it as a table. Delete the file to start again.
 
 # %%
 add_cost = or_solution(add_cost)
@@ -107,15 +109,15 @@ for part, value in about.items():
 
 # %% [markdown]
 # A **core** executes a program: a stream of instructions, several in each tick of its clock, a few billion
-# ticks a second. Two cores execute two programs at once, or two parts of one, if somebody has cut it in two.
+# ticks a second. Two cores execute two programs at once, or two parts of one that is cut in two.
 #
 # Modern cores have **vector instructions**, too: one instruction adds or multiplies a whole row of numbers side
 # by side. Each place in that row is a **lane**. (The field calls it SIMD: single instruction, multiple data.)
 #
 # Numbers live in **memory**, which is large, and far away: a core could do hundreds of additions while it waits
 # for one number from there. So between the two there are **caches**, small memories that keep what was used
-# last. Each level is larger, farther away and slower than the one before it; the last is shared by cores, and
-# on some machines a few cores share the one before, too. (Sizes: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB
+# last. Each level is larger, farther away and slower than the one before it. Cores share the last level; on some
+# machines a few cores also share the level before it. (Sizes: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB
 # is 1024 MiB. Speeds: 1 GB/s is a billion bytes in a second.)
 
 # %%
@@ -165,7 +167,7 @@ def gigabytes_per_second(size, rounds=25):
 
 # %% [markdown]
 # How many times as fast as from memory do bytes come from the smallest cache? Write your guess below in place
-# of `None`, *before* you run on. There is nothing to win, but who has guessed looks at the answer with other
+# of `None`, *before* you run on. There is nothing to win, but after a guess you look at the answer with other
 # eyes.
 
 # %%
@@ -222,7 +224,7 @@ print(f"{peak / bandwidth:.1f} FLOPs in the time of one byte")
 # ## Work per byte
 #
 # FLOPs, divided by the bytes that have to be moved for them, are a program's **arithmetic intensity**. For
-# `y += x` you found 1/12 in float32: nobody can do better, each number is used once. The product of two
+# `y += x` you found 1/12 in float32: no program can do better, since each number is used once. The product of two
 # matrices is different.
 #
 # `a` has m rows and k columns, `b` has k rows and n columns. Element (i, j) of `c = a @ b` is a sum of k
@@ -266,7 +268,7 @@ for kernel, (flop, moved) in costs.items():
 # limit (Williams, Waterman and Patterson 2009).
 #
 # **Exercise 0.3: attainable.** The FLOP/s that these two limits leave. `intensity` is a number, or a NumPy
-# array of several: then the result is an array, too.
+# array of several: then the result is an array as well.
 
 
 # %% tags=["exercise"]
@@ -325,6 +327,17 @@ for kernel in kernels:
     print(f"{kernel:16}{seconds * 1e3:10.2f} ms, bound by {limit}")
 
 # %% [markdown]
+# The same pencil works for the largest models. Llama 3 405B took 3.8e25 FLOPs on 16,384 GPUs of the kind H100
+# (Grattafiori and others 2024). NVIDIA's data sheet gives each of them 989 TFLOP/s in 16-bit numbers:
+
+# %%
+seconds, _ = predict(3.8e25, 0, 16_384 * 989e12, 1)
+print(f"{seconds / 86_400:.0f} days, if all of them did nothing but compute")
+
+# %% [markdown]
+# Meta measured about 400 TFLOP/s for each GPU, 40% of the peak. That makes 67 days. Most of this course is about
+# the other 60%.
+#
 # ## Predict, then measure
 #
 # `matrix @ matrix` does 4096 times the FLOPs of `matrix @ vector`, with the same matrix. How many times as long
@@ -431,7 +444,7 @@ for roof in peaks.roofs:
 # - **The first time is slow.** The first call compiles, and the first write to new memory makes the operating
 #   system find that memory. Call once without a clock, then several times: the best for a limit, the median for
 #   what one usually gets.
-# - **Bytes that nobody counted.** To write to an array that is not in a cache, most processors first *read*
+# - **Bytes that are easy to forget.** To write to an array that is not in a cache, most processors first *read*
 #   what was there. `z = x + y` then moves 16 bytes for each element and not 12. (`y += x` has read `y` anyway,
 #   which is why this lesson uses it.)
 # - **Where an array begins.** Caches hold pieces of 64 bytes. A vector that straddles two of them takes two

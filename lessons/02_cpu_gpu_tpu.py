@@ -13,10 +13,12 @@
 # %% [markdown]
 # # 2. CPU, GPU, TPU
 #
+# **Time:** about 1.5 hours. **Builds on:** lessons 00 and 01.
+#
 # In lesson 01 you taught one core to multiply matrices. Now look at the machines. Each of them does the same
-# multiply-adds; they differ in how many at a time, and above all in how the numbers get to where they are
-# multiplied. At the end of this lesson you have built, in a few lines of NumPy, the heart of a TPU, and know
-# why it looks so strange.
+# multiply-adds. They differ in how many they do at a time, and above all in how the numbers get to the
+# multipliers. At the end of this lesson you will have built the heart of a TPU in a few lines of NumPy, and you
+# will know why it looks so strange.
 
 # %%
 import numpy as np
@@ -114,7 +116,7 @@ for dtype in ("float64", "float32"):
 def steps_of(condition, steps_if=10, steps_else=10, warp=32):
     total = 0
     for taken in condition.reshape(-1, warp):
-        total += steps_if * bool(taken.any())  # somebody is in it: all go along
+        total += steps_if * bool(taken.any())  # one thread is in it: all go along
         total += steps_else * bool((~taken).any())
     return total
 
@@ -152,7 +154,7 @@ print("every second thread does:", steps_of(threads % 2 == 0), "steps of warps")
 systolic_animation("output")
 
 # %% [markdown]
-# Nobody sent an address. No PE knows who it is. Each does the same dull thing in every tick: take what the left
+# No address was sent. No PE knows its own place. Each does the same dull thing in every tick: take what the left
 # and the upper neighbour held, multiply, add. The product comes out right only because of *when* numbers enter:
 # row 1 one tick after row 0, row 2 one later. Then `a[i, p]` and `b[p, j]`, and only those with the same p,
 # meet in PE (i, j). That delay is called **skewing**.
@@ -259,7 +261,7 @@ print("PEs that work in each tick, of 20:", *worked)
 #
 # **Exercise 2.5: systolic_cost.** For an (m, k) matrix times a (k, n) matrix on a grid of m rows and n columns,
 # return three numbers: the **ticks** until the last PE has done its last multiply-add; the **reads**, elements
-# that enter the grid from outside (zeros are nobody's element); and the **utilisation**, the multiply-adds of
+# that enter the grid from outside (zeros do not count); and the **utilisation**, the multiply-adds of
 # the product over those that all PEs could have done in these ticks, between 0 and 1. All sizes are at least 1.
 
 
@@ -309,8 +311,8 @@ utilisation_figure(
 )
 
 # %% [markdown]
-# Here the prediction is exact: nothing in such an array depends on luck. No cache hits or misses, nobody
-# guesses branches. A compiler knows the tick in which each number arrives, and that is a good part of why the
+# Here the prediction is exact: nothing in such an array depends on luck. There are no cache misses and no guesses
+# at branches. A compiler knows the tick in which each number arrives, and that is a good part of why the
 # machine around it can be simple.
 #
 # ## The TPU does it the other way round
@@ -451,9 +453,55 @@ for machine, (peak, bandwidth, itemsize) in today.items():
 # (H100: NVIDIA's data sheet, without the sparsity that doubles its figure. TPU v4: Jouppi and others 2023.
 # Yours is measured, as in lesson 00.)
 #
-# This table is the reason for much that follows. A chip that wants hundreds of examples at a time, in each
-# layer, is fed with large batches (lesson 09 spreads them over ranks) and large matrices, and whoever generates
+# This table is the reason for much that follows. Such a chip wants hundreds of examples at a time, in each layer.
+# So it is fed with large batches (lesson 09 spreads them over ranks) and large matrices. A server that generates
 # text for one reader, one word after the other, leaves nearly all of its arithmetic idle.
+#
+# ## Other machines
+#
+# A GPU and a TPU are not the only answers. Each machine below feeds its multipliers in another way. Peaks are for
+# 16-bit numbers, without sparsity.
+#
+# | Machine | How it feeds its multipliers | Peak, TFLOP/s | Memory | Bandwidth, TB/s | Source |
+# |---|---|---|---|---|---|
+# | NVIDIA H100 | threads, and tensor cores in each multiprocessor | 989 | 80 GB HBM | 3.35 | data sheet |
+# | Google TPU v4 | systolic arrays of 128 x 128 | 275 | 32 GB HBM | 1.2 | Jouppi and others 2023 |
+# | AWS Trainium, Inferentia2 | two cores; each has a systolic array beside a vector unit | 190 | 32 GiB HBM | 0.88 | AWS Neuron documentation |
+# | SambaNova SN40L | **dataflow**: 1,040 compute and 1,040 memory units, wired anew for each network | 638 | 520 MB on the chip, 64 GB HBM, 1.5 TB DDR | 1.6 (HBM) | Prabhakar, Hot Chips 2024 |
+# | Graphcore GC200 | 1,472 cores, **each with its own memory** | 250 | 0.9 GB on the chip | 47.5 | Knowles, Hot Chips 2021 |
+# | Tesla Dojo D1 | 354 cores in a mesh, each with its own memory; 25 chips make a tile | 362 | 0.44 GB on the chip | 10 (the mesh) | Tesla AI Day 2021 |
+# | Cerebras WSE-2 | **a whole wafer**: 850,000 cores, each with its own memory | 7,500 | 40 GB on the wafer | 20,000 | Lie 2023 |
+#
+# (The peak of the wafer is reckoned: 850,000 cores, each with 4 multiply-adds a cycle, at 1.1 GHz.)
+
+# %%
+others = {
+    "H100": (989e12, 3.35e12),
+    "TPU v4": (275e12, 1.2e12),
+    "Trainium": (190e12, 0.88e12),
+    "SN40L": (638e12, 1.6e12),
+    "GC200": (250e12, 47.5e12),
+    "WSE-2": (7.5e15, 20e15),
+}
+roofline_figure(
+    others,
+    marks={"a 16-bit weight, used once": 1, "used 100 times": 100},
+    words=("operations per byte", "billions of operations in a second"),
+    caption="Rooflines of six machines, from the table. GC200 and WSE-2 keep all of "
+    "their numbers on the chip.",
+    alt="Six rooflines. Four with memory beside the chip have ridges from 200 to 400 "
+    "operations per byte. GC200's ridge is at 5, and WSE-2's at 0.4, far to the left.",
+)
+
+# %% [markdown]
+# Two families. Four machines have a large memory beside the chip, and their ridge lies at hundreds of operations
+# per byte. GC200, Dojo and WSE-2 have their memory beside each core. Their ridge lies far to the left, so that even a
+# weight that is used once keeps the multipliers busy. The price is room: a GC200 holds 0.9 GB, and an H100 80.
+#
+# Some work has no use for any matrix unit. A decision tree compares, and jumps to an address that depends on the
+# answer; the next comparison has to wait for it. A search for nearest neighbours in a tree does the same. (To
+# compare *all* pairs of points is a matrix product again.) Machines are built for such work as well: Anton 3 (Shaw
+# and others 2021) simulates molecules. It spends its chip on units that match pairs of atoms which are close.
 #
 # ## What breaks in practice, and how one sees it
 #
@@ -464,7 +512,7 @@ for machine, (peak, bandwidth, itemsize) in today.items():
 #   how long it was busy does not tell. Compute FLOP/s, and divide by the peak.
 # - **A data sheet's peak.** It may assume matrices that are half zeros (sparsity), the highest clock, and
 #   another number format than yours. Compare in the same format, dense.
-# - **All that is no product.** Normalising, softmax, adding: each reads and writes everything for few FLOPs,
+# - **Everything that is not a product.** Normalising, softmax, adding: each reads and writes everything for few FLOPs,
 #   and an array of multipliers does not help. If it takes a third of the time, a ten times faster array makes
 #   the whole at most 2.5 times as fast (Amdahl's law).
 # - **Fewer bits, other results.** int8 and bfloat16 round more. Products are summed in 32 bits for that reason;

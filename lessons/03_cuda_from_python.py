@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 3. CUDA from Python
 #
+# **Time:** about 1.5 hours. **Builds on:** lesson 02.
+#
 # A GPU has thousands of small arithmetic units, and runs tens of thousands of threads on them at a time. In
 # this lesson you write programs for it, in Python: one small function, which all of these threads run at once.
 # You need no GPU for it. An emulator executes your compiled program, instruction by instruction, finds the
@@ -60,7 +62,7 @@ launch(double, 2, 4, x)  # 2 blocks of 4 threads
 print(x)
 
 # %% [markdown]
-# Nobody wrote a loop: eight threads ran, each with an `i` of its own. A kernel returns nothing; it writes its
+# There is no loop: eight threads ran, each with an `i` of its own. A kernel returns nothing; it writes its
 # results into arrays.
 #
 # `launch(double, 2, 4, x)` started 2 **blocks** of 4 threads each; together they are the **grid** of this
@@ -98,7 +100,8 @@ except Fault as fault:
 # **Exercise 3.1: add.** `z = x + y`, for three arrays of the same length. The kernel is launched with at least
 # as many threads as there are elements, and often with more. `x.size` is the number of elements of `x`.
 #
-# Par: 2 reads and 1 write for each element.
+# Par: 2 reads and 1 write for each element. (Par is what the lesson's own kernel costs. Up to 1.5 times par an
+# answer passes; above that it misses the idea, and does not.)
 
 
 # %% tags=["exercise"]
@@ -177,8 +180,8 @@ for group in (1, 4, 16, 32, 64):
 #
 # Memory does not hand out single numbers. It moves **sectors** of 32 bytes, which begin at multiples of 32:
 # eight elements of float32. When a warp executes a load, the hardware looks at the 32 addresses that its
-# threads ask for, and fetches every sector in which one of them lies, once. What else is in that sector comes
-# with it, asked for or not. Press Play, or go step by step:
+# threads ask for, and fetches every sector in which one of them lies, once. The rest of
+# that sector comes with it, asked for or not. Press Play, or go step by step:
 
 # %%
 sectors_of_a_load()
@@ -345,7 +348,7 @@ np.allclose(c, a @ a), counts.sectors_per_load
 # all of them have to be in exactly one share. A thread that has no share writes 0. `cuda.gridsize(1)` is the
 # number of threads in the grid.
 #
-# Par: 4 sectors for each load of a warp. (Think of the first step of the loop: which 32 elements does a warp
+# Par: 4 sectors for each load of a warp, and 1 load for 32 elements. (Think of the first step of the loop: which 32 elements does a warp
 # read?)
 
 
@@ -389,9 +392,13 @@ for kernel in (sums, sums_of_pieces):
     )
 
 # %% [markdown]
-# What is good for a CPU's core is bad for a warp. A core walks through its piece alone, and its cache line
-# holds what it reads next. In a warp 32 threads walk at the same time, and what counts is what they read
-# *together*.
+# A pattern that suits a CPU's core is bad for a warp. A core walks through its piece alone, and its cache line
+# holds the elements that it reads next. In a warp 32 threads walk at the same time. All that counts is which
+# elements they read *together*.
+#
+# How many threads is that in a real GPU? An H100 has 132 multiprocessors, and each holds up to 2,048 threads:
+# 270,336 threads at a time, in 8,448 warps. A model such as Llama 3 405B was trained on 16,384 such GPUs, four
+# billion threads. Each of them ran kernels like yours.
 #
 # ## What breaks in practice, and how one sees it
 #
@@ -400,12 +407,12 @@ for kernel in (sums, sums_of_pieces):
 #   `compute-sanitizer`.
 # - **The wrong index first.** The result is right, and several times the bytes move. Only counts show it:
 #   sectors per request, here or in NVIDIA's Nsight Compute. For 4-byte elements 4 is good and 32 is the worst.
-# - **Two threads write the same element.** Who is last? The emulator calls it a race; a GPU says nothing, and
-#   the result changes from run to run. Give each thread an element of its own, as `partial` does.
+# - **Two threads write the same element.** The last one wins, and that may be either. The emulator calls it a race;
+#   a GPU says nothing, and the result changes from run to run. Give each thread an element of its own, as `partial` does.
 # - **float64 by accident.** A literal such as `0.5`, or an integer times a float32, makes the expression
 #   float64 in Numba. Results are fine, and it is slow. `float32(0.5)` and `float32(i)` keep it as it was.
-# - **A launch is not the end.** On a GPU a launch returns at once, and the kernel runs later. Who measures time
-#   around it without waiting (`cuda.synchronize()`) times nothing; and an error turns up at some later call.
+# - **A launch is not the end.** On a GPU a launch returns at once, and the kernel runs later. Measure
+#   time around it without waiting (`cuda.synchronize()`), and you time nothing. An error turns up at some later call.
 #
 # ## Further reading
 #

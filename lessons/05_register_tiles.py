@@ -13,10 +13,12 @@
 # %% [markdown]
 # # 5. Register tiles
 #
+# **Time:** about 2 hours. **Builds on:** lesson 04.
+#
 # Lesson 4 brought the numbers onto the chip. Its kernel still reads two of them from shared memory for each
 # multiply-add, and that is what it waits for now. Here each thread computes a small tile of its own, in
-# **registers**. Then you move 16 bytes where you moved 4, and have the next tile copied while this one is
-# multiplied. As before, an emulator runs your kernels, names what is wrong with them, and counts.
+# **registers**. Then you move 16 bytes where you moved 4, and copy the next tile while the kernel multiplies this
+# one. As before, an emulator runs your kernels, names their faults, and counts.
 
 # %%
 import numpy as np
@@ -216,9 +218,12 @@ levels(
 # multiply-adds. That is 2 / `SIDE` more, 1/64 with 8 x 8 sums, and with it formula and count agree. So shared
 # memory lets the units be busy in 16 cycles of 17.
 #
-# What neither picture shows are the other instructions. For each multiply-add there are a few more, to reckon
-# addresses above all, and they take their turns, too. The ladder's kernels, further down, do it with fewer.
-# Where there is a GPU, the next cell times yours.
+# Neither picture shows the other instructions. For each multiply-add there are a few more, mostly for addresses,
+# and they take time as well. The ladder's kernels, further down, need fewer of them.
+#
+# What does this step gain on a real GPU? Boehm (2022) measured the same ladder on an A6000, in per cent of the rate
+# of NVIDIA's own library: 13% with tiles in shared memory, 36% with a column of 8 sums in a thread, 69% with 8 x 8
+# sums, and 78% with loads of 16 bytes. Where there is a GPU, the next cell times yours.
 
 # %%
 large = np.zeros((2048, 2048), np.float32)
@@ -281,7 +286,7 @@ except Fault as fault:
 # %% [markdown]
 # This is one mistake that a GPU does not pass over: the kernel stops with "misaligned address". Element
 # `[i, j]` of a matrix lies `i * columns + j` elements from its beginning, so where 4 divides j, it is aligned
-# in *all* rows only if 4 divides `columns`, too. Libraries copy matrices that do not fit, or take 4 bytes at a
+# in *all* rows only if 4 also divides `columns`. Libraries copy matrices that do not fit, or take 4 bytes at a
 # time there.
 #
 # **Exercise 5.3: axpy.** `y = alpha x + y`, for arrays of n elements, any n. (The name is that of the same
@@ -370,7 +375,7 @@ except Fault as fault:
 ring_of_slots()
 
 # %% [markdown]
-# Lesson 4 had two barriers in each round, "the data is there" and "nobody needs it any more". Here one says
+# Lesson 4 had two barriers in each round, "the data is there" and "no thread needs it any more". Here one says
 # both. This is called a **software pipeline**. With `SLOTS` slots there are up to `SLOTS` - 1 copies under way.
 #
 # **Exercise 5.4: ring_backwards.** One block of 128 threads turns each piece of 512 elements of x around, into

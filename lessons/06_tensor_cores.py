@@ -13,10 +13,12 @@
 # %% [markdown]
 # # 6. Tensor cores
 #
-# Lesson 5 fed the arithmetic units as well as they can be fed. Since 2017 NVIDIA's GPUs have units of another
-# kind beside them, which do nothing but multiply small matrices: **tensor cores**. In this lesson you lay the
-# matrices out in a warp's registers by hand, have them multiplied by one instruction, and find out what it
-# costs that their numbers are small.
+# **Time:** about 2 hours. **Builds on:** lesson 05.
+#
+# Lesson 5 fed the arithmetic units as well as they can be fed. Since 2017 NVIDIA's GPUs have had units of another
+# kind beside them: **tensor cores**, which do nothing but multiply small matrices. In this lesson you lay the
+# matrices out in a warp's registers by hand, and multiply them with one instruction. Then you find out how much
+# accuracy it costs that their numbers have only 16 bits.
 
 # %%
 import numpy as np
@@ -42,7 +44,7 @@ ladder(6)
 #
 # It computes **D = A x B + C**, where A has 16 x 16 elements, B has 16 x 8, and C and D have 16 x 8. Its name
 # says so: `mma.m16n8k16`, for *matrix multiply-add*. That is 16 * 8 * 16 = 2048 multiply-adds. The elements of
-# A and B are **float16**: floating-point numbers of 16 bits, of which more below. C and D are float32.
+# A and B are **float16**: floating-point numbers of 16 bits; more about them below. C and D are float32.
 #
 # All operands are in registers. But of whom? A, B and C would fill 320 registers, more than a thread has. It is
 # an instruction of the *whole warp*: each of its 32 threads, which are called **lanes** here, holds a few
@@ -409,7 +411,7 @@ prediction = None  # your guess, such as 2.5; None draws no guess
 
 
 # %% [markdown]
-# For comparison there is a third way: sums in float16, too. Its bound is that of `error_bound`, with 2^-11 in
+# For comparison there is a third way: sums in float16 as well. Its bound is that of `error_bound`, with 2^-11 in
 # place of 2^-24, and one rounding more, of the product.
 
 
@@ -493,6 +495,39 @@ for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "floa
     print(f"rung {number}, {way:9}", speed(on_gpu(number, 4096, dtype)))
 
 # %% [markdown]
+# ## Where a data sheet's peak comes from
+#
+# **Exercise 6.6: tensor_core_peak.** A GPU has so many `multiprocessors`, with so many tensor `cores` in each. In
+# each cycle of the clock a core multiplies an m x k matrix by a k x n matrix, and adds the product to its sums.
+# `clock` is in cycles a second. How many FLOPs can the GPU do in a second?
+
+
+# %% tags=["exercise"]
+def tensor_core_peak(multiprocessors, cores, m, n, k, clock):
+    """FLOP/s of all tensor cores together."""
+    ...  # 1 line
+
+
+# %%
+check(tensor_core_peak)
+
+# %%
+tensor_core_peak = or_solution(tensor_core_peak)
+for gpu, about in {
+    "V100": (80, 8, 4, 4, 4, 1.53e9),
+    "V100, if all 84 worked": (84, 8, 4, 4, 4, 1.53e9),
+    "A100": (108, 4, 8, 8, 4, 1.41e9),
+    "H100": (132, 4, 8, 16, 4, 1.83e9),
+}.items():
+    print(f"{gpu:24}{tensor_core_peak(*about) / 1e12:6.0f} TFLOP/s")
+
+# %% [markdown]
+# NVIDIA's data sheets say 125, 312 and 989. The chip of a V100 has 84 multiprocessors, and 4 of them are switched
+# off when it is sold, so that a chip with a few faults can be sold as well. In three generations the rate grew
+# eightfold, and the clock hardly changed: a multiprocessor does four times as much in a cycle, and there are more of
+# them. (A100 and H100: NVIDIA's white papers give the multiply-adds of a core and cycle, 256 and 512; the three sizes
+# here are one way to write that.)
+#
 # ## What breaks in practice, and how one sees it
 #
 # - **A wrong map.** Elements in wrong lanes give a result that has the right size and wrong numbers. Multiply
@@ -512,7 +547,7 @@ for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "floa
 # - NVIDIA, *Parallel Thread Execution ISA*, 2007 to today: the section "Warp Level Matrix Multiply-Accumulate
 #   Instructions" draws each fragment.
 # - Fasi, Higham, Mikaitis and Pranesh, *Numerical behavior of NVIDIA tensor cores*, 2021: how one finds out
-#   what a unit does that nobody documents.
+#   what an undocumented unit does.
 # - Markidis, Chien, Laure, Peng and Vetter, *NVIDIA Tensor Core Programmability, Performance & Precision*,
 #   2018: what the first of them could do, and how lost bits are won back.
 #

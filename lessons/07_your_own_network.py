@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 7. A network on your own matmul
 #
+# **Time:** about 2 hours. **Builds on:** lesson 01.
+#
 # You have built fast matrix products. Here they learn to read: a network of two layers, forward and backward,
 # with every product on the rung of the ladder that you choose. No autograd, no ready-made layers: when it is
 # done you have written everything between the pixels and the answer.
@@ -213,8 +215,8 @@ a, b, g = np.ones((4, 3)), np.ones((3, 2)), np.ones((4, 2))
 #
 # From ten logits to ten probabilities: exp makes all of them positive, division by their sum makes them add up
 # to 1. This is the **softmax**. The loss of a row is -log of the probability that the right digit got, the
-# **cross-entropy**: 0 for a network that is sure and right, large for one that is sure and wrong. Who guesses
-# among ten has log 10 = 2.3.
+# **cross-entropy**: 0 for a network that is sure and right, large for one that is sure and wrong. A guess
+# among ten costs log 10 = 2.3.
 #
 # Written down just so, it breaks:
 
@@ -380,9 +382,10 @@ digit_pictures(
 #
 # Count. A product of m x k and k x n has m k n multiply-adds, which are 2 m k n FLOPs. A weight matrix has k n
 # parameters, so forward takes 2 FLOPs for each parameter and row, backward twice that: **6 x parameters x
-# rows**. You will meet this rule again wherever somebody estimates what training costs, up to the largest
-# models. (Biases cost next to nothing. And the gradient by the pixels, which your `linear_backward` computes in
-# the first layer, is needed by nobody: libraries leave it out.)
+# rows**. This rule estimates the cost of training up to the largest models. Llama 3 405B has 405e9 parameters,
+# and learned from 15.6e12 tokens, which are its rows: 6 x 405e9 x 15.6e12 = 3.8e25 FLOPs, the number that its
+# authors give. (Biases cost next to nothing. Your `linear_backward` also computes the gradient by the pixels in the
+# first layer. Nothing uses that: libraries leave it out.)
 
 # %%
 parameters = sum(each.size for each in network)
@@ -472,7 +475,7 @@ epochs_picture(epoch, model, rest, prediction)
 # %% [markdown]
 # For slow rungs an epoch takes what the products take. For fast ones it hardly changes any more: it comes close
 # to the dashed line, and a product that took no time at all would only bring it *to* that line. This is
-# **Amdahl's law** (1967): who makes one part faster is left with the others. Where a bar goes beyond its orange
+# **Amdahl's law** (1967): make one part faster, and the others remain. Where a bar goes beyond its orange
 # mark, the model's rate was too good: it was measured on the large first layer, forward. The second layer, with
 # 10 columns, fills no tile, and in backward one factor of each product is transposed, and not read along its
 # rows.
@@ -482,7 +485,7 @@ epochs_picture(epoch, model, rest, prediction)
 # decides. Change `sizes` in `new_network` to (64, 1024, 10), and see how the bars move. (If you have a GPU, its
 # bar is long here: for products as small as these the way there and back takes longer than the product.)
 #
-# What did *not* change from rung to rung is the result, but for rounding: each adds in another order.
+# The result did *not* change from rung to rung, except for rounding: each rung adds in another order.
 
 # %%
 for label in ("s3_compiled", "s6_register_tile", "NumPy's BLAS"):
@@ -581,7 +584,7 @@ max(np.abs(each.grad.numpy().T - mine).max() for each, mine in pairs)
 # - **NaN.** It spreads, and the first loss that is NaN is too late to look. Check `np.isfinite` of the loss in
 #   every step, and look at the step before: a large rate, a large logit, a log of 0.
 # - **A loss that stays at log of the number of classes** (2.3 here): nothing is learned. Zeros or tiny weights,
-#   a rate of almost 0, or `parameter = parameter - ...`, which changes nobody's array.
+#   a rate of almost 0, or `parameter = parameter - ...`, which changes no array.
 # - **Good on what it learned, bad on what it did not**: it remembers. Only held-out rows show it; never choose
 #   a rate or stop by looking at them, or they are held out no longer.
 # - **A product is fast and training is not**: measure all the rest, as above, before you tune the product

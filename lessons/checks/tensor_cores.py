@@ -192,3 +192,25 @@ def error_bound(answer: Answer, draw: np.random.Generator) -> Right:
         right = np.expm1(2 * np.log1p(2.0**-bits) + k * np.log1p(2.0**-24))
         answer.expect(float(right), bits, k, rtol=1e-4, atol=1e-13)
     return Right(len(cases))
+
+
+@lesson.exercise(
+    "6.6",
+    hints=(
+        "How many multiply-adds does one core do in a cycle? How many FLOPs is that? And how many cores are "
+        "there, and how many cycles in a second?",
+        "An m x k matrix times a k x n matrix takes m n k multiply-adds, each of which is two FLOPs.",
+        "return 2 * m * n * k * cores * multiprocessors * clock",
+    ),
+)
+def tensor_core_peak(answer: Answer, draw: np.random.Generator) -> Right:
+    """FLOP/s of all tensor cores."""
+    cases = [(1, 1, 4, 4, 4, 1.0), (84, 4, 4, 4, 4, 1.5e9), (80, 8, 4, 4, 4, 1.53e9), (2, 3, 8, 4, 16, 1e9)]
+    cases += [
+        (*(int(size) for size in draw.integers(2, 100, 5)), float(draw.integers(1, 30)) * 1e8)
+        for _ in range(8)
+    ]
+    for multiprocessors, cores, m, n, k, clock in cases:
+        right = 2.0 * m * n * k * cores * multiprocessors * clock
+        answer.expect(right, multiprocessors, cores, m, n, k, clock, rtol=1e-9, atol=0)
+    return Right(len(cases))

@@ -54,3 +54,8 @@ def rounded(x, bits):
 def error_bound(bits, k):
     """The largest relative error of a sum of k products of positive numbers, rounded to `bits` bits."""
     return (1 + 2.0**-bits) ** 2 * (1 + 2.0**-24) ** k - 1
+
+
+def tensor_core_peak(multiprocessors, cores, m, n, k, clock):
+    """FLOP/s of all tensor cores together: two for each of m n k multiply-adds."""
+    return 2 * m * n * k * cores * multiprocessors * clock

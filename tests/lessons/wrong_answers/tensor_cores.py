@@ -247,3 +247,18 @@ def keeps_what_mma_returns(a, b, c):
         sums[r] = float32(0)
     for _ in range(0, a.shape[1], 8):
         sums = mma_m16n8k16_f16(sums, 0, fragment_a, 0, fragment_b, 0)
+
+
+@WRONG.to("tensor_core_peak", "tensor_core_peak(1, 1, 4, 4, 4, 1.0)", "expected 128", "got      64")
+def counts_a_multiply_add_as_one(multiprocessors, cores, m, n, k, clock):
+    return m * n * k * cores * multiprocessors * clock
+
+
+@WRONG.to("tensor_core_peak", "expected 128", "got      32")
+def counts_the_elements_of_the_result(multiprocessors, cores, m, n, k, clock):
+    return 2 * m * n * cores * multiprocessors * clock
+
+
+@WRONG.to("tensor_core_peak", "tensor_core_peak(84, 4, 4, 4, 4, 1500000000.0)", "expected", "got")
+def forgets_that_a_multiprocessor_has_several(multiprocessors, cores, m, n, k, clock):
+    return 2 * m * n * k * multiprocessors * clock
