@@ -71,17 +71,21 @@ def roofline_figure(
 def _names_of_roofs(
     axes: Axes, names: Sequence[tuple[float, str, str]], right: float, decades: float
 ) -> None:
-    """Above the flat part of each, moved up where the one below is close; the lowest of several below it."""
-    low = -math.inf
+    """Above the flat part of each, moved up where the one below is close; the lowest of several below it.
+
+    More than three would lie on each other's lines: those stand at the ends of theirs, right of the axes.
+    """
+    low, outside = -math.inf, len(names) > 3
     for number, (peak, text, color) in enumerate(sorted(names)):
         place = HEIGHT * math.log(peak) / decades
-        low = max(place + (-9 if number == 0 and len(names) > 1 else 11), low + 13)
+        away = (-20 if number == 0 else 0) if outside else -9 if number == 0 and len(names) > 1 else 11
+        low = max(place + away, low + 13)
         axes.annotate(
             text,
             (right, peak),
-            xytext=(-4, low - place),
+            xytext=(6 if outside else -4, low - place),
             textcoords="offset points",
-            ha="right",
+            ha="left" if outside else "right",
             va="center",
             fontsize=9.5,
             color=color,
