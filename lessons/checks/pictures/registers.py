@@ -154,8 +154,8 @@ def levels(
     right.set(ylabel="passes for each multiply-add")
     if guess is not None:
         right.plot(owns[-1], guess, "D", color=INK, fillstyle="none", markersize=9)
-        name(right, owns[-1], guess, "your guess", INK, dx=-70, dy=10)
-    right.set_ylim(0.16, 2.6)
+        name(right, owns[-1], guess, "your guess", INK, dx=-70, dy=0)
+    right.set_ylim(0.16 if guess is None else min(0.16, guess / 1.5), max(2.6, 1.5 * (guess or 0)))
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
