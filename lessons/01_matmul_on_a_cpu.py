@@ -86,7 +86,7 @@ matmul_loops(a, b, c)
 np.abs(c - a @ b).max()
 
 # %% [markdown]
-# That is as right as float32 is. How fast is it? An n x n product has n³ multiply-adds, which are 2 n³
+# That is as exact as float32 gets. How fast is it? An n x n product has n³ multiply-adds, which are 2 n³
 # floating-point operations, **FLOPs**. A billion of them in a second is one GFLOP/s. (`process_time` counts the
 # seconds in which this program had a core, so that others which run meanwhile do not count.)
 
@@ -162,14 +162,14 @@ for n in (1, 16, 64, 512, 4096):
     print(f"n = {n:5}: {intensity(n, n, n, 4):8.2f} FLOPs per byte")
 
 # %% [markdown]
-# It grows with n. So a large product *need* not wait for memory: if only each number that comes is used often
-# before it is pushed out again. The loops above do not do that. See why.
+# It grows with n. So a large product *need* not wait for memory, as long as each number is used often before the
+# cache drops it. The loops above do not manage that. Here is why.
 #
 # ## 3. Walk along the rows
 #
-# Memory does not come by the element. It comes in **cache lines** of 64 bytes: 16 float32 that lie side by side.
-# A cache keeps the lines that were used last. NumPy lays a matrix down row by row, so a line is a piece of a
-# *row*. Below is a tiny model: matrices of 8 x 8, lines of 4 elements, a cache of 8 lines. Press Play and watch `b`.
+# Memory does not move single elements. It moves **cache lines** of 64 bytes: 16 float32 that lie side by side. A
+# cache keeps the lines that were used last. NumPy lays a matrix down row by row, so a line is a piece of a *row*.
+# Below is a tiny model: matrices of 8 x 8, lines of 4 elements, a cache of 8 lines. Press Play and watch `b`.
 
 # %%
 walks_animation("ijp")
@@ -184,11 +184,11 @@ walks_animation("ipj")
 
 # %% [markdown]
 # Now each line is used to its end. There is a second gift: the inner loop now adds to n *separate* sums side by
-# side, so that the compiler may do 8 or 16 of them at once with one **SIMD** instruction. (With one long sum it
-# must not: that would add in another order, and rounding would differ.)
+# side, so that the compiler may do 8 or 16 of them at once with one **SIMD** instruction. (It may not do that with
+# one long sum: it would add in another order, and round differently.)
 #
-# **Exercise 1.3: matmul_rows.** The product again, with j in the innermost loop. No sum is complete until the
-# loop over p is, so the sums grow in `c`. To set all of it, `c[:] = 0` is fine.
+# **Exercise 1.3: matmul_rows.** The product again, with j in the innermost loop. A sum is complete only when the
+# loop over p has ended, so the sums grow in `c`. The line `c[:] = 0` sets all of it to 0.
 #
 # Par: the cache lines that the right order fetches, counted with a cache of 24 lines.
 
@@ -282,9 +282,9 @@ wide_a = wide_b = wide_c = None  # their memory is free again
 #
 # ## 5. Stay in the registers
 #
-# Count what the inner loop does for each multiply-add: it reads `b[p, j]`, reads `c[i, j]`, and writes
-# `c[i, j]`. Three trips to the cache, for one bit of work! Even the fastest cache delivers only two or three
-# vectors in a cycle, and a core could do two multiply-adds in it.
+# Count what the inner loop does for each multiply-add: it reads `b[p, j]`, reads `c[i, j]`, and writes `c[i, j]`.
+# Three trips to the cache, for one bit of work! Even the fastest cache delivers only two or three vectors in a
+# cycle, and a core could do two multiply-adds in the same cycle.
 #
 # The fastest memory is a **register**: a few dozen numbers (or SIMD vectors) inside the core. Take 2 rows of `a`
 # and 4 of its columns: 8 numbers that stay in registers for a whole walk along j. Then 4 elements of `b` serve
@@ -319,8 +319,8 @@ print(f"{rates['tile']:.2f} GFLOP/s")
 # ## Where you are, and where the top is
 #
 # `minidist.kernels` has the same ladder, rung by rung, as files to read. Its sixth rung goes to the end of this
-# road: its tile is of `c`, as large as the registers allow, it is written in the processor's vector instructions, and
-# blocks of `a` and `b` are first copied (*packed*) into the order in which the tile reads them.
+# road. It keeps a tile of `c` in registers, as large as they allow, and is written in the processor's vector
+# instructions. It first copies (*packs*) blocks of `a` and `b` into the order in which the tile reads them.
 
 # %%
 from minidist.kernels import rung
@@ -368,9 +368,9 @@ bars(
 
 # %% [markdown]
 # The scale is logarithmic: each grid line to the right is ten times the one before. The story that it tells is the
-# story of the counts. The number of multiply-adds is the same in every bar. What shrinks is all the rest:
-# the interpreter's work for each, the cache lines fetched for each, the reads and writes for each. (The two bars
-# for a large `b` are about another product, whose `b` comes from memory.)
+# story of the counts. Every bar has the same multiply-adds. All the rest shrinks: the interpreter's work, the cache
+# lines, the reads and the writes for each of them. (The two bars for a large `b` are about another product, whose
+# `b` comes from memory.)
 #
 # What does such a factor mean for a real model? Llama 3 405B (Grattafiori and others 2024) has layers that multiply
 # a batch by a matrix of 16,384 x 53,248. It was trained on sequences of 8,192 tokens. One such product, of the
@@ -396,8 +396,8 @@ print(f"{'one H100':18}{flops / 989e12:14.3f} seconds at the peak of its data sh
 #   few places of a cache and push each other out. Compare n = 512 with n = 520 in `compiled_loops`.
 # - **Other orders give other bits.** `rows` adds one product after the other, `tile` four at a time: results differ
 #   in the last digits, and both are right. Compare with a tolerance, never with `==`.
-# - **All cores at once.** NumPy takes all cores unless told otherwise; a comparison with one-core code is then no
-#   comparison. `threadpool_limits` (above) or `OMP_NUM_THREADS=1` makes it one.
+# - **All cores at once.** NumPy takes all cores unless told otherwise; then a comparison with one-core code means
+#   nothing. `threadpool_limits` (above) or `OMP_NUM_THREADS=1` limits it to one core.
 #
 # ## Further reading
 #

@@ -365,7 +365,7 @@ print(
 # %% [markdown]
 # ## Why it matters: energy
 #
-# Reads are not only slow, they are what heats a chip. Horowitz gave rough numbers for one technology (45 nm,
+# Reads are not only slow: they also heat the chip. Horowitz gave rough numbers for one technology (45 nm,
 # 2014), in picojoules: 4.6 for a multiplication and an addition of float32; 10 for a float32 from a cache of 32
 # kB; 70 for all that an instruction takes beside its arithmetic (to fetch it, decode it, and keep track of it).
 # From main memory a float32 takes 650 or more. The same counts, now in energy (an array gets one instruction a
@@ -401,7 +401,7 @@ bars(
 # The scalar processor spends a twentieth of its energy on arithmetic. The vector shares the instruction, and
 # now reads dominate. The array shares both, and little is left *but* arithmetic. Do not take the numbers
 # further than they go: registers, the hops between neighbours and the clock are left out, and smaller
-# transistors have made arithmetic cheaper faster than wires. Which means that reads weigh *more* today.
+# transistors have made arithmetic cheaper faster than wires. So reads weigh *more* today.
 #
 # A GPU's tensor cores (lesson 06) are the same thought in a small format: one instruction of a warp multiplies
 # whole tiles, so that each element that is fetched is used many times.

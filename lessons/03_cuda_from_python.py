@@ -131,7 +131,7 @@ print(z)
 #
 # Threads do not run one by one. The hardware takes the threads of a block in groups of 32, which are called
 # **warps**: threads 0 to 31, 32 to 63, and so on. A warp executes *one instruction for all 32 threads* at a
-# time. So what costs time is a warp's instruction, not a thread's, and this is what a profiler counts.
+# time. So time goes by the instructions of warps, not of threads, and a profiler counts those.
 #
 # `profile` runs a kernel as `launch` does, and returns what it did. Here are 1024 threads, which are 32 warps:
 
@@ -146,10 +146,10 @@ print(counts)
 # `x[i]`. The last rows say the same for each line of the kernel. (The number with .py is Jupyter's name of the
 # cell.)
 #
-# And where threads of one warp take different ways at an `if`? There is only one instruction at a time for all
-# of them. So the warp goes *both* ways, one after the other, and the threads that do not belong there wait.
-# This is called **divergence**. Below half of all threads go one way and half the other, always; `group` says
-# how many neighbours go together.
+# What if threads of one warp take different ways at an `if`? There is only one instruction at a time for all of
+# them. So the warp goes *both* ways, one after the other, and the threads that do not belong there wait. This
+# is called **divergence**. Below half of all threads go one way and half the other, always; `group` says how
+# many neighbours go together.
 
 
 # %%
@@ -287,11 +287,11 @@ predicted = [sectors(0, 4 * stride) for stride in strides]
 strides_figure(strides, counted, predicted, prediction)
 
 # %% [markdown]
-# Model and count agree exactly, since both follow the same rule (the emulator applies it to the addresses that
-# your threads really ask for). What neither knows is **caches**. The 32 sectors of a column hold the next seven
+# Model and count agree exactly, since both follow the same rule. (The emulator applies it to the addresses that
+# your threads really ask for.) Neither knows of **caches**. The 32 sectors of a column hold the next seven
 # columns too, and if another warp asks for those soon enough, a cache still has them, and memory is not asked
-# again. So the time on a GPU grows with the sectors, but by another factor than 8, and by which depends on the
-# GPU and the matrix. The next cell times both kernels where there is a GPU.
+# again. So the time on a GPU grows with the sectors, but not by a factor of 8. The factor depends on the GPU
+# and on the matrix. The next cell times both kernels where there is a GPU.
 
 # %%
 large = np.zeros((8192, 8192), np.float32)  # takes no memory before it is used

@@ -111,12 +111,12 @@ except Fault as fault:
 # each write, and of each wait.
 #
 # `cuda.syncthreads()` is a **barrier**: a thread waits there until *all* threads of its block have come to it.
-# What any of them wrote before, all can read after.
+# After the barrier every thread can read what any of them wrote before it.
 #
 # **Exercise 4.1: backwards.** The kernel below turns each piece of 128 elements around: `y[0]` is `x[127]`,
-# `y[127]` is `x[0]`, `y[128]` is `x[255]`, and so on. It is complete, but for its barriers. Put them in. A
-# block takes several pieces, one after the other, and uses the same `tile` for all. (The length of `x` is a
-# multiple of 128.)
+# `y[127]` is `x[0]`, `y[128]` is `x[255]`, and so on. Only its barriers are missing. Put them in. A block takes
+# several pieces, one after the other, and uses the same `tile` for all. (The length of `x` is a multiple of
+# 128.)
 #
 # Par: 2 barriers for each piece.
 
@@ -159,14 +159,14 @@ print(y[:3], y[-3:])
 tiles_animation()
 
 # %% [markdown]
-# Each element that the block fetched is used by a whole row of threads, or by a whole column of them: with
-# tiles of T x T, T times. (The idea is older than GPUs: lesson 1 does the same for caches. Lam, Rothberg and
-# Wolf 1991 tell when it works.)
+# A whole row of threads, or a whole column, uses each element that the block fetched. With tiles of T x T, that
+# makes T uses. (The idea is older than GPUs: lesson 1 does the same for caches. Lam, Rothberg and Wolf 1991
+# tell when it works.)
 #
-# **Exercise 4.2: reads.** Predict what it saves. `a` has m x k elements, `b` k x n, and the tiles are `tile` x
-# `tile`. Each block fetches every element that its tile of c depends on once. Where sizes are no multiples of
-# `tile`, the last tiles are smaller: what lies beyond the edges is not fetched. How many elements do all blocks
-# together read? (`tile` = 1 is the naive kernel.)
+# **Exercise 4.2: reads.** Predict how much that saves. `a` has m x k elements, `b` k x n, and the tiles are
+# `tile` x `tile`. Each block fetches, once, every element that its tile of c depends on. Where sizes are no
+# multiples of `tile`, the last tiles are smaller: what lies beyond the edges is not fetched. How many elements
+# do all blocks together read? (`tile` = 1 is the naive kernel.)
 
 
 # %% tags=["exercise"]
@@ -322,8 +322,8 @@ for stride in (0, 1, 2, 3, 4, 8, 16, 24, 31, 32, 33):
     print(f"stride {stride:2}: {passes(stride):2} predicted, {1 + conflicts:2} counted")
 
 # %% [markdown]
-# A stride of 32 is the worst, and it is the one that comes by itself: it is a *column* of a tile of 32 x 32. A
-# stride of 33 has no conflicts. So give each row one word more than it needs: this is called **padding**.
+# A stride of 32 is the worst, and the most common: it is a *column* of a tile of 32 x 32. A stride of 33 has no
+# conflicts. So give each row one word more than it needs: this is called **padding**.
 
 # %%
 banks_picture()
@@ -355,7 +355,7 @@ def transpose(a, out):
 check(transpose)
 
 # %% [markdown]
-# Beside it two others: one without shared memory, and one that has no padding.
+# Compare it with two others: one without shared memory, and one without padding.
 
 # %%
 transpose = or_solution(transpose)
