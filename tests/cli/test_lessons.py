@@ -66,6 +66,14 @@ def test_passed_is_not_at_par(folder: Path) -> None:
         assert (lesson.passed, lesson.at_par) == (("first",), ())
 
 
+def test_the_hours_of_the_lessons_are_read() -> None:
+    at = folder_of.folder()
+    found = {each.number: each.hours for each in folder_of.read_lessons(at)}
+    says = {int(each.name[:2]): "**Time:**" in each.read_text() for each in at.glob("[01][0-9]_*.py")}
+    assert {number: hours is not None for number, hours in found.items()} == says
+    assert (found[1], found[4]) == (1.5, 2)
+
+
 def test_json_has_the_same(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
     code, out, _ = run(capfd, "--json")
     (lesson,) = json.loads(out)["lessons"]
