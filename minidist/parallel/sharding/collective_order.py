@@ -20,6 +20,7 @@ from minidist import comm
 from minidist.comm.errors import CollectiveError
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.sharding.units import Unit, UnitCollective
+from minidist.parallel.training.recompute import recomputed_in
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ def settle(units: Sequence[Unit], ahead: bool, device: torch.device, group: Grou
     place = {event: at for at, event in enumerate(_merged({_events(rank) for rank in ranks}, gathered))}
     times = {u: (place[2 * u.number], place[2 * u.number + 1]) for u in gathered}
     forward = sorted(gathered, key=lambda u: times[u][0])
-    return CollectiveOrder(
-        forward, calls, _backward({u: times[u] for u in gathered[1:]}, ahead), settled=True
-    )
+    backward = _backward(units[0], {u: times[u] for u in gathered[1:]}, ahead)
+    return CollectiveOrder(forward, calls, backward, settled=True)
 
 
 def _events(rank: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -120,14 +120,24 @@ def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitC
 
     whole: the units that stay gathered.
     """
-    return _backward({u: (u.first, u.last) for u in units if u.calls and u not in whole}, ahead)
+    return _backward(units[0], {u: (u.first, u.last) for u in units if u.calls and u not in whole}, ahead)
 
 
-def _backward(times: dict[Unit, tuple[int, int]], ahead: bool) -> list[UnitCollective]:
-    """Reverse the forward pass: a unit's backward pass begins where its last call ended."""
+def _backward(root: Unit, times: dict[Unit, tuple[int, int]], ahead: bool) -> list[UnitCollective]:
+    """Reverse the forward pass: a unit's backward pass begins where its last call ended.
+
+    A recomputed part calls its units before their backward passes: they are gathered together, where it ends.
+    """
+    needed = {unit: last for unit, (_, last) in times.items()}
+    for part in recomputed_in(root.module):
+        modules = {*part.modules()} - {part}
+        inside = [unit for unit in times if unit.module in modules]
+        for unit in inside:
+            unit.recomputed = True
+            needed[unit] = max(needed[other] for other in inside)
     events: list[tuple[int, UnitCollective]] = []
-    for unit, (first, last) in times.items():
-        events += [(last, ("gather", unit)), (first, ("reduce", unit))]
+    for unit, (first, _) in times.items():
+        events += [(needed[unit], ("gather", unit)), (first, ("reduce", unit))]
     events.sort(key=lambda event: -event[0])
     if not ahead:
         return [operation for _, operation in events]

@@ -57,8 +57,8 @@ class UnitRuntime:
 
     def begin(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A unit is called. Returns other inputs for it, or None."""
-        if self._in_backward():  # a checkpointed part is computed again
-            self._again(unit)
+        if self._backward is not None and self._in_backward():  # a checkpointed part is computed again
+            self._again(self._backward, unit)
             return None
         if unit is self.root or self._pass is None or self._pass.has_failed(unit):
             self._begin_pass(unit)
@@ -169,12 +169,12 @@ class UnitRuntime:
         self._gather_ahead(of)
         unit.show()
 
-    def _again(self, unit: Unit) -> None:
-        """Gather a unit that is recomputed before the backward pass comes to it, ahead of reductions."""
-        of = self._backward
-        assert of is not None
-        if not unit.present and ("gather", unit) in of.operations:
+    def _again(self, of: UnitPass, unit: Unit) -> None:
+        """Gather a unit that is computed again: in its turn, or at once in a checkpoint of torch."""
+        if not unit.recomputed and ("gather", unit) in of.operations:
             of.operations.remove(("gather", unit))
+        while ("gather", unit) in of.operations:
+            self._run(of)
         unit.show()
 
     def _in_backward(self) -> bool:

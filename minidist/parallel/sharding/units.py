@@ -31,6 +31,7 @@ class Unit:
         self.buckets: list[Bucket] = []  # for each dtype, for trained and frozen parameters
         self.present = False  # its parameters are gathered, or on their way
         self.shown = False  # the module sees them
+        self.recomputed = False  # it lies in a part that the backward pass computes again
         self.calls = 0  # in the running forward pass
         self.first, self.last = -1, -1  # when its calls began and ended, among the events of the pass
 

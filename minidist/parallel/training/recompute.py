@@ -75,7 +75,12 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
 
 def recomputes(module: nn.Module) -> bool:
     """Whether `recompute` has changed `module` or one of its parts."""
-    return any(isinstance(part.__dict__.get("forward"), _Recomputed) for part in module.modules())
+    return bool(recomputed_in(module))
+
+
+def recomputed_in(module: nn.Module) -> list[nn.Module]:
+    """`module` and its parts, as far as `recompute` has changed them."""
+    return [part for part in module.modules() if isinstance(part.__dict__.get("forward"), _Recomputed)]
 
 
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:

@@ -142,10 +142,15 @@ def mixture(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), Experts(), Experts(), nn.Linear(6, 3))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_ranks_may_call_other_experts_in_each_pass(cluster_of: Clusters, micro_batches: int) -> None:
+def test_ranks_may_call_other_experts_in_each_pass(
+    cluster_of: Clusters, micro_batches: int, recompute: bool
+) -> None:
     case = contract.Case(others.doubled(mixture), vectors, batches=(2, 5, 9, 4, 7))
-    contract.check(cluster_of(2), case, md.Layout(dp=2, zero=3, micro_batches=micro_batches))
+    layout = md.Layout(dp=2, zero=3, micro_batches=micro_batches, recompute=recompute)
+    for prefetch in (True, False):
+        contract.check(cluster_of(2), case, layout, fully_shard={"prefetch": prefetch})
 
 
 def test_the_order_keeps_to_all_ranks_and_puts_units_that_nobody_called_next_to_their_siblings() -> None:
