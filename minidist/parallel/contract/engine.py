@@ -1,4 +1,4 @@
-"""An engine's arguments that are functions; and evaluation mode for a while."""
+"""An engine's arguments that are functions; and calls of a model that leave no trace in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Loss = Callable[..., Any]
 """From outputs and targets to a scalar, their mean over rows, or to a pair (mean, weight). Or one from the
@@ -59,3 +59,38 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+State = list[tuple[dict[str, Any], str, Any]]
+"""Each tensor and number with the dict that has it, and its name there."""
+
+
+def state_of(*owners: Any) -> State:
+    """The buffers and plain attributes of modules and their parts, and the attributes of other objects.
+
+    Those that are tensors or numbers: a forward pass may count with them. A closure's variables are not among
+    them.
+    """
+    parts = [part for each in owners for part in (each.modules() if isinstance(each, nn.Module) else [each])]
+    stores = [getattr(part, name, None) for part in parts for name in ("__dict__", "_buffers")]
+    return [
+        (store, name, value)
+        for store in stores
+        if isinstance(store, dict)
+        for name, value in store.items()
+        if isinstance(value, Tensor | int | float)
+    ]
+
+
+@contextmanager
+def unchanged(*owners: Any) -> Iterator[None]:
+    """Afterwards, modules and other objects have the tensors and numbers that they have now (`state_of`)."""
+    state = state_of(*owners)
+    before = [value.detach().clone() if isinstance(value, Tensor) else value for _, _, value in state]
+    try:
+        yield
+    finally:
+        for (store, name, value), old in zip(state, before, strict=True):
+            store[name] = value
+            if isinstance(value, Tensor) and not torch.equal(value, old):
+                value.data.copy_(old)

@@ -132,8 +132,8 @@ class LossCheck:
             except RuntimeError as error:
                 raise RuntimeError(
                     f"the loss of all rows could be computed, and that of half of them not: {error}. The "
-                    "first step compares them. If model or loss keep state from one call to the next, "
-                    "give prepare check_loss=False"
+                    "first step compares them. If model or loss keep state from one call to the next that is "
+                    "no buffer or attribute of theirs, give prepare check_loss=False"
                 ) from error
             if count < 2 or not torch.equal(before, _random_state(on_gpu)):
                 return

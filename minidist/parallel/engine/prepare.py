@@ -113,8 +113,9 @@ def prepare(
             models do.
         check_loss: in the first step, compare the loss of some rows with those of their halves. ValueError if
             it is not the mean that it says: a sum, or a mean over tokens of which some are ignored. Give
-            False for a loss that ranks may average all the same, such as a contrastive one, and where model
-            or loss keep state from one call to the next, such as a recurrent one's: the check calls them.
+            False for a loss that ranks may average all the same, such as a contrastive one. The check calls
+            model and loss, and then gives them back their buffers, and attributes that are tensors or
+            numbers; give False too where they keep other state, as a closure's list.
 
     Raises:
         TypeError: an argument has the wrong type.

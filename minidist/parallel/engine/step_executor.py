@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import joined, mapped, rows_of, tensors
-from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.engine import Loss, unchanged
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.objective import LossCheck, Objective, Weight, times, weighted
@@ -91,6 +91,7 @@ class StepExecutor(ABC):
             return  # outputs that cannot be cut by rows
         share = 1.0 if self.part.share is None else self.part.share.part
 
+        @unchanged(self.objective.given)
         def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
             return self.score(None, given[0], given[1], given[1], rows_of(given[1]) * share)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.contract.batch import call, rows_of
-from minidist.parallel.contract.engine import Loss, evaluating
+from minidist.parallel.contract.engine import Loss, evaluating, unchanged
 from minidist.parallel.engine.objective import Weight, times, weighted
 from minidist.parallel.engine.rank_model import RankBatch
 from minidist.parallel.engine.step_executor import Factor, StepExecutor
@@ -65,6 +65,7 @@ class WholePasses(StepExecutor):
         check, self.check = self.check, None
         assert check is not None
 
+        @unchanged(self.part.model, self.objective.given)
         def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
             inputs, targets = given
             return self._loss(replace(piece, inputs=inputs, targets=targets, rows=rows_of(inputs)))

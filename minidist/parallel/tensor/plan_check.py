@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.contract.batch import call, mapped, rows_of, tensors
-from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.engine import Loss, unchanged
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import cuts, send_whole, share_of
 from minidist.parallel.tensor.parallelize import parallelize
@@ -113,7 +113,8 @@ def _run(
     handles += [part.register_forward_hook(partial(end, name)) for name, part in model.named_modules()]
     torch.manual_seed(0)
     try:
-        results = [*_tensors(forward(model, mapped(Tensor.clone, inputs)))]
+        with unchanged(model, forward):
+            results = [*_tensors(forward(model, mapped(Tensor.clone, inputs)))]
     except Exception as error:
         if not cut or isinstance(error, comm.CollectiveError):
             raise

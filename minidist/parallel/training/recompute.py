@@ -27,11 +27,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minidist._names import fits, fits_none
 from minidist.comm.opaque import opaque
+from minidist.parallel.contract.engine import State, state_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 
@@ -42,8 +43,9 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
     >>> recompute(model, ["layers.*.attention", "layers.*.mlp"])
 
     Parts get another `forward`; all names stay. Parts may contain each other. Buffers that a part updates,
-    such as BatchNorm's statistics, are updated once. Where no gradients are computed, nothing is kept or
-    computed again.
+    such as BatchNorm's statistics or a codebook, are updated once, and a part computes again with those that
+    it had; so with attributes that are tensors or numbers. Where no gradients are computed, nothing is kept
+    or computed again.
 
     parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots; None
     for the layers, which are the children of each outermost `ModuleList` and `Sequential`. Raises ValueError
@@ -114,6 +116,7 @@ class _Recomputed:
     def __init__(self, part: nn.Module) -> None:
         self._part = part
         self._own = part.__dict__.get("forward")  # set if another wrapper has replaced the class's forward
+        self._written: set[tuple[int, str]] | None = None  # what the first call has changed of its state
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +128,30 @@ class _Recomputed:
         forward = partial(
             own, **{k: None if _is_empty_cache(value) else value for k, value in kwargs.items()}
         )
-        counter = ActivationCounter.active()
-        contexts = nullcontext(), _again(self._part, counter)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
+        counter, state = ActivationCounter.active(), self._state()
+        contexts = nullcontext(), _again(self._part, counter, state)
+        outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
+        if self._written is None:
+            state[:] = [(store, name, old) for store, name, old in state if _differs(store[name], old)]
+            self._written = {(id(store), name) for store, name, _ in state}
+        return outputs
+
+    def _state(self) -> State:
+        """Copies of the state that this call may change: all in the first call, then what that changed."""
+        return [
+            (store, name, value.detach().clone() if isinstance(value, Tensor) else value)
+            for store, name, value in state_of(self._part)
+            if self._written is None or (id(store), name) in self._written
+        ]
+
+
+def _differs(value: Any, old: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return bool(value is not old)
+    try:
+        return not torch.equal(value, old)
+    except RuntimeError:  # a dry run has no values
+        return False
 
 
 def _is_empty_cache(value: object) -> bool:
@@ -137,14 +161,14 @@ def _is_empty_cache(value: object) -> bool:
 
 
 @contextmanager
-def _again(part: nn.Module, counter: ActivationCounter | None) -> Iterator[None]:
-    """While a part computes again, give it copies of its buffers, and let a counter count what it keeps."""
-    kept = [(module._buffers, dict(module._buffers)) for module in part.modules() if module._buffers]
-    for buffers, originals in kept:
-        buffers.update({name: b if b is None else b.clone() for name, b in originals.items()})
+def _again(part: nn.Module, counter: ActivationCounter | None, state: State) -> Iterator[None]:
+    """While a part computes again, give it copies of its state at its call, and count what it keeps."""
+    now = state_of(part)
+    for store, name, value in [*now, *state]:
+        store[name] = value.clone() if isinstance(value, Tensor) else value
     try:
         with nullcontext() if counter is None else counter.with_other_hooks():
             yield
     finally:
-        for buffers, originals in kept:
-            buffers.update(originals)
+        for store, name, value in now:
+            store[name] = value

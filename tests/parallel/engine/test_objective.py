@@ -214,6 +214,73 @@ def test_a_loss_that_keeps_state_hears_of_the_check(cluster_of: Clusters) -> Non
         cluster_of(2).run(carried, True)
 
 
+class Counting(nn.Module):
+    """Scales its outputs by how often it was called, which a buffer, an attribute and a tensor count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.map = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.mean, self.times = torch.zeros(6, dtype=torch.float64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.map(x))
+        self.calls += 1
+        y: Tensor = (x - self.mean) * (1 + self.calls * self.times / 8)
+        self.mean, self.times = 0.5 * self.mean + 0.5 * x.detach().mean(0), self.times + 1
+        return y
+
+
+class Normalized(nn.Module):
+    """A loss in units of its running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss, unit = (outputs - targets).square().mean(), self.mean.clone()
+        self.mean.mul_(0.5).add_(0.5 * loss.detach())
+        return loss / unit
+
+
+class Kept:
+    """A loss of model and batch with an attribute."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += 1
+        return (model(batch[0]) - batch[1]).square().mean() * self.calls
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "dp=2,recompute=true"])
+@pytest.mark.parametrize("make", [Normalized, Kept])
+def test_state_is_advanced_once_a_step(cluster_of: Clusters, make: Callable[[], Any], layout: str) -> None:
+    """Both ranks have the same rows, so that a mean over a rank's is that over all."""
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(2, 4, 6, dtype=torch.float64, generator=generator).unbind() for _ in range(3)]
+
+    def train() -> tuple[list[float], dict[str, Tensor]]:
+        model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
+        plan = {"1": "column_gathered"}
+        engine = md.prepare(model, SGD, PARSE(layout), make(), plan=plan if "tp" in layout else None)
+        return [engine.step(*batch) for batch in batches], engine.full_state_dict()
+
+    model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
+    optimizer, loss, losses = SGD(model.parameters()), make(), []
+    for batch in batches:
+        optimizer.zero_grad()
+        found = loss(model, batch) if make is Kept else loss(model(batch[0]), batch[1])
+        found.backward()
+        optimizer.step()
+        losses.append(float(found.detach()))
+    for each in cluster_of(2).run(train):
+        torch.testing.assert_close(each, (losses, model.state_dict()), **EXACT)
+
+
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
     """A planted fault: each rank's mean counts by its rows."""
 
