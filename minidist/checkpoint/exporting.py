@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -19,7 +19,7 @@ from minidist.checkpoint.folders import WRITING, checkpoints, make_directory, sy
 from minidist.checkpoint.index import Index, read_index, stored_names, verify
 from minidist.checkpoint.reading import read_whole
 from minidist.checkpoint.safetensors_files import SafetensorsFiles, divide
-from minidist.checkpoint.state import Shaped
+from minidist.checkpoint.state import Shaped, config_files, ties
 from minidist.checkpoint.values import decode
 from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
@@ -42,8 +42,9 @@ def export(
     in which they are updated, and a BatchNorm's running statistics are rank 0's, not the ranks' average.
 
     A folder is what transformers' `from_pretrained` reads: safetensors files, with an index if they are
-    several, a tied parameter once, and from an engine whose model has a `config`, config.json and
-    generation_config.json. Its other files stay. Tensors go to safetensors files one by one; for a .pt file
+    several, a tied parameter once, and of a model that has a `config`, config.json and
+    generation_config.json. Its other files stay. (Older checkpoints do not say what is tied, or the config.)
+    Tensors go to safetensors files one by one; for a .pt file
     the writing process holds the whole model in memory.
 
     Args:
@@ -138,22 +139,25 @@ def _export_checkpoint(path: str | os.PathLike[str], target: Path, folder: bool,
     """Write a checkpoint's weights into safetensors files, one tensor in memory at a time."""
     index = _verified(path)
     _refuse_extra_state(_extra_state(index))
+    again = decode(index.facts.get("ties", {})) if folder else {}  # transformers ties them itself
     stored = stored_names(index.tensors, "model")
-    shaped = {name: (each.shape, each.dtype) for name, each in stored.items()}
+    shaped = {name: (each.shape, each.dtype) for name, each in stored.items() if name not in again}
     with closing(_begin(shaped, target, folder, most)) as files:
-        for name, value in _tensors_of(index):
-            files.put(name, value)
+        for name in shaped:
+            files.put(name, read_whole(index, f"model.{name}"))
         files.finish()
+    if folder:
+        _write_config(decode(index.facts.get("config", {})), target, shaped)
 
 
 def _export_engine(engine: Engine, target: Path, folder: bool, most: int) -> None:
     """Do the same for an engine, whose tensors all ranks bring together one by one."""
     _refuse_extra_state(extra_state(engine.model))
-    first = engine.placement.first if folder else {}  # a tie is stored once: transformers ties it again
+    again = ties(engine) if folder else {}
     shaped: dict[str, Shaped] = {
         name: (tuple(entry.shape), entry.dtype)
         for name, entry in engine.placement.entries.items()
-        if first.get(name, name) == name
+        if name not in again
     }
     opened, problems, doing = list[SafetensorsFiles](), list[Exception](), f"write {target}"
 
@@ -174,7 +178,7 @@ def _export_engine(engine: Engine, target: Path, folder: bool, most: int) -> Non
         for files in opened:
             files.finish()
             if folder:
-                _write_config(engine.model, target, {dtype for _, dtype in shaped.values()})
+                _write_config(config_files(engine.model), target, shaped)
 
     try:
         agree(begin, doing)
@@ -194,16 +198,13 @@ def _begin(shaped: Mapping[str, Shaped], target: Path, folder: bool, most: int) 
     return SafetensorsFiles({target / name: own for name, own in divide(shaped, most).items()}, shaped)
 
 
-def _write_config(model: Any, folder: Path, dtypes: set[torch.dtype]) -> None:
-    """Write the files that say how to make the model, if it can write them, as those of transformers can."""
-    if callable(getattr(getattr(model, "config", None), "save_pretrained", None)):
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        floating = sorted((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda d: d.itemsize)
-        config.dtype = str(floating[0]).removeprefix("torch.")
-        config.save_pretrained(folder)
-    if callable(getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
-        model.generation_config.save_pretrained(folder)
+def _write_config(files: Mapping[str, dict[str, Any]], folder: Path, shaped: Mapping[str, Shaped]) -> None:
+    """Write the files that say how to make the model, with the dtype of its weights."""
+    floating = sorted({d for _, d in shaped.values() if d.is_floating_point}, key=lambda d: d.itemsize)
+    for name, content in files.items():
+        if name == "config.json":
+            content = {**content, "dtype": str(floating[0]).removeprefix("torch.")}
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _write(weights: Mapping[str, Any], path: Path) -> None:

@@ -7,11 +7,14 @@ alone. Those that differ from rank 0's are kept under the rank's name, for a loa
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -83,6 +86,8 @@ def take(
         "sampler": None if sampler is None else sampler_settings(sampler),
         "extra": extra,
         "classes": classes(engine, scheduler),
+        "ties": ties(engine),
+        "config": config_files(engine.model) if rank == 0 else {},
     }
     return CheckpointState(chunks, own, {name: encode(value, name) for name, value in facts.items()})
 
@@ -94,6 +99,23 @@ def classes(engine: Engine, scheduler: Scheduler | None) -> dict[str, str | None
         "optimizer": type(optimizer).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
     }
+
+
+def ties(engine: Engine) -> dict[str, str]:
+    """Return the names of tied parameters that are not their first ones, each with the first."""
+    return {name: first for name, first in engine.placement.first.items() if name != first}
+
+
+def config_files(model: Any) -> dict[str, dict[str, Any]]:
+    """Return the files that say how to make a model of transformers, by name; none for other models."""
+    with tempfile.TemporaryDirectory() as folder:
+        if callable(getattr(getattr(model, "config", None), "save_pretrained", None)):
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+            if callable(getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
+                model.generation_config.save_pretrained(folder)
+        return {path.name: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
 
 
 def buffer_names(engine: Engine) -> set[str]:
