@@ -95,6 +95,10 @@ def test_plan_and_dryrun_take_it(capfd: pytest.CaptureFixture[str], own: tuple[s
     dry = found(capfd, "dryrun", *own, "--layout", "dp=8,zero=2", "--rank", "kinds", "--batch", "20")
     assert [each["alike"] for each in dry["runs"]] == [4, 4]  # some have 3 rows, others 2
     assert dry["time"]["seconds"] > 0
+    dry = found(capfd, "dryrun", *own, "--layout", "dp=2,pp=2", "--rank", "kinds")
+    assert [each["alike"] for each in dry["runs"]] == [2, 2]  # the stages
+    assert all(each["by_axis"]["pp"] > 0 for each in dry["runs"])
+    assert dry["time"] is None
 
 
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
@@ -142,10 +146,7 @@ def test_a_loss_of_your_own(capfd: pytest.CaptureFixture[str]) -> None:
         (("plan", "--model", "bert-base", "--data", "mine:images"), "--model is bert-base, which needs none"),
         (("plan", *RESNET, "--tokens", "4"), "give rows, at least 1: its data says their shape"),
         (("plan", *RESNET, "--measure"), "leave it out, and time the answer with minidist train"),
-        (
-            ("dryrun", *RESNET, "--layout", "pp=2"),
-            "pp is 2 in the layout, and mine:resnet is a model of your",
-        ),
+        (("dryrun", *RESNET, "--layout", "pp=9"), "9 parts, and the model has 2 layers"),
         (("train", "--model", "mine:resnet"), "--data is missing"),
         (("train", *RESNET, "--loss", "mine:cubes"), "mine has no function cubes"),
         (("compare", "--model", "mine:resnet", "--a", "dp=1", "--b", "dp=2"), "--data is missing"),

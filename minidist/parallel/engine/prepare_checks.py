@@ -51,7 +51,7 @@ def check(
     if loss is not None and first_argument(loss) == "model" and layout.pp > 1:
         raise ValueError(
             f"the loss takes the model, and the layout has pp={layout.pp}, where no rank can call the whole "
-            "model; give a loss of outputs and targets, or pp=1"
+            "model; give a loss of outputs and targets, and call engine.step(inputs, targets); or pp=1"
         )
     for name, options, known, example in (
         ("data_parallel", data_parallel, DATA_PARALLEL, {"bucket_mb": 25}),

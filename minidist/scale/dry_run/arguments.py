@@ -12,7 +12,7 @@ from minidist.parallel.engine.prepare_checks import check_available
 from minidist.parallel.tensor.cuts import share_of
 from minidist.scale.dry_run.fake_world import WAYS
 from minidist.scale.dry_run.own_model import OwnModel
-from minidist.scale.dry_run.own_prediction import check_own, own_rows
+from minidist.scale.dry_run.own_prediction import own_rows
 from minidist.scale.memory.arguments import check_types, refuse_cut_rows, rows_and_tokens
 from minidist.scale.memory.estimates import AXES
 
@@ -51,7 +51,7 @@ def check(
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
     if isinstance(shape, OwnModel):
-        check_own(shape, layout, rows)
+        check_cut(shape, layout)
     else:
         refuse_cut_rows(shape, layout)
     fewest = rows // layout.dp
@@ -61,6 +61,15 @@ def check(
             f"zero=2 different numbers of micro-batches; give a multiple of {layout.dp} rows"
         )
     return rows, tokens
+
+
+def check_cut(model: OwnModel, layout: Layout) -> None:
+    """ValueError for a layout whose messages between stages are not those of the uncut model."""
+    if layout.pp > 1 and layout.sequence_parallel:
+        raise ValueError(
+            f"the layout has pp={layout.pp} and sequence_parallel, and {model.name} is a model of your own, "
+            "whose stages' messages would have other shapes than the model gives; leave one of them out"
+        )
 
 
 def check_options(data_parallel: object, fully_shard: object) -> None:
@@ -103,6 +112,8 @@ def kinds(
         "cp": list(zip(lengths, lengths[1:] + lengths[:1], strict=True)),
         "tp": [tuple(len(share_of(size, index, layout.tp)) for size in cut) for index in range(layout.tp)],
     }
+    if isinstance(shape, OwnModel):  # nobody knows what is cut
+        keys |= {axis: [(index,) for index in range(getattr(layout, axis))] for axis in ("tp", "cp")}
     found = [(0, 1)]  # ranks, and how many are of their kind
     for axis in AXES:
         classes: dict[tuple[int, ...], list[int]] = {}

@@ -125,6 +125,8 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.is_view:
             return func(*args, **kwargs)
         operands = [*tensors_in(args), *tensors_in(kwargs.values())]
+        if str(kwargs.get("device")) == "meta" or any(x.is_meta for x in operands):
+            return func(*args, **kwargs)  # takes no memory as it is
         if not any(x.numel() > LARGE or self.lacks_data(x) for x in operands):
             size = () if operands or kind.size is None else args[kind.size]
             if math.prod(size) > LARGE:

@@ -6,6 +6,8 @@ the code it looks like an ordinary model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,13 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.gpt import GPT
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.pipeline.model_stage import ModelStage
+from minidist.parallel.training.precision import DTYPES, Precision
 from minidist.scale.dry_run.fake_tensors import DryTensors
 from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.peers import Form
 
 
 def build(shape: TransformerConfig | OwnModel, tensors: DryTensors) -> nn.Module:
@@ -40,6 +47,40 @@ def batch_of(
     if isinstance(shape, OwnModel):
         return shape.batch(rows, tensors)
     return tensors.empty((rows, tokens), torch.int64), tensors.empty((rows, tokens), torch.int64)
+
+
+def example_of(shape: TransformerConfig | OwnModel, layout: Layout) -> Any:
+    """What `prepare` needs to find the layers of a model of your own; None if it needs nothing."""
+    return shape.batch(1)[0] if isinstance(shape, OwnModel) and layout.pp > 1 else None
+
+
+def sent_to(
+    shape: TransformerConfig | OwnModel,
+    engine: Engine,
+    tokens: int,
+    tensors: DryTensors,
+    chunk: int,
+    rows: int,
+) -> list[Form]:
+    """What the stage before sends to one of an engine's chunks, for a micro-batch of so many rows."""
+    layout = engine.layout
+    if not isinstance(shape, OwnModel):
+        outside = tokens // layout.tp if layout.sequence_parallel else tokens
+        return [((rows, outside, shape.width), DTYPES.get(layout.precision, torch.float32))]
+    # Run the uncut model up to the chunk's first layer.
+    model, stage, precision = shape.dry(tensors), engine.part.stages[chunk], Precision(layout.precision, None)
+    precision.convert(model)
+    inputs = shape.batch(rows, tensors)[0]
+    inputs = precision.inputs(engine.part.cut(inputs, inputs)[0])
+    with torch.no_grad():
+        if isinstance(stage, ModelStage):
+            sent = ModelStage(model, stage.trace, range(stage.layers.start))((), inputs)
+        else:
+            first: Any = next(stage.children())
+            start = [*engine.model.get_submodule("layers").children()].index(first)
+            before: Any = model.get_submodule("layers")
+            sent = [nn.Sequential(*before[:start])(inputs)]
+    return [(tuple(x.shape), x.dtype) for x in sent]
 
 
 def loss_of(shape: TransformerConfig | OwnModel) -> Loss:

@@ -1,7 +1,7 @@
 """Memory and time of a model of your own in a layout, from its sizes and its measured passes (own_model.py).
 
 States, the gradient exchange and the update follow the formulas for transformers. Layouts have dp, ZeRO in
-every form, micro-batches and recomputation: tp, pp and cp would need a shape.
+every form, micro-batches and recomputation: tp, pp and cp would need a shape. A dry run takes these too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ from minidist.scale.time.step_time import (
 from minidist.scale.time.traffic import Wires
 
 
+def has_time(model: object, layout: Layout) -> bool:
+    """Whether the time of a step can be predicted: a layout that cuts a model of your own has none."""
+    return not isinstance(model, OwnModel) or layout.tp * layout.pp * layout.cp == 1
+
+
 def check_own(model: OwnModel, layout: Layout, rows: int) -> None:
     """ValueError if a layout cuts the model, or a batch has too few rows for it."""
     for axis in ("tp", "pp", "cp"):
         if getattr(layout, axis) > 1:
             raise ValueError(
                 f"{axis} is {getattr(layout, axis)} in the layout, and {model.name} is a model of your own, "
-                "for which only dp, zero, micro_batches and recompute can be predicted; give "
-                f"{axis}=1, or train it with minidist train"
+                "whose time can be predicted for dp, zero, micro_batches and recompute alone; give "
+                f"{axis}=1, or see what a rank holds and sends with minidist dryrun"
             )
     if rows < layout.dp:
         raise ValueError(

@@ -6,6 +6,7 @@ In a dry run all ranks are taken to be alike, except for these two, which follow
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,15 +18,20 @@ from minidist.parallel.pipeline.schedules import by_name
 from minidist.parallel.pipeline.stage_outputs import DTYPES, MOST_DIMS
 from minidist.scale.dry_run.fake_world import Peers
 
+Form = tuple[Sequence[int], torch.dtype]
+"""A tensor's shape and dtype."""
+
 
 class LayoutPeers(Peers):
     """The peers of a rank on one stage of a layout.
 
-    `stream` is the tokens and features (T, D) of the activations that stages send each other, `dtype` theirs.
+    received: from one of the rank's chunks and a micro-batch's rows to what the stage before sends: the shape
+    and the dtype of each tensor. It is known once the model is cut.
     """
 
-    def __init__(self, layout: Layout, stage: int, stream: tuple[int, int], dtype: torch.dtype) -> None:
-        self.layout, self.stage, self.stream, self.dtype = layout, stage, stream, dtype
+    def __init__(self, layout: Layout, stage: int) -> None:
+        self.layout, self.stage = layout, stage
+        self.received: Callable[[int, int], Sequence[Form]] = lambda chunk, rows: ()
         self._told: set[tuple[int, int]] = set()  # chunks and rows whose shape this rank knows
         self._forms: deque[list[int]] = deque()
 
@@ -40,12 +46,14 @@ class LayoutPeers(Peers):
             key = each.chunk, sizes[each.micro_batch]
             if each.kind == "recv_forward" and key not in self._told:
                 self._told.add(key)
-                shape = [sizes[each.micro_batch], *self.stream]
-                self._forms.append([DTYPES.index(self.dtype), len(shape), *shape])
+                forms = self.received(*key)
+                for more, (shape, dtype) in zip(reversed(range(len(forms))), forms, strict=True):
+                    kind = DTYPES.index(dtype) + len(DTYPES) * more  # as `send_unknown` says it
+                    self._forms.append([kind, len(shape), *shape])
 
     def message(self, into: Tensor, source: int) -> Tensor | None:
         """The shape of a stage's output, sent as numbers; None for other messages, which hold no data."""
-        if into.dtype != torch.int64 or not self._forms:
+        if into.dtype != torch.int64 or into.shape != (2 + MOST_DIMS,) or not self._forms:
             return None
         numbers = self._forms.popleft()
         return torch.tensor([*numbers, *[0] * (2 + MOST_DIMS - len(numbers))])

@@ -19,6 +19,7 @@ from minidist.scale.memory.estimates import AXES
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.step_time import HIDDEN, StepTime
 
+NO_TIME = "The time of a step is not predicted where tp, pp or cp cut a model of your own."
 NAMES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "world": "all ranks"}
 
 
@@ -80,15 +81,15 @@ def time_table(time: StepTime, hardware: Hardware) -> Table:
     return table
 
 
-def one(found: DryRun, hardware: Hardware, time: StepTime) -> Group:
-    """All tables of one rank."""
+def one(found: DryRun, hardware: Hardware, time: StepTime | None) -> Group:
+    """All tables of one rank. time: None if it is not predicted."""
     first, before = (sum(c.bytes_sent for c in calls) for calls in (found.first_step, found.prepare))
     also = f"It sends {before:,} bytes so that all ranks start alike, and {first:,} in its first step."
     sent = Text(heading(found)), calls_table(found), Text(also)
-    return Group(*sent, memory_table(found, hardware), time_table(time, hardware), Text(_assumed(time)))
+    return Group(*sent, memory_table(found, hardware), *_timed(time, hardware))
 
 
-def many(found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: StepTime) -> Group:
+def many(found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: StepTime | None) -> Group:
     """A table with a line for each kind of rank, and the time of a step."""
     axes = [axis for axis in CALL_AXES if any(axis in run.by_axis for run, _ in found)]
     grid = [axis for axis in AXES if getattr(found[0][0].layout, axis) > 1]
@@ -104,15 +105,21 @@ def many(found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: S
     share = fullest.memory.total / hardware.memory
     full = f"The fullest is {place(fullest)}: {size(fullest.memory.total)}, {share:.0%} of {hardware.name}'s."
     top = heading(found[0][0]).partition(", run dry")[0]
-    return Group(Text(top), table, Text(full), time_table(time, hardware), Text(_assumed(time)))
+    return Group(Text(top), table, Text(full), *_timed(time, hardware))
 
 
-def _assumed(time: StepTime) -> str:
+def _timed(time: StepTime | None, hardware: Hardware) -> list[Table | Text]:
+    if time is None:
+        return [Text(NO_TIME), Text(_assumed([]))]
+    return [time_table(time, hardware), Text(_assumed(time.assumptions))]
+
+
+def _assumed(assumptions: Sequence[str]) -> str:
     held = (
         "memory: tensors after a step, as torch makes them on a CPU; a device's own context, its allocator's "
         "losses and temporaries within an operation come on top"
     )
-    return "Assumed:\n" + "\n".join(f"  - {line}" for line in (held, *time.assumptions))
+    return "Assumed:\n" + "\n".join(f"  - {line}" for line in (held, *assumptions))
 
 
 def values(found: DryRun, alike: int | None = None) -> dict[str, Any]:
@@ -135,9 +142,9 @@ def values(found: DryRun, alike: int | None = None) -> dict[str, Any]:
 
 
 def document(
-    found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: StepTime
+    found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: StepTime | None
 ) -> dict[str, Any]:
-    """The JSON document of dry runs, the predicted time and its assumptions."""
+    """The JSON document of dry runs, the predicted time and its assumptions; None for no time."""
     first = found[0][0]
     return {
         "model": first.model,
@@ -146,7 +153,8 @@ def document(
         "ranks": first.layout.ranks,
         "batch": {"rows": first.batch[0], "tokens": first.batch[1]},
         "runs": [values(run, alike) for run, alike in found],
-        "time": {
+        "time": time
+        and {
             "profile": hardware.name,
             "seconds": time.seconds,
             "parts": time.parts,

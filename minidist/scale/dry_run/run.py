@@ -27,12 +27,11 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.training.precision import DTYPES
 from minidist.scale.dry_run.arguments import check, check_options, kinds
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import dry_world
-from minidist.scale.dry_run.models import batch_of, build, loss_of
+from minidist.scale.dry_run.models import batch_of, build, example_of, loss_of, sent_to
 from minidist.scale.dry_run.own_model import OwnModel, subject
 from minidist.scale.dry_run.peers import LayoutPeers
 from minidist.scale.memory.estimates import coordinates
@@ -159,9 +158,7 @@ def dryrun(
     place = coordinates(layout, rank)
     own_rows = len(range(place["dp"], rows, layout.dp))
     own_tokens = zigzag_order.size(tokens, layout.cp, place["cp"]) if layout.cp > 1 else tokens
-    outside = own_tokens // layout.tp if layout.sequence_parallel else own_tokens
-    dtype = DTYPES.get(layout.precision, torch.float32)
-    peers = LayoutPeers(layout, place["pp"], (outside, getattr(shape, "width", 0)), dtype)
+    peers = LayoutPeers(layout, place["pp"])
     tensors = DryTensors()
     try:
         with tensors, dry_world(rank, layout.ranks, tensors, peers, way):
@@ -174,8 +171,11 @@ def dryrun(
                     data_parallel,
                     clip_norm,
                     fully_shard=fully_shard,
+                    check_plan=False,
+                    example=example_of(shape, layout),
                 )
             rows_here = batch_of(shape, own_rows, tokens, tensors)
+            peers.received = partial(sent_to, shape, engine, own_tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
             names = axis_names(engine.mesh, layout.owners, secondary or 1)
             for call in prepared:
@@ -183,7 +183,7 @@ def dryrun(
             first, calls = (_step(engine, peers, rows_here, names) for _ in range(2))
             memory = engine.memory()
             parameters = sum(p.numel() for p in engine.model.parameters())
-            del engine
+            del engine, peers.received
     except NoData as error:
         raise ValueError(str(error)) from error
     return DryRun(

@@ -16,6 +16,7 @@ from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 
 BEST = 12  # layouts in the table
+UNCUT = " A model of your own is not cut here; ask minidist dryrun what a rank holds with tp=2 or pp=2."
 NAMES = {
     "plain": "plain data parallelism",
     "sharded": "sharding (ZeRO)",
@@ -37,7 +38,7 @@ def answer(plan: Plan) -> str:
         least = plan.too_large[0]
         return (
             f"{question.name} does not fit on {where}: the smallest layout, {written(least)}, takes "
-            f"{size(least.memory.peak)} ({largest_parts(least.memory)})."
+            f"{size(least.memory.peak)} ({largest_parts(least.memory)}).{'' if question.tokens else UNCUT}"
         )
     family, step = family_of(chosen.layout), chosen.step
     first = {
@@ -90,10 +91,9 @@ def _why_not_plain(plan: Plan, chosen: Candidate) -> str:
         )
     if least is None:
         return ""
-    layout, memory = least
     return (
-        f"Plain data parallelism does not fit: at the least, {written(layout)}, it takes {size(memory.peak)} "
-        f"({largest_parts(memory)})."
+        f"Plain data parallelism does not fit: at the least, {written(least[0])}, it takes "
+        f"{size(least[1].peak)} ({largest_parts(least[1])})."
     )
 
 

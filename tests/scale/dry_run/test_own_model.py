@@ -17,6 +17,7 @@ from minidist.scale.dry_run.own_prediction import estimate_own, predict_own
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory import estimate
 from minidist.scale.planning.planner import plan
+from minidist.scale.planning.report import answer
 from minidist.scale.time.hardware import hardware
 from minidist.scale.time.step_time import predict_step
 
@@ -63,10 +64,27 @@ def gpt() -> OwnModel:
     return OwnModel("a GPT", lambda: GPT(config("byte-tiny")), lambda: (tokens, tokens))
 
 
-def train(layout: md.Layout) -> tuple[dict[str, int], int]:
+def llama() -> OwnModel:
+    def make() -> nn.Module:
+        import transformers
+
+        shape = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(shape)
+        model.register_forward_hook(lambda module, inputs, outputs: outputs.logits)
+        return model
+
+    tokens = torch.arange(12 * 10).view(12, 10) % 32
+    return OwnModel("a Llama", make, lambda: (tokens[:, :-1].clone(), tokens[:, 1:].clone()))
+
+
+def train(layout: md.Layout, own: Callable[[], OwnModel] = resnet) -> tuple[dict[str, int], int]:
     """The bytes that a rank holds after two steps, and those that it sends in the second."""
-    engine = md.prepare(ResNet(), ADAMW, layout)
-    rows = [x[engine.data_rank :: engine.data_ranks] for x in images()]
+    model = own()
+    example = model.batch(1)[0] if layout.pp > 1 else None
+    engine = md.prepare(model.make(), ADAMW, layout, model.loss, example=example, check_plan=False)
+    rows = [x[engine.data_rank :: engine.data_ranks].clone() for x in model.rows]
     engine.step(*rows)
     with comm.ledger() as ledger:
         engine.step(*rows)
@@ -89,6 +107,32 @@ def test_predictions_are_what_ranks_hold_and_send(
         tolerance = 0.1 if name == "activations" else 0.01
         assert getattr(dry.memory, name) == pytest.approx(value, rel=0.01), name
         assert getattr(predicted, name) == pytest.approx(value, rel=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("own", "layout"),
+    [
+        (resnet, "pp=2,micro_batches=3"),
+        (resnet, "dp=2,pp=2,zero=1"),
+        (llama, "tp=2"),
+        (llama, "cp=2"),
+        (llama, "pp=2,micro_batches=2,precision=bf16"),
+        pytest.param(llama, "dp=2,tp=2,zero=2", marks=pytest.mark.deep),
+        pytest.param(llama, "tp=2,pp=2", marks=pytest.mark.deep),
+        pytest.param(llama, "cp=2,pp=2", marks=pytest.mark.deep),
+        pytest.param(llama, "pp=3,micro_batches=4,recompute=true", marks=pytest.mark.deep),
+    ],
+)
+def test_a_dry_run_of_a_cut_model_is_what_each_rank_holds_and_sends(
+    cluster_of: Callable[[int], md.Cluster], own: Callable[[], OwnModel], layout: str
+) -> None:
+    if own is llama:
+        pytest.importorskip("transformers", reason="the Llama is its")
+    cut = PARSE(layout)
+    for rank, (found, sent) in enumerate(cluster_of(cut.ranks).run(train, cut, own)):
+        dry = dryrun(own(), cut, 12, rank, way="shared_memory")
+        assert dry.bytes_sent == sent
+        assert vars(dry.memory) == found
 
 
 def test_a_gpt_is_predicted_as_by_its_shape() -> None:
@@ -142,12 +186,16 @@ def test_a_plan_shards_what_does_not_fit() -> None:
     assert found.answer is not None
     assert found.answer.layout.zero > 0
     assert all(each.memory.peak <= found.question.memory for each in found.fitting)
+    told = answer(plan(model, ranks=4, memory=1, hardware="t4", batch=4, precision="fp32"))
+    assert "does not fit" in told
+    assert told.endswith("ask minidist dryrun what a rank holds with tp=2 or pp=2.")
 
 
 @pytest.mark.parametrize(
     ("layout", "rows", "told"),
     [
-        ("tp=2", 4, r"tp is 2 in the layout, and a ResNet is a model of your own"),
+        ("pp=4", 4, r"parts, and the model has 3 layers"),
+        ("tp=2,pp=2,sequence_parallel=true", 4, r"pp=2 and sequence_parallel, and a ResNet is a model of"),
         ("dp=4", 3, r"rows"),
         ("dp=2", (4, 9), r"batch is \(4, 9\) for a model of your own"),
     ],
