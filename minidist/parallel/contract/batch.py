@@ -18,20 +18,58 @@ from torch import Tensor
 
 from minidist import comm
 
+Path = tuple[Any, ...]
+"""Where a tensor lies: the index, key or field at each level."""
+
+
+class Field(str):
+    """A dataclass's field in a path. A mapping's key is no Field."""
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in a value, with their paths."""
+    items: Any = ()
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif _is_dataclass(value):
+        items = ((Field(each.name), getattr(value, each.name)) for each in dataclasses.fields(value))
+    for key, each in items:
+        yield from tensors_in(each, (*path, key))
+
 
 def tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors in a batch, with names such as 'inputs["labels"]'."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key in batch:
-            yield from tensors(batch[key], f'{name}["{key}"]')
-    elif isinstance(batch, list | tuple):
-        for index, each in enumerate(batch):
-            yield from tensors(each, f"{name}[{index}]")
-    elif _is_dataclass(batch):
-        for field in dataclasses.fields(batch):
-            yield from tensors(getattr(batch, field.name), f"{name}.{field.name}")
+    for path, x in tensors_in(batch):
+        steps = (
+            f".{k}" if isinstance(k, Field) else f'["{k}"]' if isinstance(k, str) else f"[{k}]" for k in path
+        )
+        yield name + "".join(steps), x
+
+
+def at(value: Any, path: Path) -> Any:
+    """The value at a path of tuples, lists and mappings."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def replaced(value: Any, new: Callable[[Any], Any], kinds: Any = Tensor) -> Any:
+    """A copy of tuples, lists and mappings in which `new` replaces each object of `kinds`."""
+    if isinstance(value, kinds):
+        return new(value)
+    if isinstance(value, tuple | list):
+        items = [replaced(each, new, kinds) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        changed = copy.copy(value) if isinstance(value, dict) else dict(value)
+        for key, each in value.items():
+            changed[key] = replaced(each, new, kinds)
+        return changed
+    return value
 
 
 def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:

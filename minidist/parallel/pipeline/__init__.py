@@ -18,6 +18,6 @@ A schedule is data: it is made, proved, simulated and drawn without a process, a
 | tied_parameters.py | parameters that several stages share |
 | layer_by_layer.py | `LayerByLayer`: one batch at a time; `cut`: where to cut a model |
 | layer_chain.py | the list of layers at which to cut a model; whether the model is nothing else |
-| layer_trace.py, nested_tensors.py | how any model's `forward` calls the layers of a list |
+| layer_trace.py | how any model's `forward` calls the layers of a list |
 | model_stage.py | a stage that runs the model's `forward` from its first layer to its last |
 """

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minidist.parallel.contract.batch import call
-from minidist.parallel.pipeline.nested_tensors import Path, replaced, tensors_in
+from minidist.parallel.contract.batch import Path, call, replaced, tensors_in
 
 Sources = frozenset[Any]
 """Names of parameters, and indices of layers."""

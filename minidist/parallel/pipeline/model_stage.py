@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.batch import call
+from minidist.parallel.contract.batch import at, call, replaced
 from minidist.parallel.pipeline.layer_trace import Argument, LayerTrace, Sent, StandIn
-from minidist.parallel.pipeline.nested_tensors import at, replaced
 
 
 class _Left(BaseException):

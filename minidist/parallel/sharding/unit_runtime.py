@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
+from minidist.parallel.contract.batch import tensors_in
 from minidist.parallel.sharding.collective_order import (
     expected,
     own,
@@ -23,7 +24,7 @@ from minidist.parallel.sharding.collective_order import (
     require_same_call,
     settle,
 )
-from minidist.parallel.sharding.units import Inputs, Unit, UnitPass, sharing, tensors_in, weakly
+from minidist.parallel.sharding.units import Inputs, Unit, UnitPass, sharing, weakly
 
 
 class UnitRuntime:
@@ -64,8 +65,7 @@ class UnitRuntime:
             self._begin_pass(unit)
         assert self._pass is not None
         of = self._pass
-        if not unit.calls:
-            unit.first = self._clock
+        unit.first = unit.first if unit.calls else self._clock
         self._clock += 1
         unit.calls += 1
         order = self.order.forward if of.is_whole else ()
@@ -97,7 +97,7 @@ class UnitRuntime:
         self._clock += 1
         if of.trains and unit not in of.units and torch.is_grad_enabled():
             # An input that is passed on may be another unit's output.
-            self._watch(of, unit, outputs, {id(tensor) for tensor in tensors_in((args, kwargs))})
+            self._watch(of, unit, outputs, {id(tensor) for _, tensor in tensors_in((args, kwargs))})
         if unit is of.units[0]:
             self._end_pass(of, outputs)
         elif unit not in of.units and unit.calls >= self.order.calls[unit.number]:
@@ -106,7 +106,7 @@ class UnitRuntime:
     def _watch(self, of: UnitPass, unit: Unit, outputs: Any, passed_on: set[int]) -> None:
         """Have the backward pass call `need` when it comes to these outputs."""
         hook = weakly(self.need, of, unit)
-        for tensor in tensors_in(outputs):
+        for _, tensor in tensors_in(outputs):
             if tensor.requires_grad and id(tensor) not in passed_on:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -137,7 +137,7 @@ class UnitRuntime:
             return
         if of.is_whole and not self.order.settled and len(self.units) > 1:
             self.order = settle(self.units, self.prefetch, self.root.device, self._group)
-            require_called(self.units, self.order, [*tensors_in(outputs)])
+            require_called(self.units, self.order, [tensor for _, tensor in tensors_in(outputs)])
         order = self.order.backward if of.is_whole else own(self.units, of.units, self.prefetch)
         of.close(order, [unit.calls for unit in self.units])
         self._watch(of, of.units[0], outputs, set())

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm.opaque import opaque
+from minidist.parallel.contract.batch import tensors_in
 from minidist.parallel.flat.buckets import Bucket
 
 
@@ -133,20 +134,6 @@ def sharing(units: Sequence[Unit], unit: Unit) -> list[Unit]:
     ]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from tensors_in(vars(value))
-
-
 class Inputs:
     """The inputs of one call, in which tensors that get gradients have become views of themselves.
 
@@ -160,7 +147,7 @@ class Inputs:
         self.kwargs = {key: self._view(value) for key, value in kwargs.items()}
         self.seen = [*self._views.values()]
         if not self.seen:
-            self.seen = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
+            self.seen = [t for _, t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
 
     def _view(self, value: Any) -> Any:
         if type(value) is tuple:

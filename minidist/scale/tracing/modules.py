@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from minidist.parallel.sharding.units import tensors_in
+from minidist.parallel.contract.batch import tensors_in
 from minidist.scale.tracing.slices import Atom, Slice
 
 KEY = "minidist.trace"
@@ -83,7 +83,7 @@ class Modules:
 
     def _watch(self, outputs: Any, first: int, path: tuple[str, ...]) -> None:
         """Put hooks on the operations recorded from number `first` on that have none yet."""
-        stack: list[Node | None] = [x.grad_fn for x in tensors_in(outputs)]
+        stack: list[Node | None] = [x.grad_fn for _, x in tensors_in(outputs)]
         while stack:
             node = stack.pop()
             if node is None or node._sequence_nr() < first:
