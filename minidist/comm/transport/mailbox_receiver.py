@@ -96,7 +96,7 @@ class Incoming:
             )
 
     def _wait(self, expected: Expected, limit: Callable[[], float]) -> None:
-        spins, begun = self._spins, time.monotonic()
+        spins, begun, reason = self._spins, time.monotonic(), ""
         while expected.came < 0:
             if self._written.try_wait():
                 self._take()
@@ -107,10 +107,10 @@ class Incoming:
                 self._take()
             elif not self._count and self._refused():
                 expected.came, expected.elsewhere = expected.size, True
+            elif reason:
+                raise RuntimeError(reason)
             elif reason := self._why_gone():
-                if not self._written.try_wait():  # it may have sent just before
-                    raise RuntimeError(reason)
-                self._take()
+                continue  # it may have sent just before, and another thread may have that in its hands
             elif time.monotonic() - begun > limit():
                 raise RuntimeError(f"timed out after {limit():g} s waiting for a message")
 
