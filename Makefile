@@ -34,15 +34,15 @@ bench: setup
 	$(BIN)/minidist bench
 	$(BIN)/minidist report
 
-# Two processes run tests, each with its own warm ranks; the tests of a file stay together. One thread each, since
-# threads that spin while they wait would take the other process's core.
+# Two processes run tests, each with its own warm ranks. Each gets half of the tests, in their order, so that few
+# files use the ranks of both. One thread each, since threads that spin while they wait would take the other's core.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --durations 25
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal --durations 25
 
 # More cases of what `make test` samples, and the lessons from top to bottom. Two more sets have commands of their
 # own: planted mistakes and killed ranks, for half an hour (pytest -m faults), and a browser (make lessons-check).
 test-more: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist load -m "deep or (lessons and not faults)" --durations 25
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal -m "deep or (lessons and not faults)" --durations 25
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 
 import cloudpickle
@@ -15,8 +16,13 @@ from minidist.comm.launching.cluster import Cluster
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Every rank that makes an optimizer would import it, for a second: so those who start ranks do it once.
-os.environ.setdefault("MINIDIST_PRELOAD", "torch._dynamo")
+# Hundreds of processes import the same files. Where the environment forbids to keep their bytecode, each of them
+# would compile minidist again, for half a second.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# What every rank that trains would import, for a second and more: those who start ranks do it once.
+os.environ.setdefault("MINIDIST_PRELOAD", "torch._dynamo,minidist.parallel.engine.prepare,minidist.model.gpt")
 
 # A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
 # There is none while these are made, and later ones look at what tests make.
@@ -24,18 +30,35 @@ gc.disable()
 
 
 @pytest.fixture(scope="session")
-def cluster_of() -> Iterator[Callable[[int], Cluster]]:
-    """`cluster_of(n)`: a warm cluster of n ranks with a time limit of 30 s."""
+def _clusters() -> Iterator[dict[int, Cluster]]:
     clusters: dict[int, Cluster] = {}
-
-    def get(ranks: int) -> Cluster:
-        if ranks not in clusters:
-            clusters[ranks] = Cluster(ranks, timeout=30.0)
-        return clusters[ranks]
-
-    yield get
+    yield clusters
     for cluster in clusters.values():
         cluster.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_of(_clusters: dict[int, Cluster]) -> Callable[[int], Cluster]:
+    """`cluster_of(n)`: a warm cluster of n ranks with a time limit of 30 s."""
+
+    def get(ranks: int) -> Cluster:
+        if ranks not in _clusters:
+            _clusters[ranks] = Cluster(ranks, timeout=30.0)
+        return _clusters[ranks]
+
+    return get
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_idle_ranks(_clusters: dict[int, Cluster]) -> Iterator[None]:
+    """End clusters of more than four ranks with the module that used them.
+
+    gloo wakes an idle rank a hundred times a second for each of its groups. With 36 warm ranks that took 15 % of
+    a core from all other tests.
+    """
+    yield
+    for ranks in [ranks for ranks in _clusters if ranks > 4]:
+        _clusters.pop(ranks).close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
