@@ -107,7 +107,7 @@ with md.Cluster(ranks=2, check=True) as pair:
 # of the one before: rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do so at the same
 # time. `x` stays as it is; the result is a new tensor. A rank that is alone gets its own.
 #
-# Par: one message from each rank.
+# Par: one message from each rank, and one round: no rank waits for a message before it sends its own.
 
 
 # %% tags=["exercise"]
@@ -186,9 +186,9 @@ ring_animation()
 #
 # **Exercise 8.2: ring reduce-scatter.** `x` is a tensor of one dimension, the same length on all ranks. Its
 # parts are `x.tensor_split(n)`, whose lengths may differ by one, or be 0. Return part r, summed over all ranks.
-# You may use `x` as scratch paper. Only `comm.send` and `comm.recv`.
+# You may use `x` as scratch paper. Only `comm.send` and `comm.recv`, and each rank sends to its neighbour alone.
 #
-# Par: n - 1 messages from each rank, and in them all of `x` but one part.
+# Par: n - 1 messages from each rank, in n - 1 rounds, and in them all of `x` but one part.
 
 
 # %% tags=["exercise"]
@@ -208,9 +208,9 @@ cluster.run(lambda: ring_reduce_scatter(torch.arange(8.0)))
 
 # %% [markdown]
 # **Exercise 8.3: ring all-gather.** On rank r only part r of `x` counts, the rest is old stuff. Fill all parts on
-# all ranks, in place, and return `x`.
+# all ranks, in place, and return `x`. Again each rank sends to its neighbour alone.
 #
-# Par: n - 1 messages from each rank, and in them all of `x` but one part.
+# Par: n - 1 messages from each rank, in n - 1 rounds, and in them all of `x` but one part.
 
 
 # %% tags=["exercise"]
@@ -230,7 +230,7 @@ cluster.run(lambda: ring_all_gather(torch.full((8,), float(md.rank()))))
 # %% [markdown]
 # **Exercise 8.4: ring all-reduce.** Sum `x` over all ranks, in place, and return it.
 #
-# Par: 2 (n - 1) messages from each rank, and in them 2 (n - 1) / n times the bytes of `x`.
+# Par: 2 (n - 1) messages from each rank, in as many rounds, and in them 2 (n - 1) / n times the bytes of `x`.
 
 
 # %% tags=["exercise"]

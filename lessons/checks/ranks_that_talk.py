@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, Run, on_ranks, says
-from checks.verdicts import Right, Tally, compare
+from checks.ranks import Case, Run, says
+from checks.rounds import in_order, rounds_of
+from checks.settings import driven
+from checks.verdicts import Right, Tally, WrongAnswer, as_array, compare, wrong
 
 lesson = Lesson(8, "ranks_that_talk")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
-RANKS = (2, 3, 4, 1)
+RANKS = (4, 2, 3, 1)
 TALK = ("send", "recv")
+TYPICAL = "4 ranks with 8 numbers each (all 1 on rank 0, 10 on rank 1, 100 on rank 2, 1000 on rank 3)"
+BY_PART = "4 ranks (rank 0 has 1 1 2 2 3 3 4 4, ranks 1, 2 and 3 have 10, 100 and 1000 times that)"
 
 
-def cases_for(draw: np.random.Generator, ranks: int) -> list[Case]:
-    """Each rank's own random tensor: none, one, ragged, even, and a larger one; the smallest first."""
+def cases_for(draw: np.random.Generator, ranks: int, by_part: bool = False) -> list[Case]:
+    """Each rank's own tensor; on 4 ranks first one whose digits say who contributed, then random ones.
+
+    by_part: whether the numbers of that first one differ from part to part.
+    """
     sizes = sorted({0, 1, ranks - 1, ranks, 2 * ranks + 1, int(draw.integers(12, 60))})
-    return [
+    cases = [
         Case(
             [(random_tensor(draw, size),) for _ in range(ranks)],
             f"{ranks} rank{'s' * (ranks > 1)} with tensors of length {size}",
         )
         for size in sizes
     ]
+    if ranks == 4:
+        ones = torch.arange(1.0, 5.0).repeat_interleave(2) if by_part else torch.ones(8)
+        text = BY_PART if by_part else TYPICAL
+        cases.insert(0, Case([(ones * 10**rank,) for rank in range(4)], text))
+    return cases
 
 
 def random_tensor(draw: np.random.Generator, size: int) -> torch.Tensor:
@@ -37,6 +52,50 @@ def bounds_of(size: int, ranks: int) -> list[tuple[int, int]]:
     """Where each part of torch.tensor_split begins and ends."""
     ends = np.cumsum([len(part) for part in torch.empty(size).tensor_split(ranks)]).tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _told(got: Any, right: torch.Tensor, what: str, story: Callable[[int, int], str]) -> None:
+    """`compare`; of the first wrong element the story says, from its place and value, where it comes from."""
+    try:
+        compare(got, right, what)
+    except WrongAnswer as error:
+        text = ""
+        if isinstance(got, torch.Tensor) and got.shape == right.shape:
+            at = int(np.argmax(as_array(got) != as_array(right)))
+            if float(got[at]).is_integer() and 0 <= got[at] < 10**4:
+                text = story(at, int(got[at]))
+        wrong(*([str(error), f"  {text}"] if text else [str(error)]))
+
+
+def _whose(value: int) -> str:
+    """Of the typical case of 8.1 and 8.3: the rank whose number it is."""
+    return f"{value} is rank {len(str(value)) - 1}'s number." if value in (1, 10, 100, 1000) else ""
+
+
+def _contributions(part: int, value: int) -> str:
+    """Of the typical case of a sum: the ranks that are missing in it, or that are in it twice."""
+    digits = [value // 10**rank % 10 for rank in range(4)]
+    if len(set(digits)) == 1 and 0 < digits[0] <= 4:
+        return f"{value} is the sum of part {digits[0] - 1}, and this is part {part}."
+    times = [digit / (part + 1) for digit in digits]
+    if not set(times) <= {0, 1, 2}:
+        return ""
+    found = []
+    for count, how in ((0, "missing"), (2, "in it twice")):
+        ranks = [rank for rank in range(4) if times[rank] == count]
+        if ranks:
+            found.append(f"{_parts_of(ranks)} {how}")
+    return f"In {value} {', and '.join(found)}."
+
+
+def _parts_of(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}'s part is"
+    return f"the parts of ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
+
+
+def _is_typical(run: Run) -> bool:
+    return run.case.says in (BY_PART, TYPICAL)
 
 
 @lesson.exercise(
@@ -55,16 +114,21 @@ def shift(answer: Answer, draw: np.random.Generator) -> Right:
     """Every rank gives its tensor to the next and returns that of the rank before."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        for run in on_ranks(answer, cases_for(draw, ranks), only=TALK):
+        for run in driven(answer, in_order, cases_for(draw, ranks), only=TALK):
             where = says(run.case)
             for rank in range(ranks):
                 own, before = (run.case.args[each][0] for each in (rank, (rank - 1) % ranks))
-                compare(run.results[rank], before, f"On {where}, rank {rank}'s result")
+                got, is_x, _ = run.results[rank]
+                what = f"On {where}, rank {rank}'s result"
+                _told(got, before, what, lambda _, value, run=run: _whose(value) if _is_typical(run) else "")
                 compare(
                     run.args[rank][0], own, f"On {where}, rank {rank}'s own x, which should stay as it was,"
                 )
+                if is_x:
+                    wrong(f"{what} is x itself, and should be a new tensor: x.clone().")
                 tally.add("Messages sent by a rank", run.messages(rank), min(1, ranks - 1))
                 tally.add("Bytes sent by a rank", run.sent(rank), 4 * len(own) * min(1, ranks - 1))
+            _at_the_same_time(tally, run, min(1, ranks - 1))
             tried += 1
     return Right(tried, tally.scores)
 
@@ -87,15 +151,15 @@ def ring_reduce_scatter(answer: Answer, draw: np.random.Generator) -> Right:
     """Part r of the sum of all ranks' tensors ends on rank r."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        for run in on_ranks(answer, cases_for(draw, ranks), only=TALK):
+        for run in driven(answer, in_order, cases_for(draw, ranks, by_part=True), only=TALK):
             total = sum(args[0] for args in run.case.args)
             for rank, (start, stop) in enumerate(bounds_of(len(total), ranks)):
-                compare(
-                    run.results[rank],
-                    total[start:stop],
-                    f"On {says(run.case)}, rank {rank}'s part of the sum",
-                )
+                what = f"On {says(run.case)}, rank {rank}'s part of the sum"
+                _told(run.results[rank][0], total[start:stop], what, _story_of_part(run, rank))
+            _in_a_ring(run)
+            for rank, (start, stop) in enumerate(bounds_of(len(total), ranks)):
                 _count(tally, run, rank, ranks - 1, len(total) - (stop - start))
+            _at_the_same_time(tally, run, ranks - 1)
             tried += 1
     return Right(tried, tally.scores)
 
@@ -114,13 +178,16 @@ def ring_all_gather(answer: Answer, draw: np.random.Generator) -> Right:
     """Rank r has part r; all end with all parts."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        for run in on_ranks(answer, cases_for(draw, ranks), only=TALK):
+        for run in driven(answer, in_order, cases_for(draw, ranks), only=TALK):
             bounds = bounds_of(len(run.case.args[0][0]), ranks)
             whole = torch.cat([run.case.args[rank][0][a:b] for rank, (a, b) in enumerate(bounds)])
             for rank in range(ranks):
-                _all_of(run, rank, whole)
-                start, stop = bounds[(rank + 1) % ranks]  # the only part that it never passes on
+                _all_of(run, rank, whole, lambda _, value, run=run: _whose(value) if _is_typical(run) else "")
+            _in_a_ring(run)
+            for rank in range(ranks):
+                start, stop = bounds[_next(run, rank)]  # the only part that it never passes on
                 _count(tally, run, rank, ranks - 1, len(whole) - (stop - start))
+            _at_the_same_time(tally, run, ranks - 1)
             tried += 1
     return Right(tried, tally.scores)
 
@@ -137,13 +204,17 @@ def ring_all_reduce(answer: Answer, draw: np.random.Generator) -> Right:
     """Every rank ends with the sum of all ranks' tensors."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        for run in on_ranks(answer, cases_for(draw, ranks), only=TALK):
+        for run in driven(answer, in_order, cases_for(draw, ranks, by_part=True), only=TALK):
             total = sum(args[0] for args in run.case.args)
-            lengths = [stop - start for start, stop in bounds_of(len(total), ranks)]
+            bounds = bounds_of(len(total), ranks)
             for rank in range(ranks):
-                _all_of(run, rank, total)
-                par = 2 * len(total) - lengths[rank] - lengths[(rank + 1) % ranks]
+                _all_of(run, rank, total, _story_of_whole(run, bounds))
+            _in_a_ring(run)
+            lengths = [stop - start for start, stop in bounds]
+            for rank in range(ranks):
+                par = 2 * len(total) - lengths[rank] - lengths[_next(run, rank)]
                 _count(tally, run, rank, 2 * (ranks - 1), par)
+            _at_the_same_time(tally, run, 2 * (ranks - 1))
             tried += 1
     return Right(tried, tally.scores)
 
@@ -171,18 +242,62 @@ def ring_seconds(answer: Answer, draw: np.random.Generator) -> Right:
     return Right(tried)
 
 
-def _all_of(run: Run, rank: int, whole: torch.Tensor) -> None:
+def _story_of_part(run: Run, part: int) -> Callable[[int, int], str]:
+    return lambda _, value: _contributions(part, value) if _is_typical(run) else ""
+
+
+def _story_of_whole(run: Run, bounds: Sequence[tuple[int, int]]) -> Callable[[int, int], str]:
+    def story(at: int, value: int) -> str:
+        part = next(part for part, (start, stop) in enumerate(bounds) if start <= at < stop)
+        return _contributions(part, value) if _is_typical(run) else ""
+
+    return story
+
+
+def _all_of(run: Run, rank: int, whole: torch.Tensor, story: Callable[[int, int], str]) -> None:
     """A rank returned the whole, and has it in its x."""
-    compare(run.results[rank], whole, f"On {says(run.case)}, rank {rank}'s result")
+    _told(run.results[rank][0], whole, f"On {says(run.case)}, rank {rank}'s result", story)
     compare(run.args[rank][0], whole, f"On {says(run.case)}, rank {rank}'s x, which is filled in place,")
+
+
+def _receivers(run: Run, rank: int) -> list[int]:
+    return sorted({peer for kind, peer in run.results[rank][2] if kind == "send"})
+
+
+def _next(run: Run, rank: int) -> int:
+    """The rank that it sends to: a ring may turn either way."""
+    return next(iter(_receivers(run, rank)), (rank + 1) % len(run.results))
+
+
+def _in_a_ring(run: Run) -> None:
+    """WrongAnswer where a rank sends to several others."""
+    for rank in range(len(run.results)):
+        receivers = _receivers(run, rank)
+        if len(receivers) > 1:
+            wrong(
+                f"On {says(run.case)}, the result is right, but rank {rank} sends to ranks "
+                f"{', '.join(map(str, receivers[:-1]))} and {receivers[-1]}, and this is no ring.",
+                "  In a ring each rank sends to its neighbour alone, and passes on in each step what arrived "
+                "in the step before.",
+            )
+
+
+def _at_the_same_time(tally: Tally, run: Run, par: int) -> None:
+    """Rounds of messages, against par: a rank that listens first makes the next one wait for it."""
+    tally.add(
+        "Rounds of messages, one after the other",
+        rounds_of([events for _, _, events in run.results]),
+        par,
+        "begin your message (async_op=True) before you wait for the other one, so that all ranks send at the "
+        "same time",
+    )
 
 
 def _count(tally: Tally, run: Run, rank: int, messages: int, elements: int) -> None:
     """What a rank sent, against par: so many messages, and so many float32 elements in all of them."""
+    size, ranks = len(run.case.args[rank][0]), len(run.results)
+    largest = max((int(np.prod(call.shape)) for call in run.calls[rank] if call.name == "send"), default=0)
+    whole = largest > -(-size // ranks)
+    idea = "pass on one part in each step, never the whole tensor" if whole else "each part goes around once"
     tally.add("Messages sent by a rank", run.messages(rank), messages, "one message in each step")
-    tally.add(
-        "Bytes sent by a rank",
-        run.sent(rank),
-        4 * elements,
-        "pass on one part in each step, never the whole tensor",
-    )
+    tally.add("Bytes sent by a rank", run.sent(rank), 4 * elements, idea)
