@@ -331,8 +331,8 @@ cluster.run(two_together)[0]
 # %% [markdown]
 # **Exercise 9.3: all_reduce_in_buckets.** Sum each of `tensors` over all ranks, in place. Neighbours in the
 # list share a message as long as they have at most `limit` elements together. A tensor that alone has more gets
-# a message of its own. There is at least one tensor; all have the same dtype, any shape, and the same shapes on
-# all ranks.
+# a message of its own. There is at least one tensor. All have the same dtype, and on all ranks the same shapes.
+# Not every tensor is contiguous: some lie in memory as `w.T` does.
 #
 # Par: as few messages as that allows in the order of the list, and each element sent once.
 
@@ -456,8 +456,9 @@ max((mine - right).abs().max().item() for mine, right in pairs)
 # one: who sends after each micro-batch pays for each, and the last sum is all that is needed.
 #
 # **Exercise 9.5: accumulate_gradients.** `micro_batches` is this rank's list of (inputs, targets). Ranks may
-# have different numbers of them, with different numbers of rows. Leave in every `.grad` the gradient of the
-# mean loss over all rows of all ranks, as in exercise 9.2.
+# have different numbers of them, with different numbers of rows, and a rank may have none. Leave in every
+# `.grad` the gradient of the mean loss over all rows of all ranks, as in exercise 9.2. Only one micro-batch fits
+# into memory at a time, with all that its forward pass keeps for backward.
 #
 # Par: messages and bytes as if each rank had one batch.
 
@@ -465,7 +466,7 @@ max((mine - right).abs().max().item() for mine, right in pairs)
 # %% tags=["exercise"]
 def accumulate_gradients(model, micro_batches):
     """Gradients of the mean loss over all micro-batches of all ranks, sent once."""
-    ...  # about 6 lines
+    ...  # about 8 lines
 
 
 # %%

@@ -13,9 +13,10 @@ from torch.nn import functional
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
-from checks.verdicts import Right, Tally, compare, wrong
+from checks.verdicts import Right, Tally, WrongAnswer, compare, number, wrong
 from minidist import comm
 from minidist.model import MLP
+from minidist.parallel.training.activation_memory import ActivationCounter
 
 lesson = Lesson(9, "data_parallel")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
@@ -80,7 +81,7 @@ def count(tally: Tally, run: Run, rank: int, lengths: Sequence[int]) -> None:
     tally.add(
         "All-reduces by each rank", calls, len(lengths), "one for each parameter, and no more than that"
     )
-    par = sum(2 * (ranks - 1) * 8 * length // ranks for length in lengths)
+    par = 2 * (ranks - 1) * 8 * sum(lengths) // ranks  # of all together: each alone is rounded down
     tally.add("Bytes sent by each rank", run.sent(rank), par, "an all-reduce of each, once, and no gather")
 
 
@@ -225,6 +226,11 @@ def all_reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
             text = f"{ranks} rank{'s' * (ranks > 1)}, tensors of shapes {', '.join(map(str, shapes))}"
             text += f", limit {limit}"
             cases.append(Case(args, text))
+        across = [([whole(draw, (2, 3)).t(), whole(draw, (2,))], 8) for _ in range(ranks)]
+        text = (
+            f"{ranks} rank{'s' * (ranks > 1)}, tensors of shapes (3, 2), (2,), limit 8, the first transposed"
+        )
+        cases.append(Case(across, text))
         for run in driven(answer, _in_buckets, cases, only=("all_reduce",)):
             _check_buckets(run, tally)
             tried += 1
@@ -255,6 +261,14 @@ def whole(draw: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(draw.integers(1, 100, shape).astype(np.float32)) if shape else torch.tensor(7.0)
 
 
+def _same_sum(got: Tensor, right: Any, what: str) -> None:
+    try:
+        compare(got, right, what)
+    except WrongAnswer as error:
+        copies = "t.reshape(-1) is a copy where t is not contiguous, and what you write to a copy is lost."
+        wrong(str(error), *([f"  {copies}"] if not got.is_contiguous() else []))
+
+
 def _check_buckets(run: Run, tally: Tally) -> None:
     tensors, limit = run.case.args[0]
     lengths = [tensor.numel() for tensor in tensors]
@@ -262,7 +276,7 @@ def _check_buckets(run: Run, tally: Tally) -> None:
     for rank, got in enumerate(run.results):
         for place, tensor in enumerate(got):
             right = sum(run.case.args[each][0][place] for each in range(ranks))
-            compare(tensor, right, f"On {says(run.case)}: rank {rank}'s tensor {place}")
+            _same_sum(tensor, right, f"On {says(run.case)}: rank {rank}'s tensor {place}")
         sent = [int(np.prod(call.shape)) for call in run.calls[rank]]
         for elements in sent:
             if elements > limit and elements not in lengths:
@@ -365,10 +379,22 @@ def _check_hooks(run: Run, tally: Tally) -> None:
 
 
 def _of_micro_batches(function: Callable[..., Any], sizes: Sequence[int], rows: list[Rows]) -> Any:
-    """On a rank: a step's gradients by the reader's function, from micro-batches."""
+    """On a rank: a step's gradients by the reader's function, and the most that its graphs held at a time."""
     model = network(sizes)
-    function(model, rows)
-    return gradients(model)
+    with ActivationCounter(model, [inputs for inputs, _ in rows]) as counter:
+        function(model, rows)
+    return gradients(model), counter.peak
+
+
+def _held_by_one(sizes: Sequence[int], rows: Sequence[Rows]) -> int:
+    """Bytes that the graph of the largest micro-batch holds."""
+    held = [0]
+    for inputs, targets in rows:
+        model = network(sizes)
+        with ActivationCounter(model, [inputs]) as counter:
+            (functional.cross_entropy(model(inputs), targets, reduction="sum") / torch.tensor(2)).backward()
+        held.append(counter.peak)
+    return max(held)
 
 
 @lesson.exercise(
@@ -381,31 +407,53 @@ def _of_micro_batches(function: Callable[..., Any], sizes: Sequence[int], rows: 
         "Then an all-reduce for each parameter.",
         "rows = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches))); for inputs, "
         'targets in micro_batches: (functional.cross_entropy(model(inputs), targets, reduction="sum") / '
-        "rows).backward(); for parameter in model.parameters(): comm.all_reduce(parameter.grad).",
+        "rows).backward(); for parameter in model.parameters(): if parameter.grad is None, give it "
+        "torch.zeros_like(parameter); then comm.all_reduce(parameter.grad).",
     ),
 )
 def accumulate_gradients(answer: Answer, draw: np.random.Generator) -> Right:
     """Gradients of the mean loss over all micro-batches of all ranks, sent once."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        cases = []
-        for case in range(5):
-            sizes = draw_sizes(draw) if case else (2, 3)
-            many = [2] * ranks if case < 3 else [int(m) for m in draw.integers(1, 5, ranks)]
-            batches = [
-                [draw_rows(draw, sizes, int(rows)) for rows in draw.permutation(8)[:number] + 1]
-                for number in many
-            ]
-            text = f"{ranks} rank{'s' * (ranks > 1)} with micro-batches of " + " and ".join(
-                ", ".join(str(len(inputs)) for inputs, _ in own) for own in batches
-            )
-            cases.append(Case([(sizes, own) for own in batches], text + " rows"))
-        for part in (cases[:3], cases[3:]):  # the second has ranks with more micro-batches than others
-            for run in driven(answer, _of_micro_batches, part):
+        equal = [[6] * 4] * ranks
+        some = [_drawn_rows(draw, 2) for _ in range(ranks)]
+        others = [_drawn_rows(draw, int(many)) for many in draw.integers(1, 5, ranks)]
+        without = [*[_drawn_rows(draw, 2) for _ in range(ranks - 1)], []]
+        # Each part is a run of its own: what goes wrong in the first is told first.
+        for part in ([some, equal], [others], [without] if ranks > 1 else []):
+            cases = [_micro_batch_case(draw, rows, small=rows is some) for rows in part]
+            for run in driven(answer, _of_micro_batches, cases) if cases else ():
                 rows = [pair for args in run.case.args for pair in args[1]]
                 right = right_gradients(run.case.args[0][0], rows)
-                for rank, got in enumerate(run.results):
+                for rank, (got, held) in enumerate(run.results):
                     compare_gradients(run, got, right, rank)
+                    _one_at_a_time(run, rank, held)
                     count(tally, run, rank, [1, *lengths_of(right)])
                 tried += 1
     return Right(tried, tally.scores)
+
+
+def _drawn_rows(draw: np.random.Generator, micro_batches: int) -> list[int]:
+    return [int(rows) + 1 for rows in draw.permutation(8)[:micro_batches]]
+
+
+def _micro_batch_case(draw: np.random.Generator, rows: Sequence[Sequence[int]], small: bool) -> Case:
+    """A case with so many rows in each micro-batch of each rank."""
+    sizes = (2, 3) if small else draw_sizes(draw)
+    ranks = f"{len(rows)} rank{'s' * (len(rows) > 1)}"
+    text = " and ".join(", ".join(map(str, own)) if own else "no" for own in rows)
+    args = [(sizes, [draw_rows(draw, sizes, each) for each in own]) for own in rows]
+    return Case(args, f"{ranks} with micro-batches of {text} rows")
+
+
+def _one_at_a_time(run: Run, rank: int, held: int) -> None:
+    """WrongAnswer where several micro-batches' graphs live together."""
+    sizes, rows = run.case.args[rank]
+    par = _held_by_one(sizes, rows)
+    if held > 1.5 * par and len(rows) > 1:
+        wrong(
+            f"On {says(run.case)}: the gradients are right, but rank {rank} keeps {number(held)} bytes for "
+            f"backward at a time; its largest micro-batch alone needs {number(par)}.",
+            "  A batch is cut because it does not fit. Call backward after each micro-batch: that frees what "
+            "its forward pass kept.",
+        )

@@ -74,6 +74,8 @@ def accumulate_gradients(
     rows = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches)))
     for inputs, targets in micro_batches:
         loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / rows
-        loss.backward()  # adds to .grad
+        loss.backward()  # adds to .grad, and frees what this forward pass kept
     for parameter in model.parameters():
+        if parameter.grad is None:  # no micro-batches here, and the others wait for this rank
+            parameter.grad = torch.zeros_like(parameter)
         comm.all_reduce(parameter.grad)

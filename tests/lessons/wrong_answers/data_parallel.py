@@ -155,6 +155,21 @@ def cuts_at_the_limit(tensors, limit):
         tensor.copy_(part.view(tensor.shape))
 
 
+@WRONG.to("all_reduce_in_buckets", "the first transposed", "rank 0's tensor 0", "t.reshape(-1) is a copy")
+def writes_to_a_copy(tensors, limit):
+    buckets, held = [[]], 0
+    for tensor in tensors:
+        if buckets[-1] and held + tensor.numel() > limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(tensor)
+        held += tensor.numel()
+    for bucket in buckets:
+        flat = comm.all_reduce(torch.cat([t.reshape(-1) for t in bucket]))
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.reshape(-1).copy_(part)
+
+
 @WRONG.to("all_reduce_in_buckets", "the idea is missing: messages by each rank")
 def one_message_a_tensor(tensors, limit):
     for tensor in tensors:
@@ -261,6 +276,33 @@ def keeps_the_last_alone(model, micro_batches):
         comm.all_reduce(parameter.grad)
 
 
+@WRONG.to("accumulate_gradients", "the gradients are right, but rank 0 keeps", "Call backward after each")
+def one_forward_for_all(model, micro_batches):
+    own = [torch.cat(each) for each in zip(*micro_batches, strict=True)] or [torch.empty(0)] * 2
+    rows = comm.all_reduce(torch.tensor(len(own[0])))
+    (functional.cross_entropy(model(own[0]), own[1], reduction="sum") / rows).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+
+
+@WRONG.to("accumulate_gradients", "the gradients are right, but rank 0 keeps", "Call backward after each")
+def one_backward_for_all(model, micro_batches):
+    rows = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches)))
+    total = sum(functional.cross_entropy(model(x), y, reduction="sum") for x, y in micro_batches)
+    (total / rows).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+
+
+@WRONG.to("accumulate_gradients", "and no rows, rank 1 raised", "comm.all_reduce(parameter.grad)")
+def forgets_ranks_without_any(model, micro_batches):
+    rows = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches)))
+    for inputs, targets in micro_batches:
+        (functional.cross_entropy(model(inputs), targets, reduction="sum") / rows).backward()
+    for parameter in model.parameters():
+        comm.all_reduce(parameter.grad)
+
+
 @WRONG.over_par("accumulate_gradients", "It passes, above par in all-reduces by each rank")
 def sums_the_loss_as_well(model, micro_batches):
     rows, total = comm.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in micro_batches))), 0
@@ -268,6 +310,8 @@ def sums_the_loss_as_well(model, micro_batches):
         loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / rows
         loss.backward()
         total += loss.detach()
-    comm.all_reduce(total)
+    comm.all_reduce(torch.as_tensor(total, dtype=torch.float64))
     for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
         comm.all_reduce(parameter.grad)
