@@ -258,13 +258,14 @@ print(f"bytes sent in a step  {sent:,}; an all-reduce sends {2 * 3 * size * 8 //
 # collected in **buckets**.
 #
 # **Exercise 13.4: reduce_in_buckets.** `gradients` is an iterator that computes them one by one, tensors of one
-# dimension, as backward does. Collect them in order. As soon as a bucket has at least `bucket` elements, lay
-# its gradients one after the other, pad with zeros so that n divides the length, reduce-scatter the mean, keep
-# this rank's part, and let go of all else. What is left at the end is a last bucket, if it is not empty. Return
-# the list of parts.
+# dimension, as backward does. Collect them in order, by the rule of exercise 9.3: neighbours share a bucket as
+# long as they have at most `bucket` elements together, and one that alone has more gets a bucket of its own. When
+# the next gradient does not fit, lay those of the bucket one after the other, pad with zeros so that n divides
+# the length, reduce-scatter the mean, keep this rank's part, and let go of all else. The last bucket goes at the
+# end, if there are gradients at all. Return the list of parts.
 #
-# Par: (n - 1) / n times the bytes of the padded buckets; in memory at the most the parts, and one bucket twice:
-# as it came, and flat.
+# Par: (n - 1) / n times the bytes of the padded buckets; in memory at the most the parts, the gradient that did
+# not fit, and one bucket twice: as it came, and flat.
 
 
 # %% tags=["exercise"]
@@ -374,11 +375,14 @@ def live_and_sent():
 peak, sent = cluster.run(live_and_sent)[0]
 print(f"weights of all layers {whole:,} bytes, and their gradient as much")
 print(f"live beside the parts {peak:,} bytes at the most")
+print(f"  of which it returns {whole // 4:,}: its shares of the gradients")
 print(f"sent {sent:,} bytes, {sent / whole:.2f} times the weights")
 
 # %% [markdown]
 # Data parallelism sends the weights' bytes 2 (n - 1) / n times, stage 3 sends them 3 (n - 1) / n times: **half
-# as much again**. For it a rank needs 1/n of everything, and room for a layer or two.
+# as much again**. For it a rank needs 1/n of everything, and room for the one layer that computes. Most of the
+# live bytes above are of the first kind: the shares of the gradients that your function returns, a quarter of
+# twelve layers. The rest are two tensors as large as a layer, its weights and its gradient.
 #
 # ## Predict, then measure
 #

@@ -117,8 +117,19 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(stage: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
-        result = function(stage, inputs, targets)
-        return result, [parameter.grad for parameter in stage.parameters()]
+        try:
+            result = function(stage, inputs, targets)
+        except (TypeError, AttributeError) as error:
+            if "None" not in str(error):
+                raise
+            text = (
+                f"{error}. Is it x.grad? That is None unless x.requires_grad_() was called after x arrived "
+                "and before stage(x)"
+            )
+            raise type(error)(text).with_traceback(error.__traceback__) from None
+        is_tensor = isinstance(result, Tensor)
+        gradients = [parameter.grad for parameter in stage.parameters()]
+        return (result.detach() if is_tensor else result), is_tensor, gradients
 
     return run
 
@@ -149,14 +160,21 @@ def step(answer: Answer, draw: np.random.Generator) -> Right:
             loss = ((nn.Sequential(*stages)(inputs) - targets) ** 2).mean()
             loss.backward()
             where = says(run.case)
-            for rank, (result, gradients) in enumerate(run.results):
+            for rank, (result, is_tensor, gradients) in enumerate(run.results):
                 for (key, parameter), got in zip(stages[rank].named_parameters(), gradients, strict=True):
                     what = f"On {where}, rank {rank}'s gradient of its stage's {key}"
                     if got is None:
                         wrong(f"{what} is None: no backward pass came to it.")
                     compare(got, parameter.grad, what, rtol=1e-10, atol=1e-12)
                 if rank == ranks - 1:
-                    compare(result, loss.item(), f"On {where}, the loss that the last rank returns", 1e-10)
+                    what = f"On {where}, the loss that the last rank returns"
+                    compare(result, loss.item(), what, 1e-10)
+                    if is_tensor:
+                        wrong(
+                            f"{what} is a tensor, and should be a number: loss.item().",
+                            "  The tensor holds on to its graph, and a training that keeps its losses runs "
+                            "out of memory.",
+                        )
                 par = (rank < ranks - 1) + (rank > 0)
                 idea = "an output to the next rank, a gradient to the rank before, and nothing else"
                 tally.add("Messages sent by a rank", run.messages(rank), par, idea)
@@ -221,6 +239,13 @@ def gpipe(answer: Answer, draw: np.random.Generator) -> Right:
 def bubble(answer: Answer, draw: np.random.Generator) -> Right:
     """The share of time in which ranks wait."""
     sizes = [*SIZES, (1000, 1), (7, int(draw.integers(1, 50))), (int(draw.integers(2, 50)), 64)]
+    got = [answer(*each) for each in ((2, 1), (4, 8), (8, 64))]
+    if all(isinstance(each, (int, float)) for each in got) and np.allclose(got, [1, 3 / 8, 7 / 64]):
+        wrong(
+            "bubble(4, 8) is 0.375, and should be 3 / 11 = 0.2727.",
+            "  (p - 1) / m is the time lost over the time worked, as Narayanan et al. 2021 count. Here the "
+            "share of all the time is asked, waiting included.",
+        )
     for ranks, micro_batches in sizes:
         answer.expect((ranks - 1) / (micro_batches + ranks - 1), ranks, micro_batches, rtol=1e-9)
     return Right(len(sizes))

@@ -247,12 +247,15 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
             rights.append((loss.detach(), whole.grad))
         for run, (loss, gradient) in zip(driven(answer, _loss, cases), rights, strict=True):
             for rank in range(ranks):
-                got, where = run.results[rank], f"On {says(run.case)}, rank {rank}'s"
+                (got, kept), where = run.results[rank], f"On {says(run.case)}, rank {rank}'s"
                 if not isinstance(got, tuple | list) or len(got) != 2:
                     wrong(f"{where} result should be two: the loss, and the gradient of its logits.")
                 compare(got[0], loss, f"{where} loss", rtol=1e-6, atol=1e-9)
                 own = parts(gradient, ranks, 1)[rank]
                 compare(got[1], own, f"{where} gradient", rtol=1e-6, atol=1e-9)
+                if not all(kept):
+                    name = "targets" if kept[0] else "logits"
+                    wrong(f"{where} {name} are changed, and are the caller's: work on a new tensor.")
                 rows = len(run.case.args[0][1])
                 par = 3 * 2 * (ranks - 1) * 8 * rows / ranks
                 _bytes(tally, run, rank, round(par), "three numbers a row: the largest, the sum, the score")
@@ -261,7 +264,9 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 def _loss(function: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> Any:
-    return function(logits.clone(), targets.clone())
+    mine = logits.clone(), targets.clone()
+    result = function(*mine)
+    return result, [torch.equal(*pair) for pair in zip(mine, (logits, targets), strict=True)]
 
 
 @lesson.exercise(

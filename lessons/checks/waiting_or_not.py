@@ -114,13 +114,49 @@ def work(answer: Answer, draw: np.random.Generator) -> Right:
     return Right(tried, tally.scores)
 
 
+READS = {"clone", "__add__", "add", "__sub__", "sub", "__rsub__", "__mul__", "mul"}
+WRITES = {"sub_", "add_", "copy_", "mul_", "__isub__", "__iadd__", "__setitem__"}
+
+
+def watched(x: Tensor) -> tuple[Tensor, list[str]]:
+    """x on the same memory, and a list that names an operation in which two threads used it at once.
+
+    Each use of it lasts some milliseconds, as it would with many parameters: without a lock threads meet.
+    """
+    clashes: list[str] = []
+    inside: list[bool] = []  # of each use under way, whether it writes
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            name = function.__name__
+            used = name in READS | WRITES
+            if used:
+                if inside and (name in WRITES or any(inside)):
+                    clashes.append(name)
+                inside.append(name in WRITES)
+                time.sleep(0.003)
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return function(*args, **(kwargs or {}))
+            finally:
+                if used:
+                    inside.remove(name in WRITES)
+
+    return x.as_subclass(Watched), clashes
+
+
 def with_workers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Rank 0 serves as the answer does; the others pull and push, and keep what they pulled."""
 
     @functools.wraps(function)
     def run(x: Tensor, lr: float, steps: int, kind: str, path: str) -> Any:
         if md.rank() == 0:
-            return function(x, lr, steps)
+            seen, clashes = watched(x)
+            result = function(seen, lr, steps)
+            return (result.as_subclass(Tensor) if isinstance(result, Tensor) else result), clashes
         pulled, late = [], False
         for step in range(steps):
             comm.recv(x, 0)
@@ -209,7 +245,13 @@ def _check_server(run: Any) -> None:
             "  A thread may wait for its own worker, but it must not keep the others: is the lock held while "
             "it waits?",
         )
-    compare(run.results[0], right, f"On {where}: x after all pushes")
+    result, clashes = run.results[0]
+    if clashes:
+        wrong(
+            f"On {where}: two threads used x at the same time, one of them to change it (in {clashes[0]}).",
+            "  With many parameters updates are lost, or read half: read x and change it inside `with lock:`.",
+        )
+    compare(result, right, f"On {where}: x after all pushes")
     compare(run.args[0][0], right, f"On {where}: the x that serve was given, which is changed in place,")
 
 

@@ -254,14 +254,15 @@ def _three_steps(
 @lesson.exercise(
     "13.4",
     hints=(
-        "Keep a list of the gradients that wait, and how many elements they have. When it is long enough, "
-        "reduce it and begin a new list.",
+        "Keep a list of the gradients that wait, and how many elements they have. When the next one does not "
+        "fit any more, reduce the list and begin a new one.",
         "To reduce: flat = torch.zeros(-(-count // n) * n), fill its first count elements from the list, and "
         'append comm.reduce_scatter(flat, "mean") to the parts. Never put all gradients into one list.',
         "In a function reduce(waiting, count): flat = torch.zeros(-(-count // n) * n); torch.cat(waiting, "
-        'out=flat[:count]); return comm.reduce_scatter(flat, "mean"). In the loop: waiting.append(gradient), '
-        "count += len(gradient), and if count >= bucket: parts.append(reduce(waiting, count)), then waiting, "
-        "count = [], 0. After the loop once more if waiting is not empty.",
+        'out=flat[:count]); return comm.reduce_scatter(flat, "mean"). In the loop: if waiting and count + '
+        "len(gradient) > bucket: parts.append(reduce(waiting, count)), then waiting, count = [], 0. Then "
+        "always waiting.append(gradient), count += len(gradient). After the loop once more if waiting is not "
+        "empty.",
     ),
 )
 def reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
@@ -286,12 +287,13 @@ def reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
                 total = sum(flat.nbytes for flat in right)
                 tally.add("Bytes sent by a rank", run.sent(rank), (ranks - 1) * total // ranks)
                 if max(lengths, default=0) >= BIG and ranks > 1:
+                    largest = max(flat.nbytes for flat in right)
                     tally.add(
                         "Bytes live at a time",
                         run.results[rank][1],
-                        total // ranks + (2 * ranks + 1) * max(flat.nbytes for flat in right) // ranks,
-                        "reduce a bucket as soon as it is full, and keep no name or list that holds its "
-                        "gradients",
+                        total // ranks + (2 * ranks + 1) * largest // ranks + 4 * max(lengths),
+                        "reduce a bucket as soon as the next gradient does not fit, and keep no name or list "
+                        "that holds its gradients",
                     )
             tried += 1
     return Right(tried, tally.scores)
@@ -305,14 +307,15 @@ def _lengths(draw: np.random.Generator) -> list[tuple[list[int], int]]:
     """Lengths of gradients and of a bucket, the smallest first."""
     ragged = draw.integers(1, 9, 7).tolist()
     return [
+        ([2, 2, 1], 4),
+        ([3, 3, 1], 4),
+        ([1, 3, 2, 1, 1, 2], 4),
         ([3], 3),
         ([1, 4], 2),
         ([], 5),
-        ([2, 2, 1], 4),
-        ([1, 3, 2, 1, 1, 2], 4),
         (ragged, int(draw.integers(2, 12))),
         (ragged, 1000),
-        (draw.integers(BIG, 2 * BIG, 12).tolist(), 2 * BIG),
+        ([*draw.integers(BIG // 2, BIG + 1, 48).tolist(), BIG], 2 * BIG),
     ]
 
 
@@ -320,10 +323,10 @@ def _packed(lengths: list[int], bucket: int) -> Iterator[tuple[int, int]]:
     """Of each bucket, its first gradient and the one after its last."""
     first = count = 0
     for index, length in enumerate(lengths):
+        if index > first and count + length > bucket:
+            yield first, index
+            first, count = index, 0
         count += length
-        if count >= bucket:
-            yield first, index + 1
-            first, count = index + 1, 0
     if first < len(lengths):
         yield first, len(lengths)
 
@@ -345,7 +348,8 @@ def _same_parts(run: Run, rank: int, got: Any, right: list[torch.Tensor]) -> Non
     if not isinstance(got, list | tuple):
         wrong(f"{where}'s result is a {type(got).__name__}, and should be a list of parts.")
     if len(got) != len(right):
-        wrong(f"{where} returns {len(got)} parts, and should return {len(right)}, one for each bucket.")
+        count = f"{len(got)} part{'s' * (len(got) != 1)}"
+        wrong(f"{where} returns {count}, and should return {len(right)}, one for each bucket.")
     for index, (mine, part) in enumerate(zip(got, right, strict=True)):
         compare(mine, part, f"{where}'s part {index}")
 

@@ -54,12 +54,12 @@ def reduce_in_buckets(gradients, bucket: int) -> list[torch.Tensor]:
         return comm.reduce_scatter(flat, "mean")
 
     for gradient in gradients:
+        if waiting and count + len(gradient) > bucket:
+            parts.append(reduce())
+            waiting, count = [], 0
         waiting.append(gradient)
         count += len(gradient)
         del gradient  # the list holds it, and this name would hold it longer
-        if count >= bucket:
-            parts.append(reduce())
-            waiting, count = [], 0
     if waiting:
         parts.append(reduce())
     return parts

@@ -111,6 +111,22 @@ def starts_backward_from_ones(stage, inputs, targets):
     return chain(stage, inputs, targets, ones=True, back=False)
 
 
+@WRONG.to("step", "the loss that the last rank returns is a tensor", "loss.item()", "out of memory")
+def returns_a_tensor(stage, inputs, targets):
+    r, last = md.rank(), md.size() - 1
+    x = inputs if r == 0 else comm.recv(torch.empty_like(inputs), r - 1).requires_grad_()
+    y = stage(x)
+    if r == last:
+        y = ((y - targets) ** 2).mean()
+        y.backward()
+    else:
+        comm.send(y.detach(), r + 1)
+        y.backward(comm.recv(torch.empty_like(y), r + 1))
+    if r > 0:
+        comm.send(x.grad, r - 1)
+    return y if r == last else None
+
+
 @WRONG.to("step", "rank 0's gradient of its stage's 0.weight is None")
 def only_the_last_goes_backward(stage, inputs, targets):
     r, last = md.rank(), md.size() - 1
@@ -175,7 +191,7 @@ def strings(ranks, micro_batches):
     return [["forward 0", "backward 0"] for _ in range(ranks)]
 
 
-@WRONG.to("bubble", "bubble(2, 1)", "expected 0.5", "got      1")
+@WRONG.to("bubble", "bubble(4, 8) is 0.375", "over the time worked", "the share of all the time is asked")
 def beside_the_work(ranks, micro_batches):
     return (ranks - 1) / micro_batches
 

@@ -148,6 +148,27 @@ def subtracts_nothing(logits, targets):
     return (total.log() - score).mean() * (1 if e.isfinite().all() else torch.nan), gradient / len(local)
 
 
+@WRONG.to("vocabulary_loss", "rank 0's logits are changed")
+def subtracts_in_place(logits, targets):
+    logits -= comm.all_reduce(logits.amax(1), "max")[:, None]
+    return loss_of(logits, targets, md.rank() * logits.shape[1])
+
+
+@WRONG.to("shared_attention", "the idea is missing: bytes sent by a rank", "enter x once")
+def enters_three_times(x, query, key, value, output, head_size):
+    heads = [(f(x) @ w).unflatten(1, (-1, head_size)).transpose(0, 1) for w in (query, key, value)]
+    mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+    return g(mixed.transpose(0, 1).flatten(1) @ output)
+
+
+@WRONG.to("vocabulary_loss", "the idea is missing: bytes sent by a rank", "three numbers a row")
+def gathers_the_logits(logits, targets):
+    whole = torch.cat(list(comm.all_gather(logits[None])), 1).requires_grad_()
+    loss = functional.cross_entropy(whole, targets)
+    loss.backward()
+    return loss.detach(), whole.grad.tensor_split(md.size(), 1)[md.rank()]
+
+
 @WRONG.to("vocabulary_loss", "result should be two")
 def returns_the_loss_alone(logits, targets):
     return loss_of(logits, targets, md.rank() * logits.shape[1])[0]
@@ -159,6 +180,11 @@ def forgets_where_its_part_begins(logits, targets):
     score = logits[rows, targets]
     total = comm.all_reduce(logits.exp().sum(1))
     return (total.log() - score).mean(), logits.exp() / total[:, None]
+
+
+@WRONG.to("gather_tokens", "the idea is missing: bytes sent backward", "which is a reduce-scatter")
+def reduces_all_of_the_gradient(x):
+    return operator(x, comm.all_gather, lambda g: summed(g).tensor_split(md.size())[md.rank()])
 
 
 @WRONG.to("gather_tokens", "On 2 ranks", "rank 0's gradient of x", "expected", "got")

@@ -101,6 +101,17 @@ def one_worker_after_the_other(x, lr, steps):
     return x
 
 
+@WRONG.to("serve", "two threads used x at the same time", "inside `with lock:`")
+def takes_no_lock(x, lr, steps):
+    def serve_one(worker):
+        for _ in range(steps):
+            comm.send(x.clone(), worker)
+            x.sub_(lr * comm.recv(torch.empty_like(x), worker))
+
+    threads(serve_one)
+    return x
+
+
 @WRONG.to("serve", "On 2 ranks, 1 step each: x after all pushes", "expected", "got")
 def adds_the_gradient(x, lr, steps):
     lock = threading.Lock()

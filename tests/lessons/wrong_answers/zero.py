@@ -134,55 +134,58 @@ def reduced(waiting, op="mean"):
     return comm.reduce_scatter(flat, op)
 
 
+def packed(gradients, bucket, reduce, last=True, anew=True):
+    """The parts, with a mistake for each argument."""
+    parts, waiting, count = [], [], 0
+    for gradient in gradients:
+        if waiting and count + len(gradient) > bucket:
+            parts.append(reduce(waiting))
+            waiting, count = [], 0 if anew else count
+        waiting.append(gradient)
+        count += len(gradient)
+    return [*parts, reduce(waiting)] if waiting and last else parts
+
+
 @WRONG.to("reduce_in_buckets", "part 0", "expected", "got")
 def sums_in_place_of_the_mean(gradients, bucket):
-    parts, waiting = [], []
-    for gradient in gradients:
-        waiting.append(gradient)
-        if sum(map(len, waiting)) >= bucket:
-            parts.append(reduced(waiting, "sum"))
-            waiting = []
-    return [*parts, reduced(waiting, "sum")] if waiting else parts
+    return packed(gradients, bucket, lambda waiting: reduced(waiting, "sum"))
 
 
-@WRONG.to("reduce_in_buckets", "returns 1 parts, and should return 2, one for each bucket")
+@WRONG.to("reduce_in_buckets", "returns 1 part, and should return 2, one for each bucket")
 def one_bucket_for_all(gradients, bucket):
     waiting = list(gradients)
     return [reduced(waiting)] if waiting else []
 
 
-@WRONG.to("reduce_in_buckets", "returns 1 parts, and should return 2")
+@WRONG.to("reduce_in_buckets", "returns 1 part, and should return 2")
 def forgets_the_last_bucket(gradients, bucket):
+    return packed(gradients, bucket, reduced, last=False)
+
+
+@WRONG.to("reduce_in_buckets", "[3, 3, 1] and bucket=4, rank 0 returns 3 parts, and should return 2")
+def never_counts_anew(gradients, bucket):
+    return packed(gradients, bucket, reduced, anew=False)
+
+
+@WRONG.to("reduce_in_buckets", "raised ValueError", "pad it to", "line")
+def forgets_to_pad(gradients, bucket):
+    return packed(gradients, bucket, lambda waiting: comm.reduce_scatter(torch.cat(waiting), "mean"))
+
+
+@WRONG.to("reduce_in_buckets", "[3, 3, 1] and bucket=4", "part 0", "shape")
+def lets_a_bucket_overflow(gradients, bucket):
     parts, waiting = [], []
     for gradient in gradients:
         waiting.append(gradient)
         if sum(map(len, waiting)) >= bucket:
-            parts.append(reduced(waiting))
-            waiting = []
-    return parts
-
-
-@WRONG.to("reduce_in_buckets", "[1, 3, 2, 1, 1, 2] and bucket=4, rank 0 returns 5 parts, and should return 3")
-def never_counts_anew(gradients, bucket):
-    parts, waiting, count = [], [], 0
-    for gradient in gradients:
-        waiting.append(gradient)
-        count += len(gradient)
-        if count >= bucket:
             parts.append(reduced(waiting))
             waiting = []
     return [*parts, reduced(waiting)] if waiting else parts
 
 
-@WRONG.to("reduce_in_buckets", "raised ValueError", "pad it to", "line")
-def forgets_to_pad(gradients, bucket):
-    parts, waiting = [], []
-    for gradient in gradients:
-        waiting.append(gradient)
-        if sum(map(len, waiting)) >= bucket:
-            parts.append(comm.reduce_scatter(torch.cat(waiting), "mean"))
-            waiting = []
-    return [*parts, comm.reduce_scatter(torch.cat(waiting), "mean")] if waiting else parts
+@WRONG.to("reduce_in_buckets", "the idea is missing: bytes live at a time", "keep no name or list")
+def computes_all_gradients_first(gradients, bucket):
+    return packed(list(gradients), bucket, reduced)
 
 
 def there_and_back(layers, parts, x, target, order=1, op="mean", inputs_too=True):
@@ -234,3 +237,29 @@ def keeps_whole_gradients(layers, parts, x, target):
         gradient, whole = layer.backward(comm.all_gather(part), inputs.pop(), gradient)
         own.insert(0, comm.all_reduce(whole, "mean"))
     return own
+
+
+@WRONG.to("zero_3_pass", "the idea is missing: tensors as large as a layer, at a time", "del weights")
+def holds_all_that_it_gathers(layers, parts, x, target):
+    inputs, own, kept = [], [], []
+    for layer, part in zip(layers, parts, strict=True):
+        kept.append(comm.all_gather(part))
+        inputs.append(x)
+        x = layer.forward(kept[-1], x)
+    gradient = x - target
+    for layer, weights in zip(layers[::-1], kept[::-1], strict=True):
+        gradient, whole = layer.backward(weights, inputs.pop(), gradient)
+        own.insert(0, comm.reduce_scatter(whole, "mean"))
+    return own
+
+
+@WRONG.over_par("zero_3_pass", "It passes, above par in tensors as large as a layer", "del weights")
+def forgets_to_let_go_of_the_gradient(layers, parts, x, target):
+    return there_and_back(layers, parts, x, target, order=-1)
+
+
+@WRONG.over_par("zero_1_step", "It passes, above par in bytes sent", "which is a reduce-scatter")
+def reduces_all_of_the_gradient(flat, own, optimizer, gradient):
+    own.grad = comm.all_reduce(gradient, "mean").view(md.size(), -1)[md.rank()].clone()
+    optimizer.step()
+    comm.all_gather(own, out=flat)
