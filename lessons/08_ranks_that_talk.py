@@ -28,6 +28,7 @@ from checks.figures import curves, ladder, said
 from checks.pictures.ring import ring_animation
 from checks.ranks import in_words
 from checks.ranks_that_talk import check, hint, or_solution
+from checks.slow_link import Link
 from minidist import comm
 
 ladder(8)
@@ -257,60 +258,44 @@ print("ring ", cluster.run(bytes_of, ring_all_reduce))
 # Two numbers say most of it (Hockney 1994). A message takes **alpha** seconds however small it is, and **beta**
 # seconds more for each byte: alpha + beta b for b bytes. To find both, time a tiny message and a large one.
 #
-# Ranks of one machine may hand messages over in memory. To learn what ranks of different machines meet, have
-# them travel through **sockets**, as they do in a network: that is what `comm.using("torch")` is for here.
+# Ranks of one machine may hand messages over in memory. Ranks of different machines send them through
+# **sockets**. `comm.using("torch")` makes these ranks do so, too.
 
 
 # %%
 def seconds(call, rounds=7):
     times = []
-    with comm.using("torch"):
-        for _ in range(rounds):
-            comm.barrier()  # all ranks begin together
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+    for _ in range(rounds):
+        comm.barrier()  # all ranks begin together
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def slowest(call):
-    return max(cluster.run(seconds, call))
-
-
-# %% [markdown]
-# There are two situations to measure. In the naive way one message is under way at a time, and the other ranks
-# are **quiet**. In a ring all ranks send at once: all are **busy**, and a step of it is your `shift`.
+def slowest(call, ranks=cluster, rounds=7):
+    return max(ranks.run(seconds, call, rounds))
 
 
 # %%
 def there_and_back(x):
-    if md.rank() == 0:
-        comm.send(x, 1)
-        comm.recv(x, 1)
-    elif md.rank() == 1:
-        comm.recv(x, 0)
-        comm.send(x, 0)
+    with comm.using("torch"):
+        if md.rank() == 0:
+            comm.send(x, 1)
+            comm.recv(x, 1)
+        elif md.rank() == 1:
+            comm.recv(x, 0)
+            comm.send(x, 0)
 
 
-# %%
-def alpha_and_beta(call, messages, small=1_000, large=4_000_000):
-    t_small = slowest(lambda: call(torch.zeros(small // 4))) / messages
-    t_large = slowest(lambda: call(torch.zeros(large // 4))) / messages
-    return t_small, (t_large - t_small) / large
-
-
-quiet = alpha_and_beta(there_and_back, messages=2)
-busy = alpha_and_beta(shift, messages=1)
-for situation, (alpha, beta) in {"quiet": quiet, "busy": busy}.items():
-    print(
-        f"{situation:6} alpha {alpha * 1e6:5.0f} us, beta {beta * 1e9:6.3f} ns a byte"
-    )
+t_small, t_large = (
+    slowest(lambda size=size: there_and_back(torch.zeros(size // 4))) / 2
+    for size in (1_000, 4_000_000)
+)
+alpha, beta = t_small, (t_large - t_small) / 4_000_000
+print(f"alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.3f} ns a byte")
 
 # %% [markdown]
-# On one machine a busy message takes longer: messages between processes are work for the processor, which
-# copies them, and all ranks share its cores. Ranks that have a machine and a network card each do not get into
-# each other's way, and the two lines would be alike.
-#
 # **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce: `size` bytes on each of `ranks`
 # ranks, whose messages take `alpha` and `beta`. What the additions take is left out.
 
@@ -327,54 +312,99 @@ check(ring_seconds)
 # %%
 ring_seconds = or_solution(ring_seconds)
 for size in (1_000, 1_000_000, 16_000_000):
-    t = ring_seconds(size, 4, *busy)
+    t = ring_seconds(size, 4, alpha, beta)
     print(f"{size:>12,} bytes on 4 ranks: {t * 1e3:8.2f} ms")
 
 # %% [markdown]
+# ## A link for each rank
+#
+# The formula is about ranks that each have a machine and a network card. Yours share one machine, and its cores
+# copy every message: eight ranks on two cores take turns, and you would measure the cores. So give each rank a
+# **link** of its own, on which a message takes alpha + beta b seconds because both ranks *sleep* that long.
+# Sleeping takes no core. All else is real: eight processes, their messages, and the functions that you wrote.
+#
+# The link is a slow one, with alpha = 15 ms and 50 ns a byte (20 MB/s), so that nothing else on your machine
+# counts beside it.
+#
 # ## Predict, then measure
 #
-# The naive way sends its 2 (n - 1) messages whole, and one after the other through rank 0. With 16 MB on 4
-# ranks: how many times as fast as that is the ring, on the machine that you sit at? Write down your guess, and
-# only then run on.
+# The naive way sends its 2 (n - 1) messages whole, one after the other through rank 0. Take 4 MB on 8 ranks:
+# how many times as fast as the naive way is the ring? And how much longer do 8 ranks take than 2, with the ring?
+# Write down your guess for the first, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
 
 # %%
-sizes = [4**k * 1000 for k in range(8)]  # 1 kB to 16 MB
-naive, ring = [], []
-for size in sizes:
-    naive.append(slowest(lambda: naive_all_reduce(torch.zeros(size // 4))) * 1e3)
-    ring.append(slowest(lambda: ring_all_reduce(torch.zeros(size // 4))) * 1e3)
-    print(f"{size:>12,} bytes: naive {naive[-1]:8.2f} ms, ring {ring[-1]:8.2f} ms")
+ALPHA, BETA = 15e-3, 50e-9
+sizes = [4_000, 62_500, 1_000_000, 4_000_000]
+
+
+def linked(all_reduce, size):
+    with Link(ALPHA, BETA):
+        all_reduce(torch.zeros(size // 4))
+
+
+def measure(all_reduce, ranks):
+    with md.Cluster(ranks=ranks, threads=1) as many:
+        calls = [lambda size=size: linked(all_reduce, size) for size in sizes]
+        return [slowest(call, many, rounds=3) * 1e3 for call in calls]
+
+
+naive = {n: measure(naive_all_reduce, n) for n in (2, 4, 8)}
+ring = {n: measure(ring_all_reduce, n) for n in (2, 4, 8)}
 
 # %%
-model = {
-    "naive": [2 * 3 * (quiet[0] + quiet[1] * size) * 1e3 for size in sizes],
-    "ring": [ring_seconds(size, 4, *busy) * 1e3 for size in sizes],
-}
+naive_model, ring_model = {}, {}
+for n in (2, 4, 8):
+    naive_model[n] = [2 * (n - 1) * (ALPHA + BETA * size) * 1e3 for size in sizes]
+    ring_model[n] = [ring_seconds(size, n, ALPHA, BETA) * 1e3 for size in sizes]
+    print(
+        f"4 MB on {n} ranks: naive {naive[n][-1]:5.0f} ms (model {naive_model[n][-1]:5.0f}), "
+        f"ring {ring[n][-1]:4.0f} ms (model {ring_model[n][-1]:4.0f})"
+    )
+
+# %%
 curves(
     sizes,
-    {"naive": naive, "ring": ring},
-    model,
+    {"naive, 8 ranks": naive[8], "ring, 8 ranks": ring[8], "ring, 2 ranks": ring[2]},
+    {
+        "naive, 8 ranks": naive_model[8],
+        "ring, 8 ranks": ring_model[8],
+        "ring, 2 ranks": ring_model[2],
+    },
     labels=("bytes of the tensor", "milliseconds"),
-    guess=prediction and (sizes[-1], naive[-1] / prediction),
-    caption="Dots are measured, dashed lines are the model. At 16 MB the ring is "
-    f"{naive[-1] / ring[-1]:.1f} times as fast; {said(prediction)}.",
+    guess=prediction and (sizes[-1], naive[8][-1] / prediction),
+    caption="Dots are measured, dashed lines are the model. With 4 MB on 8 ranks the ring is "
+    f"{naive[8][-1] / ring[8][-1]:.1f} times as fast; {said(prediction)}.",
     alt="Time of an all-reduce against the size of its tensor: flat for small "
-    "tensors, then rising in proportion to the bytes, for both ways.",
+    "tensors, then rising with the bytes; the ring's lines for 2 and 8 ranks come close to each other.",
 )
 
 # %% [markdown]
-# Read it from the left. **Small tensors:** the lines are flat, because only the number of messages counts. The
-# ring has as many steps as the naive way has messages, and each of its messages is a busy one: that wins nothing.
-# **Large tensors:** the lines rise with the bytes, and each of the ring's messages has a quarter of them.
+# Read it from the left. **Small tensors:** the lines are flat, because only the number of messages counts. On 8
+# ranks both ways take 14 messages one after the other, and the ring wins nothing. **Large tensors:** the lines
+# rise with the bytes, and each of the ring's messages has an eighth of them.
 #
-# By the bytes alone the ring should be 4 times as fast: 1.5 MB for each MB, against 6 through rank 0. With a
-# machine for each rank it is. On one machine both ways copy the same 6 MB in all, with the same cores, and the
-# ring can only win what the naive way leaves idle. That is what the busy beta says, and so the dashed lines
-# come near the dots. **A model is as good as what it knows**: with the quiet beta in both lines it would have
-# promised you the 4.
+# Now compare 2 ranks with 8. The naive way takes seven times as long, since rank 0 sends and receives for all.
+# The ring's bytes grow from 1 to 1.75 times the tensor and never pass 2. What still grows is alpha: 14 messages
+# in place of 2. That is the answer to this lesson's question: **more ranks hardly make a large all-reduce
+# slower**, and only a small one feels their number.
+#
+# And without the links? Then your cores do the copying.
+
+# %%
+x = torch.zeros(4_000_000)
+with_cores = {
+    way.__name__: slowest(lambda way=way: way(x.clone())) * 1e3
+    for way in (naive_all_reduce, ring_all_reduce)
+}
+print({way: f"{ms:.1f} ms" for way, ms in with_cores.items()})
+
+# %% [markdown]
+# The same 16 MB on 4 ranks of one machine. Both ways copy 96 MB in all, 6 times the tensor, with the same cores.
+# The ring can only win what the naive way leaves idle, and on a machine with two cores that may be nothing. **A
+# model is as good as what it knows**: alpha and beta know of links, and of no cores.
 #
 # ## Machines that you do not have
 #

@@ -1,4 +1,4 @@
-"""A layer that takes as long as it is told, as if its rank had a device of its own (lesson 11).
+"""A layer that takes as long as it is told, as if its rank had a device of its own (lessons 9 and 11).
 
 Ranks of one machine share its cores: four that compute on two cores take twice as long as on four. A rank
 that sleeps takes no core, so that its passes last as long on any machine, however many ranks there are.
@@ -20,10 +20,12 @@ class SlowLayer(nn.Module):
 
     Args:
         seconds: of a row, in the forward pass and in each half of the backward pass.
+        parameters: so many more, which take no time, but have a gradient.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, parameters: int = 0) -> None:
         super().__init__()
+        self.others = nn.Parameter(torch.zeros(parameters)) if parameters else None
         self.seconds = seconds
         self.weight = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.zeros(1))  # so that the first stage has its input's half too
@@ -32,7 +34,8 @@ class SlowLayer(nn.Module):
         """x times the weight, late."""
         lasts = self.seconds * len(x)
         time.sleep(lasts)
-        return _Late.apply(x + self.shift, lasts) * _Late.apply(self.weight, lasts)
+        y = _Late.apply(x + self.shift, lasts) * _Late.apply(self.weight, lasts)
+        return y if self.others is None else y + self.others.mean()
 
 
 class _Late(torch.autograd.Function):

@@ -249,7 +249,7 @@ def _check_server(run: Any) -> None:
     if clashes:
         wrong(
             f"On {where}: two threads used x at the same time, one of them to change it (in {clashes[0]}).",
-            "  With many parameters updates are lost, or read half: read x and change it inside `with lock:`.",
+            "  With many parameters updates get lost, or are half read: use x inside `with lock:` alone.",
         )
     compare(result, right, f"On {where}: x after all pushes")
     compare(run.args[0][0], right, f"On {where}: the x that serve was given, which is changed in place,")

@@ -8,14 +8,13 @@ from checks.figures import BLUE, INK, MUTED, ORANGE, draw, name, said, show
 
 
 def scaling_picture(
-    measured: Mapping[int, float], model: Mapping[int, float], cores: int, prediction: float | None
+    measured: Mapping[int, float], model: Mapping[int, float], prediction: float | None
 ) -> None:
     """Show speed against ranks.
 
     Args:
         measured: seconds of a step by the number of ranks, 1 among them.
         model: the same, predicted.
-        cores: of this machine.
         prediction: how many times as fast as one the most ranks are, or None.
     """
     ranks, most = list(measured), max(measured)
@@ -34,7 +33,7 @@ def scaling_picture(
     axes.set(xlabel="ranks", ylabel="times as fast as one", xticks=ranks, ylim=(0, None))
     show(
         figure,
-        f"The same batch on more ranks, with {cores} core{'s' * (cores != 1)}. {most} ranks are "
+        f"The same batch on more ranks, each with a device and a link of its own. {most} ranks are "
         f"{found[-1]:.1f} times as fast as one; {said(prediction)}.",
         alt="Speed against ranks: a dotted line for perfect scaling, a dashed one for the model, and "
         "measured dots.",

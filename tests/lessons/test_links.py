@@ -1,0 +1,46 @@
+"""Links that sleep last as long as their formula says, and rounds of messages are counted from their order."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+LESSONS = Path(__file__).parents[2] / "lessons"
+sys.path.insert(0, str(LESSONS))
+
+import minidist as md  # noqa: E402
+from checks.rounds import rounds_of  # noqa: E402
+from checks.slow_link import Link  # noqa: E402
+from minidist import comm  # noqa: E402
+
+
+def test_a_chain_takes_a_round_for_each_rank_and_a_ring_takes_one() -> None:
+    ring = [[("send", (rank + 1) % 4), ("recv", (rank - 1) % 4)] for rank in range(4)]
+    chain = [ring[0], *[own[::-1] for own in ring[1:]]]
+    even_first = [own[:: 1 - 2 * (rank % 2)] for rank, own in enumerate(ring)]
+    assert [rounds_of(each) for each in (ring, chain, even_first, [[], []])] == [1, 4, 2, 0]
+
+
+def there_and_back() -> float:
+    x, other = torch.ones(250_000), 1 - md.rank()
+    comm.barrier()
+    start = time.perf_counter()
+    with Link(alpha=0.05, beta=100e-9):  # 0.15 s for a message of 1 MB
+        work = comm.send(x, other, async_op=True)  # both at the same time
+        comm.recv(torch.empty_like(x), other)
+        work.wait()
+        comm.all_reduce(x)  # two messages of half of it: 0.2 s
+    lasted = time.perf_counter() - start
+    assert x.sum() == 500_000
+    return lasted
+
+
+def test_messages_last_as_long_as_their_links_say() -> None:
+    plain = comm.send, comm.recv, comm.all_reduce
+    with md.Cluster(2) as pair:
+        lasted = min(max(pair.run(there_and_back)) for _ in range(2))
+    assert 0.345 < lasted < 0.45
+    assert plain == (comm.send, comm.recv, comm.all_reduce)
