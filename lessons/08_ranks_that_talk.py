@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 8. Ranks that talk
 #
+# **Time:** about 2 hours. **Builds on:** Python alone; you may begin the course here.
+#
 # So far everything happened in one process. From here on several processes work together, and none sees the
 # others' memory: all that they have is messages. In this lesson you build, from *send* and *receive* alone,
 # the operation that nearly all parallel training rests on, and you predict what it costs before you measure it.
@@ -35,13 +37,14 @@ ladder(8)
 
 # %% [markdown]
 # **The question.** Four processes hold a tensor each. Each of them wants the sum of all four. How is that done
-# so fast that more processes hardly make it slower?
+# so fast that more processes hardly make it slower? (Llama 3 405B was trained on up to 16,384 GPUs, which sum
+# their gradients in every step: Grattafiori et al. 2024.)
 #
 # ## Four processes and a name for each
 #
 # `md.Cluster` starts processes that stay up, so that a cell which uses them answers in a moment. They are
-# called **ranks**, from 0 on. `cluster.run` runs one function on all of them, and gives back what each
-# returned. Inside, `md.rank()` says who one is, and `md.size()` how many there are.
+# called **ranks**, and numbered from 0. `cluster.run` runs one function on all of them, and returns a list of
+# their results. Inside the function `md.rank()` is the number of this rank, and `md.size()` how many there are.
 
 # %%
 cluster = md.Cluster(ranks=4)
@@ -108,6 +111,9 @@ with md.Cluster(ranks=2, check=True) as pair:
 # of the one before: rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do so at the same
 # time. `x` stays as it is; the result is a new tensor. A rank that is alone gets its own.
 #
+# **Par**, here and below, is what the lesson's own answer costs. An answer that costs up to half as much again
+# passes. One that costs more does not: then the idea is missing, and the check says which.
+#
 # Par: one message from each rank, and one round: no rank waits for a message before it sends its own.
 
 
@@ -154,7 +160,7 @@ def naive_all_reduce(x):
 cluster.run(lambda: naive_all_reduce(torch.full((3,), float(md.rank()))))
 
 # %% [markdown]
-# It is right: 0 + 1 + 2 + 3 = 6. But who works? A **ledger** counts what goes through `comm`.
+# It is right: 0 + 1 + 2 + 3 = 6. But which rank does the work? A **ledger** counts the bytes that `comm` sends.
 
 
 # %%
@@ -173,9 +179,10 @@ cluster.run(bytes_of, naive_all_reduce)
 #
 # ## A ring
 #
-# Here is a way in which nobody is the busiest. Cut each tensor into n parts. In each step every rank passes
-# *one part* to the next rank, and all ranks do so at the same time. Press Play, or go step by step, and follow
-# one colour around. A block says whose contributions it holds: `3+0` is the sum of rank 3's part and rank 0's.
+# Here is a way in which no rank has more to send than the others. Cut each tensor into n parts. In each step
+# every rank passes *one part* to the next rank, and all ranks do so at the same time. Press Play, or go step by
+# step, and follow one colour around. A block says whose contributions it holds: `3+0` is the sum of rank 3's
+# part and rank 0's.
 
 # %%
 ring_animation()
@@ -250,7 +257,7 @@ print("ring ", cluster.run(bytes_of, ring_all_reduce))
 
 # %% [markdown]
 # Of 1 MB each rank sends 1.5 MB. With n ranks it is 2 (n - 1) / n MB: never more than 2, be it four ranks or a
-# thousand. Nobody can do with less (Patarasuk and Yuan 2009 prove it): that is why it is called
+# thousand. No way can do with less (Patarasuk and Yuan 2009 prove it): that is why the ring is called
 # **bandwidth-optimal**.
 #
 # ## What a message costs
@@ -422,8 +429,8 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{network:24}" + "".join(f"{t * 1e3:9.1f} ms" for t in times))
 
 # %% [markdown]
-# And for tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor; a **tree** takes 20. So
-# libraries switch between algorithms by size.
+# And for tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor; a **tree** takes 20.
+# So libraries switch between algorithms by size.
 
 # %%
 for size in (1e3, 1e6, 1e9):
@@ -452,8 +459,8 @@ for way in ("naive", "ring", "tree", "shared_memory"):
 #   stops after its `timeout` and says where each rank is; `check=True` says at once which calls do not fit.
 # - **Mismatch.** Ranks pass tensors of different shapes. Plain gloo then hangs, or returns wrong numbers.
 #   `check=True` names both calls and their lines.
-# - **A buffer that changes too early.** After `async_op=True` the tensor is on its way until `wait()`: who writes
-#   to it before sends nonsense, sometimes. In the ring, a part is sent in one step and only overwritten in a
+# - **A buffer that changes too early.** After `async_op=True` the tensor is on its way until `wait()`: write to
+#   it before that, and nonsense is sent, sometimes. In the ring, a part is sent in one step and only overwritten in a
 #   later one. Where? (In the all-gather: never. Look at the order of the parts.)
 # - **A straggler.** A ring is as slow as its slowest link. The ledger's `seconds` are long on all ranks *but* the
 #   slow one, which never waits.
@@ -467,7 +474,7 @@ cluster.close()
 # ## Further reading
 #
 # - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the ring, and
-#   the proof that nobody can send less. Section 3 is what you wrote.
+#   the proof that no way sends less. Section 3 is what you wrote.
 # - Thakur, Rabenseifner and Gropp, *Optimization of Collective Communication Operations in MPICH*, 2005: alpha and
 #   beta at work, for trees, rings, and halving and doubling; when to switch.
 # - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*, 2018: how the ring came
@@ -475,7 +482,8 @@ cluster.close()
 #
 # ## Where your lines live
 #
-# The collectives have a ladder of their own, [minidist/comm/algorithms/](../minidist/comm/algorithms/__init__.py):
+# The collectives have a ladder of their own,
+# [minidist/comm/algorithms/](../minidist/comm/algorithms/__init__.py):
 #
 # | You wrote | The ladder | The library |
 # |---|---|---|
@@ -485,7 +493,7 @@ cluster.close()
 # | `ring_seconds` | comm/algorithms/formulas.py: [`formula`](../minidist/comm/algorithms/formulas.py) | comm/cost/model.py: [`predict`](../minidist/comm/cost/model.py) |
 #
 # The ring there passes the parts in the same order as yours. But it only names the messages, as data, so that a
-# proof can check them for all ranks without a process. `execute` sends them, in segments that overlap, and `all_reduce`
-# chooses between the algorithms.
+# proof can check them for all ranks without a process. `execute` sends them, in segments that overlap, and
+# `all_reduce` chooses between the algorithms.
 #
 # Next: lesson 09 puts your all-reduce to work, and trains one model on several ranks.

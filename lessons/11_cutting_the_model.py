@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 11. Cutting the model
 #
+# **Time:** about 3 hours. **Builds on:** lesson 08; lesson 09 helps.
+#
 # In data parallelism every rank has the whole model. A model that no single device can hold needs another way:
 # give each rank some of its layers. In this lesson you cut a model, see why that alone keeps all ranks but one
 # waiting, and write the schedules that put them to work.
@@ -114,15 +116,16 @@ print("layerwise.cut", layerwise.cut(model.layers, 4))
 # backward pass, which fills the gradients of its parameters, and sends the gradient of its *inputs* to the rank
 # before.
 #
-# Autograd of torch ends at the border of a process, so two things have to be said to it. A tensor that has
-# arrived shall get a gradient: `x.requires_grad_()`, and after the backward pass it is in `x.grad`. And a
-# backward pass can begin with a given gradient of `y` in place of a loss: `y.backward(gradient)`.
+# Autograd stops at the process boundary, so you have to bridge it in two places. Going forward, tell autograd
+# that the tensor which has arrived needs a gradient: `x.requires_grad_()`. After the backward pass that gradient
+# is in `x.grad`. Going backward, start from the gradient that has arrived, in place of a loss:
+# `y.backward(gradient)`.
 #
 # **Exercise 11.2: step.** One forward and one backward pass through all ranks. Rank r has `stage`, a module.
 # Inputs and targets are given on all ranks; only rank 0 uses `inputs`, and only the last rank `targets`. All
 # tensors between stages have the shape and dtype of `inputs`. The loss is `((y - targets) ** 2).mean()`, and
-# the last rank returns it as a number (`loss.item()`; a tensor would keep its graph in memory). In the end each rank's parameters have their gradients. A rank that is
-# alone is first and last.
+# the last rank returns it as a number (`loss.item()`; a tensor would keep its graph in memory). In the end each
+# rank's parameters have their gradients. A rank that is alone is first and last.
 #
 # Par: one message to the next rank, and one to the rank before.
 
@@ -157,7 +160,7 @@ cluster.run(one_step)
 # %% [markdown]
 # ## Only one at a time
 #
-# Who worked when? Draw it: one row for each rank, blue for a forward pass and orange for a backward pass. A
+# Draw which rank worked when: one row for each rank, blue for a forward pass and orange for a backward pass. A
 # backward pass is drawn twice as long, which is about right: where a forward pass multiplies by a weight matrix
 # once, a backward pass has two products, one for the gradient of the input, one for the gradient of the
 # weights.
@@ -247,7 +250,9 @@ for m in (1, 4, 8, 16, 32, 64):
 # (p - 1) / m: for 4 ranks and 8 micro-batches 37.5% more time, where you say that 27.3% of all time is lost.
 #
 # Read down a column: more micro-batches, less waiting. Read along a row: each rank more costs. To keep waiting
-# below a fifth it takes about four times as many micro-batches as ranks.
+# below a fifth it takes about four times as many micro-batches as ranks. In real life: Llama 3 405B was trained
+# with its layers cut into 16 pipeline stages, on up to 16,384 GPUs (Grattafiori et al. 2024, section 3.3). With
+# 16 micro-batches and GPipe each of those GPUs would wait for nearly half of the time.
 #
 # ## Predict, then measure
 #
@@ -265,7 +270,7 @@ prediction = None  # your guess, such as 5; None draws no guess
 
 # %%
 def events_of(schedule, rows=32, seconds=0.002):
-    """In a rank: run a batch by the schedule; who did what when."""
+    """In a rank: run a batch by the schedule; what it did, and when."""
     layer, x = SlowLayer(seconds=0), torch.ones(rows, 1)
     pipeline = md.Pipeline(layer, with_messages(schedule), loss=nn.MSELoss())
     pipeline.step(x, x)  # the first time ranks tell each other shapes
@@ -370,7 +375,7 @@ fill_animation({"GPipe": gpipe(4, 6), "1F1B": one_f_one_b(4, 6)})
 # Look again at a backward pass. It computes two gradients, and each takes about as long as a forward pass:
 #
 # - that of the stage's **input** (I): the rank before waits for it;
-# - that of the stage's **weights** (W): nobody waits for it until the optimizer's step.
+# - that of the stage's **weights** (W): it is needed by the optimizer's step, and no earlier.
 #
 # Written as one instruction, the rank before waits for both. Qi et al. 2024 split it, and send the input's
 # gradient as soon as it is there; W goes where the rank would wait. As instructions:
@@ -399,7 +404,7 @@ my_schedule = or_solution(my_schedule)
 drawn = {"1F1B": one_f_one_b(4, 8), "mine": my_schedule(4, 8)}
 gantt(
     {key: simulate(with_messages(each)).timeline for key, each in drawn.items()},
-    "Green are gradients of weights: nobody waits for them, so they fill the bubble.",
+    "Green are gradients of weights: no rank waits for them, so they fill the bubble.",
     alt="Two charts one above the other. In the lower one backward passes are in two parts, "
     "the parts for weights fill the places where ranks waited, and it ends earlier.",
 )
@@ -472,9 +477,9 @@ for key, each in table.items():
     print(f"{key:10} {found.seconds:6.0f} ms {median_ms(each, 0.004):7.0f} ms   {held}")
 
 # %% [markdown]
-# 1F1B gains nothing on GPipe in time, and holds half. `mine` is the shortest by the simulation. Measured it
-# wins less: it has half as many instructions again as 1F1B, and each has its fixed cost; the longer the passes
-# are beside that, the more of the gain is left.
+# 1F1B is no faster than GPipe, but it holds half the activations. `mine` is the shortest by the simulation.
+# Measured it wins less: it has half as many instructions again as 1F1B, and each has its fixed cost; the longer
+# the passes are beside that, the more of the gain is left.
 #
 # With layers that compute in place of sleeping you would see less of this, where ranks outnumber the cores that
 # they share: a rank that waits leaves its core to another, so that a bubble costs hardly anything, and four

@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 12. Tensor and sequence parallel
 #
+# **Time:** about 2.5 hours. **Builds on:** lessons 08 and 11.
+#
 # Lesson 11 gave whole layers to ranks, one after the other. Here all ranks work on *the same layer at the same
 # time*: each has a part of its matrices. In this lesson you cut an MLP and an attention layer so that two
 # messages each are enough, backward included, and find out how wide a layer has to be for that to pay.
@@ -35,7 +37,9 @@ ladder(12)
 
 # %% [markdown]
 # **The question.** How can n ranks share one matrix product, so that each does 1/n of the work with 1/n of the
-# weights, and they talk as little as possible?
+# weights, and they talk as little as possible? (Llama 3 405B was trained with its matrices shared by 8 GPUs,
+# those of one machine: Grattafiori et al. 2024. By the end of this lesson you know why 8, and why of one
+# machine.)
 #
 # ## Two ways to cut a product
 #
@@ -593,7 +597,7 @@ for network in ("nvlink4", "infiniband_ndr", "100gbe", "25gbe"):
 # - **Heads that ranks do not divide**, such as GPT-2 XL's 25: a cut through a head gives wrong attention
 #   without any error, where the shapes happen to fit.
 # - **Clipping.** For the norm of all gradients the squares of cut parameters are summed over the ranks, and
-#   those of copies count once. Who sums all of them counts copies n times, and clips too much
+#   those of copies count once. A sum of all of them counts copies n times, and clips too much
 #   (`md.prepare(..., clip_norm=1.0)` does not).
 
 # %%
@@ -623,7 +627,7 @@ cluster.close()
 # | `vocabulary_loss` | – | parallel/tensor/vocabulary.py: [`vocab_parallel_cross_entropy`](../minidist/parallel/tensor/vocabulary.py) |
 #
 # The rungs have your operators, forward and backward. They put them around the layers of a whole GPT, whose
-# embedding and head stay whole. The engine cuts those too, cuts any model by a plan, and computes a weight's gradient
-# while the input's is on its way.
+# embedding and head stay whole. The engine cuts those too, cuts any model by a plan, and computes a weight's
+# gradient while the input's is on its way.
 #
 # Next: lesson 13 takes the copies out of data parallelism.

@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 13. ZeRO 1, 2, 3
 #
+# **Time:** about 3 hours. **Builds on:** lessons 08 and 09.
+#
 # Data parallel ranks (lesson 09) share the rows of a batch, and nothing else: each has the whole model, the
 # whole gradient, and the whole state of the optimizer. In this lesson you count what that takes, share it out
 # piece by piece, and find out what each piece costs in messages. This is ZeRO, the *zero redundancy optimizer*.
@@ -101,8 +103,9 @@ memory_bars(
 )
 
 # %% [markdown]
-# These are the numbers of the paper's first figure. Most of the bytes are the optimizer's, so stage 1 wins
-# most, and the order of the stages is no accident.
+# These are the numbers of the paper's first figure. The largest of today's models go further by the same table:
+# the state of Llama 3 405B by this count is 405e9 x 16 bytes = 6.5 TB, 81 GPUs of 80 GB for that alone. Most of
+# the bytes are the optimizer's, so stage 1 wins most, and the order of the stages is no accident.
 #
 # ## Why master weights
 #
@@ -188,8 +191,8 @@ def flatten(model, ranks):
 
 
 # %% [markdown]
-# Backward now writes into `gradient`, and who writes to `flat` changes the model. Part r of it is `flat.view(n,
-# -1)[r]`, a view as well.
+# Backward now writes into `gradient`, and whatever is written to `flat` changes the model. Part r of it is
+# `flat.view(n, -1)[r]`, a view as well.
 #
 # Two calls are all that you need: `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
 # ranks' `x`, and `comm.all_gather(part, out=x)` fills `x` with all ranks' parts.
@@ -583,9 +586,9 @@ cluster.close()
 # | `zero_3_pass` | plain/sharded.py: [`Unit.gather`](../minidist/plain/sharded.py), [`Unit.forward_done`](../minidist/plain/sharded.py) | parallel/sharding/unit_runtime.py: [`UnitRuntime.begin`](../minidist/parallel/sharding/unit_runtime.py), [`UnitRuntime.need`](../minidist/parallel/sharding/unit_runtime.py) |
 # | `scaled_step` | – | parallel/training/precision.py: [`Precision.skips`](../minidist/parallel/training/precision.py); parallel/training/master_weights.py: [`MasterWeights.copy_back`](../minidist/parallel/training/master_weights.py) |
 #
-# The rung makes your calls: a reduce-scatter to the owners, the optimizer on what a rank owns, an all-gather. Hooks
-# make them where your loops did, a layer is a bucket, and gradients are summed, because each rank's loss is already
-# weighed by its rows. The engine gathers the next unit while one computes, and takes any optimizer, precision and
-# checkpoint.
+# The rung makes your calls: a reduce-scatter to the owners, the optimizer on what a rank owns, an all-gather.
+# Hooks make them where your loops did, a layer is a bucket, and gradients are summed, because each rank's loss
+# is already weighed by its rows. The engine gathers the next unit while one computes, and takes any optimizer,
+# precision and checkpoint.
 #
 # Next: lesson 14 puts all of this together, and chooses.

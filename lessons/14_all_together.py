@@ -13,6 +13,8 @@
 # %% [markdown]
 # # 14. All together
 #
+# **Time:** about 3 hours. **Builds on:** lessons 09, 11, 12 and 13.
+#
 # You have built all the ways of sharing a training among ranks. In this last lesson you put them together: you
 # choose a layout for a model and machines that you do not have, you make a training that survives the death of
 # a rank, and you take the same program to several machines.
@@ -49,9 +51,11 @@ ladder(14)
 
 # %% [markdown]
 # **The question.** Somebody gives you 64 GPUs in 8 machines, for a month, and a model to train. How do you
-# share it among them? And what is left of the work when one of them dies?
+# share it among them? And what is left of the work when one of them dies? (Llama 3 405B was trained on 16,384
+# GPUs: 8 that share each matrix, times 16 stages, times 128 that share the rows; Grattafiori et al. 2024, table
+# 4.)
 #
-# ## Who is where
+# ## Where each rank stands
 #
 # A **layout** says how many ranks share each thing: `dp` the rows of a batch (lesson 09), `pp` the layers
 # (lesson 11), `tp` each layer's matrices (lesson 12), `cp` the tokens of a row, for rows that are very long (by
@@ -561,7 +565,7 @@ lost_figure(
 # | | one host | several |
 # |---|---|---|
 # | the program | | the same |
-# | who starts the ranks | `md.launch` | a launcher on each host: `torchrun` |
+# | what starts the ranks | `md.launch` | a launcher on each host: `torchrun` |
 # | how they find each other | they are told | **rendezvous**: an address and port that all reach |
 # | how messages travel | shared memory | network cards, which somebody has to name |
 # | layout | any | tp inside of a host |

@@ -1,4 +1,4 @@
-"""Links that sleep last as long as their formula says, and rounds of messages are counted from their order."""
+"""Links that sleep last as long as their formula says; rounds of messages are counted from their order."""
 
 from __future__ import annotations
 

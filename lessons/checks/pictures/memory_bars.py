@@ -27,7 +27,7 @@ def memory_bars(
         guess: bytes that the reader guessed for the last bar.
         limit: bytes that there are, and what has them.
     """
-    figure, axes = draw(height=0.9 + 0.55 * len(bars))
+    figure, axes = draw(height=0.9 + 0.55 * (len(bars) + 0.6 * bool(guess)))
     totals = [sum(parts.values()) for parts in bars.values()]
     most = max([*totals, *(predicted or {}).values()])
     scale, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if most >= s), (1e3, "kB"))
@@ -45,14 +45,14 @@ def memory_bars(
             outline = {"fill": False, "edgecolor": INK, "linestyle": "--", "linewidth": 1.3}
             axes.barh(row, model, height=0.8, **outline)
         name(axes, max(left, model), row, size(left * scale), INK)
-    if guess:
-        axes.plot(guess / scale, len(bars) - 1, "D", color=INK, fillstyle="none", markersize=9)
-        name(axes, guess / scale, len(bars) - 1, "your guess", INK, dx=8, dy=-14)
+    if guess:  # in a row of its own, below the bar that it is about
+        axes.plot(guess / scale, len(bars) - 0.25, "D", color=INK, fillstyle="none", markersize=9)
+        name(axes, guess / scale, len(bars) - 0.25, f"your guess for {list(bars)[-1]}", INK, dx=9)
     if limit:
         axes.plot([limit[0] / scale] * 2, [-0.4, len(bars) - 0.5], color=INK, linestyle=":", linewidth=1.3)
         name(axes, limit[0] / scale, len(bars) - 1, limit[1], INK)
     axes.set(xlabel=f"{unit} on each rank", yticks=range(len(bars)), yticklabels=list(bars))
-    axes.set_ylim(len(bars) - 0.5, -0.85)
+    axes.set_ylim(len(bars) + 0.1 if guess else len(bars) - 0.5, -0.85)
     axes.set_xlim(0, most / scale * 1.12)
     axes.grid(visible=False, axis="y")
     show(figure, caption, alt)

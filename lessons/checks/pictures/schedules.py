@@ -8,7 +8,7 @@ from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, PINK, RED, draw, name, show
 from minidist.parallel.schedules import Event, Instruction, Schedule, simulate, with_messages
 
-COLORS = {"forward": BLUE, "backward": RED, "backward_input": RED, "backward_weight": GREEN}
+COLORS = {"forward": BLUE, "backward": RED, "backward_input": PINK, "backward_weight": GREEN}
 WORDS = {
     "forward": "forward",
     "backward": "backward",
