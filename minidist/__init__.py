@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from minidist._lazy import lazy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from minidist import comm as comm

@@ -198,7 +198,7 @@ for command, example in (
     (report, "report --out report.html. For a README: --markdown"),
     (plan, "plan --model bert-large --memory 16GB --ranks 8"),
     (dryrun, "dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1"),
-    (lessons, "lessons --progress"),
+    (lessons, "lessons --progress. From a wheel: minidist lessons --to my-lessons"),
     (doctor, "doctor --json. On a GPU: minidist doctor --gpu"),
 ):
     app.command(epilog=f"Example: minidist {example}")(command)

@@ -1,7 +1,10 @@
 """The command `minidist lessons`: a reader's progress, and JupyterLab in the lessons' folder.
 
-The lessons' checks write to lessons/.progress.json which exercises have passed, and which of them at par (at
-the cost of the lesson's own answer). Delete that file to start again.
+    minidist lessons                  in a clone of the repository, or where a copy of the lessons lies
+    minidist lessons --to my-lessons  copy the lessons that a wheel brings, and open them there
+
+The lessons' checks write to .progress.json in that folder which exercises have passed, and which of them at par
+(at the cost of the lesson's own answer). Delete that file to start again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,12 +35,18 @@ STOP_TIMEOUT = 10.0
 
 
 def lessons(
+    to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Copy the lessons into this folder first.")
+    ] = None,
     progress: Annotated[bool, typer.Option("--progress", help="Print only the table.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show which exercises have passed, then open JupyterLab in the lessons' folder; Ctrl-C ends it."""
-    at = folder()
+    """Show which exercises have passed, then open JupyterLab in the lessons' folder; Ctrl-C ends it.
+
+    --to copies the lessons into a folder of yours. Files that lie there already stay as they are.
+    """
+    at = folder() if to is None else copy(to)
     found = read_lessons(at)
     if as_json:
         print_json({"folder": str(at), "lessons": [dataclasses.asdict(each) for each in found]})
@@ -66,9 +76,33 @@ def folder() -> Path:
         if (path / "checks" / "exercises.py").exists():
             return path
     raise ValueError(
-        "the lessons are notebooks of minidist's repository, which is not here: clone it and run minidist "
-        "lessons there"
+        f"there are no lessons in {here}; minidist lessons --to FOLDER copies them into a folder"
     )
+
+
+def shipped() -> Path:
+    """The folder of the lessons that belong to this package: in a checkout the repository's own."""
+    return (Path(__file__).parents[1] / "lessons").resolve()
+
+
+def copy(to: Path) -> Path:
+    """Copy the package's lessons into a folder and return it. Existing files stay: they may hold answers.
+
+    Raises ValueError if `to` is a file or lies in a folder that may not be written.
+    """
+
+    def unless_there(source: str, target: str) -> None:
+        if not os.path.exists(target):
+            shutil.copyfile(source, target)
+
+    if to.exists() and not to.is_dir():
+        raise ValueError(f"--to is {to}, which is a file; name a folder for the lessons")
+    own = shutil.ignore_patterns(".*", "__pycache__")  # another reader's progress, and compiled files
+    try:
+        shutil.copytree(shipped(), to, ignore=own, copy_function=unless_there, dirs_exist_ok=True)
+    except OSError as error:  # shutil.Error, which collects several, is one
+        raise ValueError(f"--to is {to}, and copying there failed: {error}; name another folder") from None
+    return to
 
 
 def read_lessons(at: Path) -> list[Lesson]:

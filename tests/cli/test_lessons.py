@@ -113,7 +113,7 @@ def test_where_the_folder_is_missing_it_says_where_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder_of, "__file__", str(tmp_path / "minidist" / "lessons.py"))
-    with pytest.raises(ValueError, match="the lessons are notebooks of minidist's repository"):
+    with pytest.raises(ValueError, match=r"there are no lessons in .*; minidist lessons --to FOLDER"):
         folder_of.folder()
 
 
@@ -150,3 +150,28 @@ def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
     assert (out, err, running.returncode) == ("saved\n", "minidist: stopped\n", 130)
+
+
+def test_a_copy_leaves_files_that_are_there_and_another_readers_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped, mine = tmp_path / "shipped", tmp_path / "mine"
+    for path in (shipped / "checks", shipped / "checks" / "__pycache__", mine):
+        path.mkdir(parents=True)
+    for name in ("03_a.py", "04_b.py", ".progress.json", "checks/exercises.py", "checks/__pycache__/x.pyc"):
+        (shipped / name).write_text("shipped")
+    (mine / "03_a.py").write_text("an answer")
+    monkeypatch.setattr(folder_of, "shipped", lambda: shipped)
+    assert folder_of.copy(mine) == mine
+    found = {str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*") if path.is_file()}
+    assert found == {"03_a.py": "an answer", "04_b.py": "shipped", "checks/exercises.py": "shipped"}
+
+
+def test_a_copy_needs_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="which is a file; name a folder"):
+        folder_of.copy(tmp_path / "file")
+
+
+def test_the_package_has_the_repositorys_lessons() -> None:
+    assert folder_of.shipped() == Path(__file__).parents[2] / "lessons"
