@@ -2,7 +2,10 @@
 
 python examples/kmeans.py
 torchrun --nproc-per-node 2 examples/kmeans.py
+mpirun -np 4 python examples/kmeans.py 4
 """
+
+import sys
 
 import torch
 from torch import Tensor
@@ -45,6 +48,7 @@ def train(steps: int = 20) -> tuple[Tensor, float]:
 
 
 if __name__ == "__main__":
-    centers, error = md.launch(train, ranks=2)[0]
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    centers, error = md.launch(train, ranks)[0]
     print("centers", [[round(value, 2) for value in row] for row in centers.tolist()])
     print(f"mean squared distance: {error:.3f}")

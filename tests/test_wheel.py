@@ -1,4 +1,4 @@
-"""The wheel works alone: its files, its commands in another folder, and the version that the changelog names."""
+"""The wheel works alone: its files, its commands in another folder, and its version."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from minidist.cli.own_model import is_own, require_data
 from minidist.cli.plan import plan
 from minidist.cli.report import report
 from minidist.cli.trace import trace
+from minidist.comm.launchers import started
 
 if TYPE_CHECKING:
     from minidist.cli.train import TrainConfig, TrainResult
@@ -92,8 +92,7 @@ def train(
     """Train a model on one or several ranks. With --save, a run that was stopped or killed can continue.
 
     SIGTERM saves at the end of a step and exits with code 143. If ranks may be killed at any time:
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 9
-    -m minidist train --save FOLDER
+    torchrun --standalone --nproc-per-node 2 --max-restarts 9 -m minidist train --save FOLDER
     """
     from minidist._stopping import STOPPED, give_up, termination
 
@@ -104,9 +103,8 @@ def train(
         from minidist.parallel.contract.layout import Layout
 
         preload_optimizers()
-        # torchrun has started the ranks already.
-        started = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-        chosen = Layout(dp=ranks or started) if layout is None else Layout.parse(layout)
+        found = started()  # torchrun, mpirun or srun may have started the ranks already
+        chosen = Layout(dp=ranks or (found.ranks if found else 1)) if layout is None else Layout.parse(layout)
         if ranks is not None and chosen.ranks != ranks:
             raise ValueError(
                 f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave --ranks out"

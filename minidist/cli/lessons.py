@@ -3,8 +3,8 @@
     minidist lessons                  in a clone of the repository, or where a copy of the lessons lies
     minidist lessons --to my-lessons  copy the lessons that a wheel brings, and open them there
 
-The lessons' checks write to .progress.json in that folder which exercises have passed, and which of them at par
-(at the cost of the lesson's own answer). Delete that file to start again.
+The lessons' checks write to .progress.json in that folder which exercises have passed, and which of them at
+par (at the cost of the lesson's own answer). Delete that file to start again.
 """
 
 from __future__ import annotations

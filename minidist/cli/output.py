@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from minidist._files import check_file
+from minidist.comm.launchers import started
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -89,8 +90,9 @@ def console(wide: bool = False) -> Any:
 
 
 def speaks() -> bool:
-    """Whether this process prints and writes; under torchrun only rank 0 does."""
-    return "TORCHELASTIC_RUN_ID" not in os.environ or not int(os.environ.get("RANK", "0"))
+    """Whether this process prints and writes; under torchrun, mpirun or srun only rank 0 does."""
+    found = started()
+    return found is None or found.rank == 0
 
 
 def short(path: Path) -> str:

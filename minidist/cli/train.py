@@ -26,6 +26,7 @@ from minidist.cli.resuming import Resuming, reserved
 from minidist.cli.train_config import OPTIMIZERS, build, example_of, loss_of
 from minidist.cli.train_config import TrainConfig as TrainConfig
 from minidist.comm.errors import RankDied
+from minidist.comm.launchers import started as started_by
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.launch import launch
 from minidist.model import Rows, Sampler, accuracy, masked_accuracy
@@ -52,7 +53,7 @@ class TrainResult:
 
 
 def run(config: TrainConfig, timeout: float | None = None, progress: bool = True) -> TrainResult:
-    """Train on as many new local ranks as the layout needs; under torchrun, on the ranks that it started.
+    """Train on as many new local ranks as the layout needs, or on those that a launcher has started.
 
     With `config.save`, SIGTERM to this process or to a rank saves and stops at the end of a step.
 
@@ -66,7 +67,7 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
         Stopped: SIGTERM came before the training began, or after its end.
     """
     results: list[TrainResult]
-    if config.save is None or "TORCHELASTIC_RUN_ID" in os.environ:
+    if config.save is None or started_by() is not None:
         results = launch(train, config.layout.ranks, (config, progress), timeout)
     else:
         started: Cluster | None = None

@@ -20,6 +20,8 @@ group_table   what is known of a group, as long as it lives
 mesh          ranks in a grid, and the groups along its axes
 ledgers       the bytes and the time of every call
 errors        the exceptions that name a rank
+launchers     the rank that torchrun, mpirun or srun gave this process
+rendezvous    the store in which the ranks of a world find each other
 launching/    starts processes for ranks, in a script, a notebook or under torchrun
 transport/    how bytes travel: torch.distributed, shared memory, or messages of our own algorithms
 algorithms/   ring, tree and other collectives as schedules of messages

@@ -1,7 +1,8 @@
 """The world: which rank this process is, of how many; joining and leaving it.
 
 The only state is the default process group of torch.distributed. A process that has joined no world is a
-world of one, rank 0 of 1. So the same program runs alone, under `minidist.launch`, and under torchrun.
+world of one, rank 0 of 1. So the same program runs alone, under `minidist.launch`, and under torchrun, mpirun
+or srun.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import sys
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from minidist.comm import launchers
+from minidist.comm.launchers import number
 
 # The functions that need torch import it: a script that only launches others does not pay for it.
 if TYPE_CHECKING:
@@ -27,10 +31,12 @@ _joined_here = False  # whether `init` made the world, so that `shutdown` may en
 
 
 def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
-    """Join the world that torchrun (or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
+    """Join the world of the ranks that torchrun, mpirun or srun started.
 
-    It does nothing in a rank of `minidist.launch` or `minidist.Cluster`, which has joined already, nor in a
-    process without these variables, which is a world of one.
+    torchrun describes it in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which may also be set by hand. If
+    mpirun or srun started the ranks, their own variables are read, and set under torchrun's names. It does
+    nothing in a rank of `minidist.launch` or `minidist.Cluster`, which has joined already, nor in a process
+    without these variables, which is a world of one.
 
     Args:
         timeout: seconds to wait for the other ranks, here and in every collective.
@@ -38,7 +44,8 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
             names both; see `minidist.comm.checking`. The same on all ranks.
 
     Raises:
-        ValueError: a variable is missing or is not a number, or the timeout is not positive.
+        ValueError: a variable is missing or is not a number, nothing says where rank 0 is, or the timeout is
+            not positive.
         RuntimeError: the port is in use.
         TimeoutError: the others did not come in time.
     """
@@ -47,44 +54,29 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
         raise ValueError(
             f"timeout is {timeout}; give seconds above 0 and up to 1000000 to wait for the others"
         )
-    if _is_joined() or not any(name in os.environ for name in ("RANK", "WORLD_SIZE")):
+    if _is_joined():
+        return
+    described = ("RANK", "WORLD_SIZE")
+    if not any(name in os.environ for name in described):
+        launchers.adopt()
+    if not any(name in os.environ for name in described):
         return
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} not set: a world needs {', '.join(_VARIABLES)}; torchrun sets them all"
         )
-    own, ranks, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    own, ranks, port = (number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not 1 <= port < 2**16 or ranks < 1:
         raise ValueError(
             f"MASTER_PORT is {port} and WORLD_SIZE {ranks}; give a port below 65536 and some ranks"
         )
     if not 0 <= own < ranks:
         raise ValueError(f"RANK is {own} and WORLD_SIZE {ranks}; ranks are numbered from 0 to {ranks - 1}")
-    import torch.distributed as dist
+    from minidist.comm.rendezvous import open_store
 
-    host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout)
-    # torchrun's agent keeps a store of its own at this address, which its ranks then only join.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, ranks, is_master=own == 0 and not agent, timeout=limit
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise RuntimeError(
-                f"port {port} on {host} is in use by another program; set MASTER_PORT to a free one "
-                "(torchrun: --master-port)"
-            ) from error
-        raise TimeoutError(
-            f"rank {own} found no world of {ranks} at {host}:{port} within {timeout:g} s; "
-            "start rank 0, and see that this is its address"
-        ) from error
-    except dist.DistStoreError as error:
-        raise TimeoutError(
-            f"rank {own} waited {timeout:g} s at {host}:{port} for a world of {ranks}; start all the ranks"
-        ) from error
-    join(dist.PrefixStore("minidist", store), own, ranks, limit, check)  # type: ignore[attr-defined]
+    store = open_store(os.environ["MASTER_ADDR"], port, own, ranks, timeout)
+    join(store, own, ranks, timedelta(seconds=timeout), check)
     _joined_here = True
     atexit.register(_shutdown_at_exit)
 
@@ -102,7 +94,7 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
 
     mailboxes.start(store, own, ranks)
     gpus = torch.cuda.device_count()
-    local_ranks = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
+    local_ranks = number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
     joined_by_nccl = dist.is_nccl_available() and gpus >= local_ranks
     backend = "cpu:gloo,cuda:nccl" if joined_by_nccl else "gloo"
     if own == 0 and gpus and not joined_by_nccl:
@@ -146,7 +138,7 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's rank among those on its own machine."""
-    return _number("LOCAL_RANK") if _is_joined() and "LOCAL_RANK" in os.environ else rank()
+    return number("LOCAL_RANK") if _is_joined() and "LOCAL_RANK" in os.environ else rank()
 
 
 def device() -> torch.device:
@@ -190,10 +182,3 @@ def _is_joined() -> bool:
     import torch.distributed as dist
 
     return dist.is_initialized()
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ValueError(f"{name} is {os.environ[name]!r}; it has to be a whole number") from None

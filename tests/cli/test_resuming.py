@@ -53,7 +53,7 @@ def torchrun(ranks: int, restarts: int, arguments: list[str], **environment: str
     """torchrun on this machine; it and its ranks end with the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
         [*command, *arguments],
         env={**os.environ, **environment},

@@ -21,6 +21,7 @@ from typing import Any
 
 from minidist._arguments import check_whole
 from minidist.comm.errors import RankError
+from minidist.comm.launchers import without_launcher
 from minidist.comm.launching.arguments import check_ranks, check_seconds
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
@@ -221,8 +222,7 @@ class Cluster:
                 timeout=limit,
                 check=self.check,
                 run_timeout=self.timeout,
-                # The caller may belong to a world of torchrun's; the ranks do not.
-                environment={k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")},
+                environment=without_launcher(dict(os.environ)),
                 directory=directory,
                 path=[entry for entry in sys.path if isinstance(entry, str)],
             )

@@ -1,0 +1,92 @@
+"""The ranks of each life agree on a part of torchrun's store that no earlier life has used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from minidist.comm.rendezvous import fresh_part
+
+
+def life(store: dist.Store, ranks: int, late: int | None = None) -> set[str]:
+    """The names that the ranks of one life agree on; rank `late` comes after the others."""
+    others = threading.Event()
+
+    def rank(own: int) -> str:
+        if own == late:
+            others.wait(0.05)
+        return fresh_part(store, own, ranks, timeout=20)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return set(pool.map(rank, range(ranks)))
+
+
+def test_each_life_has_a_part_of_its_own() -> None:
+    store = dist.HashStore()
+    names = [
+        life(store, ranks, late) for ranks, late in ((3, None), (3, 0), (3, 2), (2, 1), (4, 3), (1, None))
+    ]
+    assert all(len(each) == 1 for each in names)
+    assert len(set.union(*names)) == len(names)
+
+
+def test_a_rank_that_died_while_it_asked_is_not_waited_for() -> None:
+    """Its question stays in the store, and rank 0 of the next life may answer it before the new rank asks."""
+    store = dist.HashStore()
+    store.set("minidist/question/1", "of the dead")
+    assert len(life(store, 2, late=1)) == 1
+
+
+def test_ranks_that_do_not_come_are_given_up() -> None:
+    with pytest.raises(dist.DistStoreError):
+        fresh_part(dist.HashStore(), 0, 2, timeout=0.02)
+
+
+@pytest.mark.deep
+def test_torchrun_restarts_ranks_that_were_killed(tmp_path: Path) -> None:
+    """In its first life rank 1 is killed after a collective, and in its second before it joins."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, torch
+            import minidist as md
+            from minidist import comm
+
+            life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+            def die(when):
+                if md.rank() == 1 and life == when or when == 1 == life and os.environ["RANK"] == "1":
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            die(1)
+            md.init(timeout=20)
+            total = comm.all_reduce(torch.ones(1)).item()
+            comm.barrier()
+            die(0)
+            comm.barrier()
+            if md.rank() == 0:
+                print(f"life {life}: {total:g}")
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "--max-restarts", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "life 2: 2\n"
