@@ -20,8 +20,9 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | measure/ | correctness checks, timers, this machine's peaks, the roofline |
 | roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/systolic.py` |
 
-`CUDA_LADDER` imports Numba when it is first asked for. To add a rung, write its file and name it in
-`cpu/__init__.py` or `cuda/__init__.py`; tests, benchmarks and `Linear` go over the ladders.
+A ladder imports its rungs when it is first asked for, and `CUDA_LADDER` Numba too. To add a rung, write its
+file and name it in `cpu/__init__.py` or `cuda/__init__.py`; tests, benchmarks and `Linear` go over the
+ladders.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import cuda
-from .cpu import CPU_LADDER
+from . import cpu, cuda
 from .rung import Rung
 
 if TYPE_CHECKING:
+    from .cpu import CPU_LADDER as CPU_LADDER
     from .cuda.rung import CudaRung
 
     CUDA_LADDER: tuple[CudaRung, ...]
@@ -43,8 +44,8 @@ __all__ = ["CPU_LADDER", "CUDA_LADDER", "Rung", "rung"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CUDA_LADDER":
-        return cuda.CUDA_LADDER
+    if name in ("CPU_LADDER", "CUDA_LADDER"):
+        return getattr(cpu if name == "CPU_LADDER" else cuda, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -57,7 +58,7 @@ def rung(name_or_number: str | int, ladder: Sequence[Rung] | None = None) -> Run
     numba-cuda is not installed.
     """
     asked = str(name_or_number)
-    steps = CPU_LADDER if ladder is None else ladder
+    steps = cpu.CPU_LADDER if ladder is None else ladder
     for candidate in steps:
         if asked in (candidate.name, f"s{candidate.number}", str(candidate.number)):
             return candidate

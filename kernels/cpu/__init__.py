@@ -18,8 +18,12 @@ name it in RUNGS; nothing else in the project lists rungs.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
-from ..rung import Rung
+if TYPE_CHECKING:
+    from ..rung import Rung
+
+    CPU_LADDER: tuple[Rung, ...]
 
 RUNGS = (
     "s1_python_loops",
@@ -30,4 +34,12 @@ RUNGS = (
     "s6_register_tile",
     "s7_threads",
 )
-CPU_LADDER: tuple[Rung, ...] = tuple(importlib.import_module(f".{name}", __name__).RUNG for name in RUNGS)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the rungs when the ladder is first asked for."""
+    if name != "CPU_LADDER":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    global CPU_LADDER
+    CPU_LADDER = tuple(importlib.import_module(f".{rung}", __name__).RUNG for rung in RUNGS)
+    return CPU_LADDER

@@ -83,13 +83,13 @@ def started() -> Started | None:
             continue
         own, ranks = number(names.rank), number(_first(*names.ranks))
         if ranks > 1:
-            local_rank, local_ranks = _first(*names.local_rank), _first(*names.local_ranks)
+            place, places = _first(*names.local_rank), _first(*names.local_ranks)
             return Started(
                 names.launcher,
                 own,
                 ranks,
-                number(local_rank) if local_rank else own,
-                number(local_ranks) if local_ranks else _tasks_here(ranks),
+                number(place) if place else own,
+                number(places) if places else _tasks_here(ranks),
                 " ".join(os.environ[name] for name in names.job if name in os.environ),
             )
     return None
