@@ -16,8 +16,8 @@ from minidist.comm.launching.cluster import Cluster
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hundreds of processes import the same files. Where the environment forbids to keep their bytecode, each of them
-# would compile minidist again, for half a second.
+# Hundreds of processes import the same files. Where the environment forbids Python to keep bytecode, each of
+# them would compile minidist again, for half a second.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -53,8 +53,8 @@ def cluster_of(_clusters: dict[int, Cluster]) -> Callable[[int], Cluster]:
 def _few_idle_ranks(_clusters: dict[int, Cluster]) -> Iterator[None]:
     """End clusters of more than four ranks with the module that used them.
 
-    gloo wakes an idle rank a hundred times a second for each of its groups. With 36 warm ranks that took 15 % of
-    a core from all other tests.
+    gloo wakes an idle rank a hundred times a second for each of its groups. With 36 warm ranks that took 15 %
+    of a core from all other tests.
     """
     yield
     for ranks in [ranks for ranks in _clusters if ranks > 4]:

@@ -1,8 +1,8 @@
 """torch.compile with every axis of a layout: the weights of one uncompiled process, under the model's names.
 
 The backend "aot_eager" traces forward and backward passes as the others do, and compiles nothing: what goes
-wrong in tracing shows, in a second or two. A model is compiled whole or in parts, in a wrapper or in place. Each
-layout meets each of these four in two cases, which cover all pairs of layout, extent and form.
+wrong in tracing shows, in a second or two. A model is compiled whole or in parts, in a wrapper or in place.
+Each layout is tried in two ways, so that it meets each of these four.
 """
 
 from __future__ import annotations
