@@ -58,8 +58,7 @@ ladder(0)
 #
 # **Exercise 0.1: add_cost.** In NumPy, `y += x` adds each element of `x` to the element of `y` at the same
 # place. For arrays of `n` elements, with `itemsize` bytes each, return two numbers: its FLOPs, and the bytes
-# that have to be moved. To be moved are: all of `x` and all of `y` to the processor, and the new `y` back to
-# memory.
+# that have to be moved. All of `x` and all of `y` move to the processor, and the new `y` moves back to memory.
 #
 # Replace the three dots by your answer, run the cell, and then the one below it, which checks it.
 
@@ -100,7 +99,7 @@ print(f"{flop / moved:.3f} FLOPs for each byte")
 #
 # ## What is inside
 #
-# Let the operating system tell. (`minidist doctor`, in a terminal, says more, and what might be missing.)
+# Ask the operating system. (`minidist doctor`, in a terminal, says more, and names missing parts.)
 
 # %%
 about = machine.describe()

@@ -329,9 +329,9 @@ systolic_animation("weight")
 # %% [markdown]
 # Which is better? A network's weights are used for every example. If they stay, the rows of `a` can stream by
 # for as long as there are examples, and nothing has to be filled or emptied in between.
-# `minidist.kernels.systolic` has both, for products that are larger than the array (cut into tiles), with what
-# drains or loads counted in. Beside them stand the scalar processor and the vector unit of this lesson's
-# beginning:
+# `minidist.kernels.systolic` has both. It takes products that are larger than the array, cuts them into tiles,
+# and counts the ticks for loading and draining as well. Beside them stand the scalar processor and the vector
+# unit of this lesson's beginning:
 
 # %%
 arrays = [
@@ -348,8 +348,8 @@ for each in comparison.rows:
 # %% [markdown]
 # The last column is the answer to the question of this lesson: the multiply-adds that an element is good for
 # each time that it is read or written (`print(comparison)` says which and how often). The array does sixteen
-# thousand multiply-adds in a tick, and is fed by a few hundred elements. And it is busy: what filling and
-# emptying cost has become small.
+# thousand multiply-adds in a tick, and is fed by a few hundred elements. And it is busy: filling and emptying
+# cost little now.
 #
 # Your own array, beside that of `minidist`:
 
@@ -512,9 +512,9 @@ roofline_figure(
 #   how long it was busy does not tell. Compute FLOP/s, and divide by the peak.
 # - **A data sheet's peak.** It may assume matrices that are half zeros (sparsity), the highest clock, and
 #   another number format than yours. Compare in the same format, dense.
-# - **Everything that is not a product.** Normalising, softmax, adding: each reads and writes everything for few FLOPs,
-#   and an array of multipliers does not help. If it takes a third of the time, a ten times faster array makes
-#   the whole at most 2.5 times as fast (Amdahl's law).
+# - **Everything that is not a product.** Normalising, softmax, adding: each reads and writes everything for few
+#   FLOPs, and an array of multipliers does not help. If it takes a third of the time, a ten times faster array
+#   makes the whole at most 2.5 times as fast (Amdahl's law).
 # - **Fewer bits, other results.** int8 and bfloat16 round more. Products are summed in 32 bits for that reason;
 #   what it does to training is in lessons 06 and 13.
 #

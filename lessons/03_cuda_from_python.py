@@ -348,8 +348,8 @@ np.allclose(c, a @ a), counts.sectors_per_load
 # all of them have to be in exactly one share. A thread that has no share writes 0. `cuda.gridsize(1)` is the
 # number of threads in the grid.
 #
-# Par: 4 sectors for each load of a warp, and 1 load for 32 elements. (Think of the first step of the loop: which 32 elements does a warp
-# read?)
+# Par: 4 sectors for each load of a warp, and 1 load for 32 elements. (Think of the first step of the loop:
+# which 32 elements does a warp read?)
 
 
 # %% tags=["exercise"]
@@ -407,8 +407,9 @@ for kernel in (sums, sums_of_pieces):
 #   `compute-sanitizer`.
 # - **The wrong index first.** The result is right, and several times the bytes move. Only counts show it:
 #   sectors per request, here or in NVIDIA's Nsight Compute. For 4-byte elements 4 is good and 32 is the worst.
-# - **Two threads write the same element.** The last one wins, and that may be either. The emulator calls it a race;
-#   a GPU says nothing, and the result changes from run to run. Give each thread an element of its own, as `partial` does.
+# - **Two threads write the same element.** The last one wins, and that may be either. The emulator calls it a
+#   race; a GPU says nothing, and the result changes from run to run. Give each thread an element of its own, as
+#   `partial` does.
 # - **float64 by accident.** A literal such as `0.5`, or an integer times a float32, makes the expression
 #   float64 in Numba. Results are fine, and it is slow. `float32(0.5)` and `float32(i)` keep it as it was.
 # - **A launch is not the end.** On a GPU a launch returns at once, and the kernel runs later. Measure

@@ -254,9 +254,9 @@ intensity(sides, asked, moved, model, prediction)
 
 # %% [markdown]
 # The bytes that threads ask for follow the formula: T / 4 FLOP for each byte. The bytes that move differ at the
-# left end, for reasons that you know from lesson 3. In the naive kernel 32 threads ask for the *same* element of a, and
-# one sector answers all. In a tile of 4 x 4 a row has 16 bytes, and the other half of its sector comes for
-# nothing. From 8 on a row of a tile fills whole sectors, and both agree.
+# left end, for reasons that you know from lesson 3. In the naive kernel 32 threads ask for the *same* element
+# of a, and one sector answers all. In a tile of 4 x 4 a row has 16 bytes, and the other half of its sector
+# comes for nothing. From 8 on a row of a tile fills whole sectors, and both agree.
 #
 # 8 FLOP for each byte, with the largest tile that a block of 1024 threads can have, is still below the 20 that
 # an H100 asks for. Caches close part of the gap. Lesson 5 gets past it with larger tiles, in which each thread

@@ -182,8 +182,8 @@ np.allclose(c, a @ b)
 prediction = None  # your guess, such as 0.5; None draws no guess
 
 # %% [markdown]
-# The next cell counts, for your kernel compiled with several `OWN`. Of global memory it is FLOP for each byte
-# that threads ask for, as in lesson 4: tiles of `SIDE` x `SIDE` do `SIDE` / 4.
+# The next cell counts, for your kernel compiled with several `OWN`. For global memory it counts the FLOP for
+# each byte that threads ask for, as in lesson 4: tiles of `SIDE` x `SIDE` do `SIDE` / 4.
 
 # %%
 owns = [1, 2, 4, 8]
@@ -274,8 +274,9 @@ for counts in (
     )
 
 # %% [markdown]
-# As many sectors, since as many bytes move, by a quarter of the loads and stores. The additions are as many as
-# before. There is a price: the 16 bytes must begin at a multiple of 16. This is called **alignment**.
+# The sectors are the same, since the same bytes move, and a quarter of the loads and stores is enough. There
+# are as many additions as before. There is a price: the 16 bytes must begin at a multiple of 16. This is called
+# **alignment**.
 
 # %%
 try:

@@ -46,11 +46,11 @@ ladder(6)
 # says so: `mma.m16n8k16`, for *matrix multiply-add*. That is 16 * 8 * 16 = 2048 multiply-adds. The elements of
 # A and B are **float16**: floating-point numbers of 16 bits; more about them below. C and D are float32.
 #
-# All operands are in registers. But of whom? A, B and C would fill 320 registers, more than a thread has. It is
-# an instruction of the *whole warp*: each of its 32 threads, which are called **lanes** here, holds a few
-# elements of A, a few of B and a few of C, and gets a few of D. Such a share is called a **fragment**. A
-# register has 32 bits and holds two float16: elements 2 r and 2 r + 1 are in register r. So a lane has 8
-# elements of A in 4 registers, 4 of B in 2 registers, and 4 of C in 4.
+# All operands are in registers. But in which thread's? A, B and C would fill 320 registers, more than a thread
+# has. So it is an instruction of the *whole warp*: each of its 32 threads, which are called **lanes** here,
+# holds a few elements of A, a few of B and a few of C, and gets a few of D. Such a share is called a
+# **fragment**. A register has 32 bits and holds two float16: elements 2 r and 2 r + 1 are in register r. So a
+# lane has 8 elements of A in 4 registers, 4 of B in 2 registers, and 4 of C in 4.
 #
 # Which ones? There is no freedom: the hardware lays it down. Press Play, or go step by step. NVIDIA's manual
 # writes g for `lane // 4`, and t for `lane % 4`.

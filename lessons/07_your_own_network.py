@@ -42,8 +42,8 @@ threadpool_limits(1)  # one core, NumPy's library too
 ladder(7)
 
 # %% [markdown]
-# **The question.** What has a network to do besides multiplying matrices, and how much does it gain when you
-# make the products ten times as fast?
+# **The question.** What does a network do besides multiplying matrices, and how much does it gain when you make
+# the products ten times as fast?
 #
 # ## What is to be learned
 #
@@ -61,8 +61,8 @@ print(f"{len(x)} to learn from, {len(test_x)} held out")
 # ## Choose your matmul
 #
 # Any function from two matrices to their product will do: a rung of minidist's ladder, by its name (from
-# `s1_python_loops` to `s7_threads`), or one of your own. From lesson 1, that is a function which makes an empty
-# `c`, has `compiled_rows(a, b, c)` fill it, and returns it. Change it here, and run everything again.
+# `s1_python_loops` to `s7_threads`), or one of your own. For one of lesson 1, write a function that makes an
+# empty `c`, calls `compiled_rows(a, b, c)`, and returns `c`. Change it here, and run everything again.
 
 # %%
 matmul = rung("s6_register_tile").matmul
@@ -366,7 +366,7 @@ show(
 )
 
 # %% [markdown]
-# You have written a network that reads. These are some that it did not:
+# You have written a network that reads. It got these digits wrong:
 
 # %%
 said_digits = forward(network, test_x, matmul)[1].argmax(axis=1)
@@ -434,8 +434,8 @@ for label, multiply in multiplies.items():
 # %% [markdown]
 # ## Predict, then measure
 #
-# The right column is what an epoch takes *if products were everything*, and you ran twenty. With the Python
-# loops you would wait for minutes: these are not run. Now a guess: by which factor is an **epoch** faster on
+# The right column is the time of an epoch *if products were everything*, and you ran twenty. With the Python
+# loops you would wait for minutes, so they do not run. Now a guess: by which factor is an **epoch** faster on
 # rung 6 than on rung 3? (The table has how much faster the products are.)
 
 # %%
