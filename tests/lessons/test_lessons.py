@@ -100,6 +100,8 @@ def test_a_lesson_has_its_parts(source: Path) -> None:
     assert f"ladder({lesson.number})" in text
     for part in ("**The question.**", "prediction = None", "What breaks in practice", "## Further reading"):
         assert part in text, f"{source.name} has no {part}"
+    title = f"# # {lesson.number}. {TITLES[lesson.number]}\n#\n"
+    assert re.search(re.escape(title) + r"# \*\*Time:\*\* about [\d.]+ hours?.*\*\*Builds on:\*\* ", text)
     readings = text[text.index("## Further reading") :].partition("## Where your lines live")[0]
     assert len(re.findall(r"^# - ", readings, re.MULTILINE)) == 3
 
