@@ -21,7 +21,7 @@ from torch import Tensor
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
-from minidist.parallel.engine import parameter_placement, partition_model, step_executor, training_step
+from minidist.parallel.engine import parameter_placement, partition_model, staged_passes, training_step
 from minidist.parallel.sharding import data_parallel_strategy
 from minidist.parallel.tensor import column_parallel
 from tests.helpers import contract
@@ -114,31 +114,31 @@ def test_the_matrix_has_every_layout() -> None:
 
 
 def without_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_executor, "sum_tied", lambda *_: None)
+    patch.setattr(staged_passes, "sum_tied", lambda *_: None)
 
 
 def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_executor, "take_first", lambda *_: None)
+    patch.setattr(staged_passes, "take_first", lambda *_: None)
 
 
 def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
     """Before gradients are summed over the data-parallel ranks, each stage in an order of its own."""
     begin_final_backward, train = (
         data_parallel_strategy.Replicated.begin_final_backward,
-        step_executor.StagedPasses.train,
+        staged_passes.StagedPasses.train,
     )
-    engines: list[step_executor.StagedPasses] = []
+    engines: list[staged_passes.StagedPasses] = []
 
     def first(self: Any, *arguments: Any) -> None:
-        engines[-1]._with_tied(step_executor.sum_tied)
+        engines[-1]._with_tied(staged_passes.sum_tied)
         begin_final_backward(self, *arguments)
 
-    patch.setattr(step_executor.StagedPasses, "overlaps", False)
+    patch.setattr(staged_passes.StagedPasses, "overlaps", False)
     patch.setattr(
-        step_executor.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1]
+        staged_passes.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1]
     )
     patch.setattr(data_parallel_strategy.Replicated, "begin_final_backward", first)
-    patch.setattr(step_executor.StagedPasses, "summed", lambda _: None)
+    patch.setattr(staged_passes.StagedPasses, "summed", lambda _: None)
 
 
 def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:

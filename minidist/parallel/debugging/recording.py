@@ -27,7 +27,7 @@ from minidist.parallel.contract.batch import rows, rows_of, tensors
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
 from minidist.parallel.debugging.layer_order import in_order, layers_of
-from minidist.parallel.engine.given_batches import as_batch
+from minidist.parallel.engine.rank_model import as_batch
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 

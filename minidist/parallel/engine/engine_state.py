@@ -11,11 +11,11 @@ from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
-from minidist.parallel.engine.objective import LossCheck
+from minidist.parallel.engine.loss_check import LossCheck
 from minidist.parallel.engine.prepare_checks import PlanCheck
 from minidist.parallel.engine.rank_model import RankModel
-from minidist.parallel.engine.step_executor import StagedPasses, StepExecutor
-from minidist.parallel.engine.whole_passes import WholePasses
+from minidist.parallel.engine.staged_passes import StagedPasses
+from minidist.parallel.engine.step_executor import StepExecutor, WholePasses
 from minidist.parallel.training.activation_memory import ActivationPeaks
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.precision import Precision

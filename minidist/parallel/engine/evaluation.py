@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.batch import joined, mapped, moved, require_batch, rows_of, tensors
 from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.engine.engine_state import EngineState
-from minidist.parallel.engine.given_batches import NOTHING, Pair, aligned, is_loader, pairs_of
-from minidist.parallel.engine.rank_model import RankBatch
+from minidist.parallel.engine.rank_model import NOTHING, Pair, as_batch, is_list, pairs_of
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.guards.refusals import require_metric
 from minidist.parallel.training.batch_norm import average_statistics
@@ -88,7 +88,7 @@ class Evaluation(EngineState):
         self._check_plan(pair)
         if not rows_of(pair[0]) and not self.strategy.gathers:
             return 0.0
-        return self.executor.evaluate(self._own(pair, counts), metrics)
+        return self.executor.evaluate(self.part.batch(pair, counts, self.device), metrics)
 
     def predict(self, inputs: Any) -> Any:
         """The outputs for all ranks' rows, on every rank, without training: those of rank 0's rows first.
@@ -105,7 +105,7 @@ class Evaluation(EngineState):
         average_statistics(self.model, self.strategy.group)
         found = None
         if rows_of(inputs) or self.strategy.gathers:
-            own = self._own((inputs, inputs), 1.0)
+            own = self.part.batch((inputs, inputs), 1.0, self.device)
             with evaluating([self.model]):
                 found = self.executor.predict(own.inputs)
         found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
@@ -118,15 +118,6 @@ class Evaluation(EngineState):
         if not everyones:
             raise ValueError("no rank has rows to predict; give at least one of them a row")
         return moved(joined(everyones, found), self.device)
-
-    def _own(self, pair: Pair, counts: float) -> RankBatch:
-        """A batch on the engine's device, with this rank's tokens."""
-        inputs, targets = pair
-        x = moved(inputs, self.device)
-        y = x if targets is inputs else moved(targets, self.device)
-        rows = rows_of(x)
-        x, y, share = self.part.cut(x, y)
-        return RankBatch(x, y, rows, share, counts)
 
     def _check_plan(self, pair: Pair) -> None:
         check = self._plan_check
@@ -145,3 +136,33 @@ def _restored(parts: list[Any], like: Any, length: int) -> Any:
         return zigzag_order.join(pieces, 1) if are_cut else pieces[0]
 
     return mapped(restore, like)
+
+
+def is_loader(given: Any) -> bool:
+    """Whether it gives batches, one after the other."""
+    if isinstance(given, Tensor | Mapping | tuple | str) or not isinstance(given, Iterable):
+        return False
+    return not isinstance(given, list) or is_list(given)
+
+
+def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
+    """A rank's batches, and whether each counts: until all of the group's ranks have run out.
+
+    A rank that has run out gets its last batch again, which does not count. One that has none at all gets the
+    first batch of another rank. Each batch sends n - 1 bytes, and the end as many.
+    """
+    batches, batch, is_first = iter(loader), NOTHING, True
+    while True:
+        new = next(batches, NOTHING)
+        own = torch.tensor([new is not NOTHING], dtype=torch.uint8, device=comm.device())
+        have = comm.all_gather(own, group=group).tolist() if len(ranks_of(group)) > 1 else own.tolist()
+        if not any(have):
+            return
+        if is_first and not all(have):
+            sends = have.index(1) == rank_in(group)
+            own_first = mapped(Tensor.cpu, as_batch(new)) if sends else None
+            batch = gather_values(own_first, group)[have.index(1)]
+        if new is not NOTHING:
+            batch = as_batch(new)
+        is_first = False
+        yield batch, new is not NOTHING

@@ -1,29 +1,28 @@
-"""A step's passes through a rank's part of a model: here what they have in common, and those of a pipeline.
+"""A step's passes through a rank's part of a model: what all have in common, and those through all layers.
 
 All cut a batch into micro-batches by rows, multiply each loss by its weight, and add up gradients. They
-differ in when they know that a backward pass is the last one, and on which rank the loss is. Passes through
-all layers are in whole_passes.py.
+differ in when they know that a backward pass is the last one, and on which rank the loss is. A pipeline's
+passes are in staged_passes.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minidist.comm.work import Group
-from minidist.parallel.contract.batch import joined, mapped, rows_of, tensors
-from minidist.parallel.contract.engine import Loss, unchanged
+from minidist.parallel.contract.batch import call, mapped, rows_of, tensors
+from minidist.parallel.contract.engine import Loss, evaluating, unchanged
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.objective import LossCheck, Objective, Weight, times, weighted
-from minidist.parallel.engine.rank_model import RankBatch, RankModel
-from minidist.parallel.pipeline.execution import Pipeline
-from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
+from minidist.parallel.engine.loss_check import LossCheck
+from minidist.parallel.engine.rank_model import Objective, RankBatch, RankModel, Weight, times, weighted
 from minidist.parallel.training.precision import Precision
 
 Factor = Callable[[Weight], Weight]
@@ -104,135 +103,100 @@ def _zero(outputs: Any) -> Tensor:
     return sum((x.sum() for x in floating[1:]), floating[0].sum())
 
 
-class StagedPasses(StepExecutor):
-    """A pipeline's schedule of passes through this rank's stages.
-
-    Gradients are sent during the last backward pass and summed after the schedule, so that a stage's last
-    message to the stage before waits for no sum. They are sent after all passes if a rank has several chunks,
-    each with a last pass of its own, or if sharded gradients have to be summed over stages first.
-
-    Tied parameters have a gradient on each stage that uses them. The sum over these stages comes last, so
-    that all copies take the same step to the last bit. With sharded gradients no rank has a whole gradient at
-    that point: then the sum comes first, copies differ by rounding after the step, and take the first stage's
-    values.
-    """
-
-    def __init__(
-        self, part: RankModel, strategy: Strategy, layout: Layout, loss: Loss | None, precision: Precision
-    ) -> None:
-        super().__init__(part, strategy, layout, loss, precision)
-        self.group = part.mesh.group("pp")
-        self.has_loss = part.mesh.rank("pp") == layout.pp - 1
-        self._share, self._counts = 1.0, 1.0
-        self._total: Weight = 0.0  # of the losses so far
-        self.pipeline = Pipeline(
-            part.stages,
-            layout.schedule,
-            layout.micro_batches,
-            loss=self._product,
-            group=self.group,
-            reduction="sum",
-        )
-
-    def _product(self, outputs: Any, targets: Any) -> Tensor:
-        """A micro-batch's loss times its weight, on the last stage."""
-        outputs = self.precision.outputs(outputs)
-        if self.check is not None:
-            self.compare(outputs, targets, targets)
-        own = rows_of(targets) * self._share
-        loss, weight = self.score(None, outputs, targets, targets, own)
-        weight = weight if self._counts else 0.0
-        self._total = self._total + weight
-        return times(loss, weight)
+class WholePasses(StepExecutor):
+    """A forward and a backward pass through all layers for each micro-batch."""
 
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
-        """Run the schedule; gradients are sent in the last backward pass if `overlaps`, or else after it."""
-        strategy = self.strategy
-        strategy.ready()
-        self._total = 0.0
-        done = torch.zeros((), dtype=torch.float64, device=self.device)
-        by_rows = sum(batch.weight for batch in batches)
+        """Run all micro-batches; gradients are sent while the last backward pass runs."""
+        pieces = [piece for batch in batches for piece in self._micro_batches(batch)]
+        if self.check is not None and (self.objective.given is None or self.objective.takes_model):
+            self._compare_passes(pieces[0])
+        total: Weight = 0.0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, piece in enumerate(pieces, 1):
+            last = number == len(pieces)
+            with nullcontext() if last else self.strategy.no_sync():
+                loss, weight = self._loss(piece)
+                weight = weight if piece.counts else 0.0
+                total = total + weight
+                loss_sum += times(loss.detach().double(), weight)
+                if last:
+                    self.strategy.begin_final_backward(total, loss_sum)
+                (loss * factor(weight)).backward()  # type: ignore[no-untyped-call]
 
-        def total() -> Weight:
-            return self._total if self.has_loss else by_rows
+    def _micro_batches(self, batch: RankBatch) -> list[RankBatch]:
+        parts = self.layout.micro_batches
+        found = batch.split(parts)
+        if self.strategy.gathers:  # passes are collectives, and all ranks need the same number
+            found += [replace(found[-1], counts=0.0)] * (parts - len(found))
+        return found
 
-        with ExitStack() as accumulating:
-            accumulating.enter_context(strategy.no_sync())
+    def _loss(self, piece: RankBatch) -> tuple[Tensor, Weight]:
+        objective = self.objective
+        if objective.takes_model:
+            assert objective.given is not None
+            return weighted(objective.given(self._called, piece.inputs), piece.weight)
+        outputs = self._forward(piece.inputs)  # freed when this returns, before the backward pass
+        if self.check is not None:
+            self.compare(outputs, piece.inputs, piece.targets)
+        return self.score(None, outputs, piece.inputs, piece.targets, piece.weight)
 
-            def last(loss_sum: Tensor) -> None:
-                accumulating.close()
-                strategy.begin_final_backward(total(), done + loss_sum, waits=False)
+    @cached_property
+    def _called(self) -> CalledModel:
+        return CalledModel(self)
 
-            for number, batch in enumerate(batches, 1):
-                overlaps = self.overlaps and number == len(batches)
-                self._share, self._counts = batch.share, batch.counts
-                inputs = self.precision.inputs(self._taken(batch.inputs))
-                done = done + self.pipeline.run(
-                    inputs,
-                    batch.targets,
-                    lambda _: float(factor(1.0)),
-                    before_last=last if overlaps else None,
-                )
-        if not overlaps:
-            if strategy.sharded:
-                self._with_tied(sum_tied)
-            strategy.begin_final_backward(total(), done)
+    def _compare_passes(self, piece: RankBatch) -> None:
+        """In the first step, compare a loss that needs the model's passes, in evaluation mode."""
+        check, self.check = self.check, None
+        assert check is not None
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients are sent during the last backward pass."""
-        return self.layout.chunks == 1 and not (self.strategy.sharded and self.part.tied)
+        @unchanged(self.part.model, self.objective.given)
+        def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
+            inputs, targets = given
+            return self._loss(replace(piece, inputs=inputs, targets=targets, rows=rows_of(inputs)))
 
-    def summed(self) -> None:
-        """Sum the gradients of tied copies over the stages."""
-        if not self.strategy.sharded:
-            self._with_tied(sum_tied)
+        with evaluating([self.part.model]):
+            check.compare(of, (piece.inputs, piece.targets), self.precision.dtype)
 
-    def updated(self) -> None:
-        """Give tied copies the first stage's values, if their gradients were sharded."""
-        if self.strategy.sharded:
-            self._with_tied(take_first)
-
-    def _with_tied(self, act: Callable[[nn.Parameter | None, Group, Sequence[int]], None]) -> None:
-        for tied in self.part.tied:
-            parameter = None if tied.name is None else self.part.model.get_parameter(tied.name)
-            act(parameter, self.group, tied.stages)
+    def _forward(self, inputs: Any) -> Any:
+        if self.precision.dtype is None:
+            return call(self.strategy.forward, inputs)
+        return self.precision.outputs(call(self.strategy.forward, self.precision.inputs(inputs)))
 
     def evaluate(self, batch: RankBatch, metrics: Sequence[Loss | None]) -> Tensor:
-        """The metrics of the pipeline's outputs, on the last stage."""
+        """The metrics of the whole model's outputs, which are computed once."""
         table = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.device)
-
-        def add(outputs: Any, targets: Any) -> Tensor:
-            outputs = self.precision.outputs(outputs)
-            own = rows_of(targets) * batch.share
-            for row, metric in zip(table, metrics, strict=True):
-                mean, weight = self.score(metric, outputs, targets, targets, own)
-                weight = weight if batch.counts else 0.0
-                row[0] += times(mean.double(), weight)
-                row[1] += weight
-            return table.sum()  # nobody reads it
-
-        inputs = self.precision.inputs(self._taken(batch.inputs))
-        self.pipeline.run(inputs, batch.targets, train=False, loss=add)
+        outputs: Any = None
+        for row, metric in zip(table, metrics, strict=True):
+            if metric is None and self.objective.takes_model:
+                mean, weight = self._loss(batch)
+            else:
+                outputs = self._forward(batch.inputs) if outputs is None else outputs
+                mean, weight = self.score(metric, outputs, batch.inputs, batch.targets, batch.weight)
+            weight = weight if batch.counts and batch.rows else 0.0
+            row[0] += times(mean.double(), weight)
+            row[1] += weight
         return table
 
     def predict(self, inputs: Any) -> Any:
-        """The outputs of the last stage."""
-        found: list[Any] = []
+        """The whole model's outputs."""
+        return self.part.whole(self._forward(inputs))
 
-        def keep(outputs: Any, _: Any) -> Tensor:
-            found.append(self.part.whole(self.precision.outputs(outputs)))
-            return torch.zeros((), device=self.device)
 
-        x = self.precision.inputs(self._taken(inputs))
-        self.pipeline.run(x, x, train=False, loss=keep)
-        return joined(found) if found else None
+class CalledModel:
+    """The `model` that a loss of model and batch gets: a call runs the strategy's forward pass.
 
-    def _taken(self, inputs: Any) -> Any:
-        """The inputs as the first stage takes them: one tensor, if it is nothing but layers."""
-        if not isinstance(inputs, Tensor) and not getattr(self.part.stages[0], "takes_batch", False):
-            raise TypeError(
-                f"the inputs are a {type(inputs).__name__}, and the model is a chain of layers, of which the "
-                "first takes one tensor; give engine.step(inputs, targets)"
-            )
-        return inputs
+    Everything else, such as an attribute, is the module's.
+    """
+
+    def __init__(self, passes: WholePasses) -> None:
+        self._passes = passes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for these inputs."""
+        precision = self._passes.precision
+        args, kwargs = precision.inputs((args, kwargs))
+        return precision.outputs(self._passes.strategy.forward(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._passes.part.model, name)

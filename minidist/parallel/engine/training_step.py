@@ -2,8 +2,8 @@
 
 This file has the order of forward, backward, communication and update, the mean over rows if shares or
 micro-batches differ in size, and the loss over all ranks. A strategy decides how data-parallel ranks share
-the work, partition_model.py which part of the model a rank has, step_executor.py and whole_passes.py how a
-batch goes through it, objective.py what its loss and its weight are.
+the work, partition_model.py which part of the model a rank has, step_executor.py how a batch goes through it
+(in a pipeline: staged_passes.py), rank_model.py what its loss and its weight are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from minidist import comm
 from minidist.parallel.contract.batch import check_rows, shapes, tensors
 from minidist.parallel.engine.evaluation import Evaluation
-from minidist.parallel.engine.given_batches import NOTHING, is_list, pairs_of
-from minidist.parallel.engine.rank_model import RankBatch
-from minidist.parallel.guards.refusals import require_gradients
+from minidist.parallel.engine.rank_model import NOTHING, RankBatch, is_list, pairs_of
+from minidist.parallel.guards.refusals import gradients_are_off
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.random_state import random_state_of
 
@@ -81,9 +80,11 @@ class Engine(Evaluation):
         pairs = pairs_of(inputs, targets, self.executor.objective.takes_model)
         for pair in pairs:
             check_rows(*pair, self.data_ranks)
-        require_gradients()
-        self._check_plan(pairs[0])
-        batches = [self._own(pair, self._counts) for pair in pairs]
+        if not torch.is_grad_enabled():
+            raise gradients_are_off()
+        if self._plan_check is not None:
+            self._check_plan(pairs[0])
+        batches = [self.part.batch(pair, self._counts, self.device) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
         kind = *((*shapes(each.inputs), *shapes(each.targets)) for each in batches), self.model.training

@@ -24,7 +24,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split
 from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.parallel.guards.refusals import require_gradients, require_metric
+from minidist.parallel.guards.refusals import gradients_are_off, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.arguments import check_arguments, check_stages
 from minidist.parallel.pipeline.instructions import Instruction, Schedule
@@ -114,7 +114,8 @@ class Pipeline:
         """
         rows = check_rows(inputs, targets)
         # These two raise every error of the batch before a receive is posted.
-        require_gradients()
+        if not torch.is_grad_enabled():
+            raise gradients_are_off()
         self._parts(rows)
         held = [(p, ranks, None if p is None else p.grad) for p, ranks in self.tied]
         for parameter, _, _ in held:
@@ -167,8 +168,8 @@ class Pipeline:
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
         parts = self._parts(rows_of(inputs))
-        if train:
-            require_gradients()
+        if train and not torch.is_grad_enabled():
+            raise gradients_are_off()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:
             return total

@@ -17,7 +17,7 @@ import torch
 from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.comm.mesh import Mesh
-from minidist.parallel.engine.step_executor import StagedPasses
+from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.training_step import Engine
 
 AXES = ("dp", "tp", "pp", "cp", "world")

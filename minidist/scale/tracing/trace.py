@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from minidist import comm
-from minidist.parallel.engine.step_executor import StagedPasses
+from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.simulation import Event

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.engine import step_executor
+from minidist.parallel.engine import staged_passes
 from minidist.parallel.pipeline.model_stage import ModelStage
 from tests.helpers import contract
 
@@ -212,7 +212,7 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
 
                 patch.setattr(ModelStage, "__init__", without_one)
             else:
-                patch.setattr(step_executor, "sum_tied", lambda *_: None)
+                patch.setattr(staged_passes, "sum_tied", lambda *_: None)
             return contract.train_on_this_rank(case("own"), PARSE("pp=2"), {"example": EXAMPLES["own"]})
 
     trained, _ = cluster_of(2).run(train)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.model import GPT, config
-from minidist.parallel.engine import objective
+from minidist.parallel.engine import loss_check
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -286,7 +286,7 @@ def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
 
     def rows_alone() -> tuple[list[float], dict[str, Tensor]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(objective.LossCheck, "compare", lambda *_: None)
+            patch.setattr(loss_check.LossCheck, "compare", lambda *_: None)
             return train(lambda outputs, batch: of_outputs(outputs, batch)[0], "dp=2")
 
     for found in cluster_of(2).run(rows_alone):
