@@ -74,9 +74,9 @@ class EngineState:
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """The items of `full_state_dict` one by one, in any order, so that no rank needs memory for all.
 
-        A collective: every rank iterates to the end. Each tensor may be the engine's own, or be freed when
-        the next one is asked for: copy what you keep, and do not write to it. Each tensor that tp cut is
-        summed over tp, which sends 2 (t - 1) / t of its bytes. With pp, its stage broadcasts a tensor.
+        A collective: every rank iterates to the end. Each tensor may be the engine's own, which the next
+        step changes: copy what you keep longer, and do not write to it. Each tensor that tp cut is summed
+        over tp, which sends 2 (t - 1) / t of its bytes. With pp, its stage broadcasts a tensor.
         """
         average_statistics(self.model, self.strategy.group)
         return self.placement.whole(self.strategy.whole())

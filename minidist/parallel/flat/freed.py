@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _VALUES = frozenset(getattr(Tensor, name) for name in ("T", "H", "mT", "mH", "real", "imag"))
@@ -78,3 +79,13 @@ def show(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         if type(parameter) is FreedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def outside(x: Tensor, memory: Sequence[Tensor | None]) -> Tensor:
+    """`x`, or a copy of it if it lies in `memory`. Whoever read it there after the next free would crash."""
+    if x.layout is not torch.strided or x.is_nested:
+        return x
+    storage = x.untyped_storage()._cdata
+    if all(each is None or each.untyped_storage()._cdata != storage for each in memory):
+        return x
+    return x.clone()

@@ -112,6 +112,23 @@ def gradients_are_off() -> RuntimeError:
     )
 
 
+def refuse_backward(stale: bool) -> None:
+    """Raise RuntimeError in a backward pass through gathered parameters that could not be finished.
+
+    stale: whether the parameters have changed since the forward pass.
+    """
+    if stale:
+        raise RuntimeError(
+            "backward came to a forward pass from before the optimizer's last step, which computed with "
+            "other parameters than there are now; call backward() before step()"
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "this backward pass is recorded, as for a gradient penalty (create_graph=True), and ZeRO stage 3 "
+            "does not gather parameters for the second one; use a layout with zero=2, 1 or 0"
+        )
+
+
 def require_metric(metric: object) -> None:
     """Raise TypeError if `metric` is neither a function nor None, which stands for the loss."""
     if metric is not None and not callable(metric):

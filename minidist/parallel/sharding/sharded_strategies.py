@@ -219,7 +219,7 @@ class FullySharded(SharingStrategy):
                 for bucket in unit.buckets:
                     for parameter in bucket.parameters:
                         for alias in aliases[parameter]:
-                            yield alias, parameter.detach()
+                            yield alias, parameter.detach().clone()  # `free` takes the memory
             finally:
                 unit.free()
         yield from others

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import tensors_in
+from minidist.parallel.guards.refusals import refuse_backward
 from minidist.parallel.sharding.collective_order import (
     expected,
     own,
@@ -53,6 +54,7 @@ class UnitRuntime:
             if unit.buckets or unit is self.root:
                 begin, end = weakly(self.begin, unit), weakly(self.end, unit)
                 handles.append(unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+                handles.append(unit.module.register_forward_hook(weakly(unit.lasting)))
                 handles.append(unit.module.register_forward_hook(end, with_kwargs=True))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
 
@@ -147,11 +149,7 @@ class UnitRuntime:
         if not self._open:
             self._open = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        if of.version != self.version:
-            raise RuntimeError(
-                "backward came to a forward pass from before the optimizer's last step, which computed with "
-                "other parameters than there are now; call backward() before step()"
-            )
+        refuse_backward(of.version != self.version)
         if self._backward is not of:
             self._complete(self._backward)
             self._backward = of

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.opaque import opaque
-from minidist.parallel.contract.batch import tensors_in
+from minidist.parallel.contract.batch import mapped, tensors_in
 from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.freed import outside
 
 
 class Unit:
@@ -58,6 +59,11 @@ class Unit:
             for bucket in self.buckets:
                 bucket.free()
             self.present = self.shown = False
+
+    def lasting(self, _: nn.Module, __: Any, outputs: Any) -> Any:
+        """A call's outputs, with copies of parameters and their views, whose memory `free` gives back."""
+        own = [bucket.values for bucket in self.buckets]
+        return mapped(lambda x: outside(x, own), outputs)
 
     def refuse_thawed(self) -> None:
         """RuntimeError where parameters get gradients that did not when the unit was made."""

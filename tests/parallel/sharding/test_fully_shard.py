@@ -704,6 +704,15 @@ def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
     )
 
 
+def test_the_tensors_of_a_whole_model_may_be_kept(cluster_of: Clusters) -> None:
+    def keep() -> None:
+        engine = md.prepare(Skipping(md.rank()), torch.optim.SGD, md.Layout(dp=2, zero=3))
+        kept = dict(engine.whole())  # of units that were freed since
+        torch.testing.assert_close(kept, engine.full_state_dict(), rtol=0, atol=0)
+
+    cluster_of(2).run(keep)
+
+
 def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters, tmp_path: Path) -> None:
     """Of 7 elements each; in memory is the state of one slice, and saved state is loaded into slices."""
     case = replace(CASES["unused"], optimizer=in_groups)

@@ -325,6 +325,62 @@ def test_backward_may_go_through_a_pass_twice(cluster_of: Clusters, prefetch: bo
         equal(state, model.state_dict())
 
 
+class Codes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.table, self.table[:2]  # a view
+
+
+class Quantizer(nn.Module):
+    """It returns parameters of its own and a view of a layer's, which a loss reads after the pass."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers, self.scale = nn.ModuleList([Codes()]), nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x, codes = self.layers[0](x)
+        return {"y": self.head(x), "codes": codes, "scale": self.scale, "head": self.head.weight.T}
+
+
+def test_a_model_may_return_parameters_and_views_of_them(cluster_of: Clusters) -> None:
+    x, _ = vectors(torch.Generator(), 6)
+
+    def total(model: Any) -> Tensor:
+        found: Tensor = sum(each.square().mean() for each in model(x).values())
+        return found
+
+    def train() -> tuple[float, float, dict[str, Tensor]]:
+        sharded = md.FullyShard(Quantizer(md.rank()).double(), torch.optim.SGD, lr=0.1)
+        loss = total(sharded)
+        loss.backward()  # type: ignore[no-untyped-call]
+        sharded.step()
+        with torch.no_grad():
+            return loss.item(), total(sharded).item(), sharded.state_dict()
+
+    model = Quantizer(0).double()
+    loss = total(model)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for trained, evaluated, state in cluster_of(2).run(train):
+        assert trained == pytest.approx(loss.item(), abs=1e-10)
+        assert evaluated == pytest.approx(total(model).item(), abs=1e-10)
+        equal(state, model.state_dict())
+
+
+def test_a_gradient_of_gradients_is_refused() -> None:
+    sharded = md.FullyShard(Two(0), torch.optim.SGD, lr=0.1)
+    x = torch.ones(2, 6, requires_grad=True)
+    first, _ = sharded(x)
+    with pytest.raises(RuntimeError, match=r"gradient penalty .* use a layout with zero=2, 1 or 0"):
+        torch.autograd.grad(first.sum(), x, create_graph=True)
+
+
 def test_backward_after_the_step_is_refused() -> None:
     sharded = md.FullyShard(Two(0), torch.optim.SGD, lr=0.1)
     first, second = sharded(torch.ones(2, 6))
