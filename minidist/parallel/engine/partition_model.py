@@ -78,6 +78,9 @@ def partition_model(
         raise ValueError("plan is given and the layout has tp=1, which cuts nothing; leave one of them out")
     if layout.pp == 1 and layers is not None:
         raise ValueError(f"layers is {layers!r} and the layout has pp=1, which cuts none; leave it out")
+    for part in model.modules() if layout.pp > 1 else ():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # stages cannot send what it would give its layers in evaluation
     trace = find_chain(model, layout, layers, example) if layout.pp > 1 else None
     skeleton = None
     if layout.tp * layout.pp > 1:

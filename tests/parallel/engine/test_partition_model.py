@@ -42,6 +42,36 @@ CHAIN = replace(CASES["mlp"], model=chain)
 MLPS = replace(CASES["mlp"], model=lambda seed: MLP((6, 9, 5, 3), seed=seed, dtype=torch.float64))
 
 
+class Encoder(nn.Module):
+    """Torch's encoder, which evaluates rows with padding as nested tensors unless it is told not to."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # (B, T, 8), (B, T) -> (B, 3)
+        out: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
+        return out
+
+
+def test_torchs_encoder_evaluates_padded_rows_in_stages(cluster_of: Clusters) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 5, 8, generator=generator, dtype=torch.float64)
+    batch = (x, torch.arange(5) > torch.tensor([[1], [4], [2], [3]])), torch.tensor([0, 2, 1, 1])
+
+    def evaluate() -> float:
+        model = Encoder(md.rank())
+        engine = md.prepare(model, torch.optim.SGD, PARSE("pp=2,micro_batches=2"), example=batch[0])
+        found: float = engine.evaluate(*batch, md.cross_entropy)
+        return found
+
+    expected = md.cross_entropy(Encoder(0)(*batch[0]), batch[1]).item()
+    assert cluster_of(2).run(evaluate) == pytest.approx([expected] * 2, abs=1e-10)
+
+
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,zero=1", "pp=4,schedule=gpipe"])
 def test_a_chain_with_buffers(cluster_of: Clusters, layout: str) -> None:
     contract.check(cluster_of(PARSE(layout).ranks), CHAIN, PARSE(layout))
