@@ -58,7 +58,8 @@ def _check(outputs: Tensor, targets: Tensor) -> None:
     if outputs.dim() == 0 or outputs.shape[:-1] != targets.shape:
         raise ValueError(
             f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}; "
-            "give outputs (..., classes) and targets (...)"
+            "give outputs (..., classes) and targets (...); for outputs (B, classes, ...), as of images, "
+            "give prepare the loss torch.nn.functional.cross_entropy"
         )
     require_classes(targets)
 

@@ -1,8 +1,9 @@
 """A batch: a tensor, or tensors in tuples, lists, dicts and dataclasses, nested as they come.
 
 The first dimension of every tensor is its rows. Whatever is no tensor, and a tensor without dimensions, goes
-along as it is. These functions count, cut, move and join the rows of such a batch, and call a model with it.
-A single tensor takes a short way through each of them.
+along as it is, such as an object of another class in a tuple with a tensor that has the rows. These functions
+count, cut, move and join the rows of such a batch, and call a model with it. A single tensor takes a short
+way through each of them.
 """
 
 from __future__ import annotations
@@ -180,7 +181,8 @@ def require_batch(inputs: Any, targets: Any) -> None:
             what = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"the {name} {'is' if name == 'batch' else 'are'} a {what}; give a tensor whose first "
-                "dimension is the rows, or a dict, tuple or dataclass of such tensors"
+                "dimension is the rows, or a dict, tuple or dataclass of such tensors; any other object, "
+                "such as a graph, goes along uncut in a tuple with one"
             )
         found += own
     first, most = found[0]
@@ -188,7 +190,9 @@ def require_batch(inputs: Any, targets: Any) -> None:
         if len(x) != len(most):
             raise ValueError(
                 f"{name} has {len(x)} rows, {first} {len(most)}; the first dimension of every tensor of a "
-                "batch is its rows: give all of them the same number"
+                "batch is its rows: give all of them the same number. Tensors with other rows, such as a "
+                "graph's edges, go along uncut in an object of a class of yours, in a tuple with one that "
+                "has the rows"
             )
 
 

@@ -15,7 +15,7 @@ from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.batch import joined, mapped, moved, require_batch, rows_of, tensors
 from minidist.parallel.contract.engine import Loss, evaluating
 from minidist.parallel.engine.engine_state import EngineState
-from minidist.parallel.engine.rank_model import NOTHING, Pair, as_batch, is_list, pairs_of
+from minidist.parallel.engine.rank_model import NOTHING, Pair, as_batch, is_list, pairs_of, takes_model
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.guards.refusals import require_metric
 from minidist.parallel.training.batch_norm import average_statistics
@@ -57,7 +57,8 @@ class Evaluation(EngineState):
         Args:
             inputs, targets: a batch as for `step`, this rank's rows, possibly none. Or an iterable of
                 batches, such as a DataLoader; the ranks' may end at different times, or have none.
-            metric: a mean over rows, or (mean, weight), as a loss; None for the loss.
+            metric: a mean over rows, or (mean, weight), as a loss: of outputs and targets, or, if its first
+                argument is called `model`, of the model and the batch. None for the loss.
             metrics: several by name, in place of `metric`: {"accuracy": accuracy, "loss": None}.
 
         Returns:
@@ -66,6 +67,15 @@ class Evaluation(EngineState):
         named = {"": metric} if metrics is None else dict(metrics)
         for each in named.values():
             require_metric(each)
+            if takes_model(each) and self.layout.pp > 1:
+                raise ValueError(
+                    f"the metric takes the model, and the layout has pp={self.layout.pp}, where no rank can "
+                    "call the whole model; give a metric of outputs and targets"
+                )
+        if callable(targets):
+            raise TypeError(
+                "targets are a function; name a metric, as in engine.evaluate(loader, metric=accuracy)"
+            )
         total = torch.zeros(len(named), 2, dtype=torch.float64, device=self.device)
         average_statistics(self.model, self.strategy.group)
         is_one = self.executor.objective.takes_model

@@ -50,7 +50,8 @@ class LossCheck:
                 raise RuntimeError(
                     f"the loss of all rows could be computed, and that of half of them not: {error}. The "
                     "first step compares them. If model or loss keep state from one call to the next that is "
-                    "no buffer or attribute of theirs, give prepare check_loss=False"
+                    "no buffer or attribute of theirs, or the batch has a part that is not cut by rows, give "
+                    "prepare check_loss=False"
                 ) from error
             if count < 2 or not torch.equal(before, _random_state(on_gpu)):
                 return
@@ -75,8 +76,9 @@ class LossCheck:
                     f"the loss is not the mean that it should be: of some rows of rank {rank} it is "
                     f"{loss:.6g}, and the mean of its two halves, by their weights, is {halves:.6g}. Let it "
                     "return the mean over rows, or (mean, weight) with the number that it is a mean over, "
-                    "such as that of the tokens that are not ignored; if you know that ranks may average it "
-                    "all the same, give prepare check_loss=False"
+                    "such as that of the tokens that are not ignored. A loss that compares rows, such as a "
+                    "contrastive one, has to gather them first: see check_loss of md.prepare. If you know "
+                    "that ranks may average it all the same, give prepare check_loss=False"
                 )
 
 

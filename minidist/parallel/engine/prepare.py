@@ -113,9 +113,13 @@ def prepare(
             models do.
         check_loss: in the first step, compare the loss of some rows with those of their halves. ValueError if
             it is not the mean that it says: a sum, or a mean over tokens of which some are ignored. Give
-            False for a loss that ranks may average all the same, such as a contrastive one. The check calls
-            model and loss, and then gives them back their buffers, and attributes that are tensors or
-            numbers; give False too where they keep other state, as a closure's list.
+            False for a loss that compares rows, such as a contrastive one. It has to gather the rows of all
+            ranks, which need equally many, with
+            `minidist.parallel.tensor_parallel.gather_sequence(features, 0)`, through which gradients pass:
+            with the own rows alone, ranks would train another model. The check calls model and loss with
+            fewer rows, and then gives them back their buffers, and attributes that are tensors or numbers.
+            Give False also where they keep other state, as a closure's list, and where a part of the batch
+            is not cut by rows, as a graph.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -171,7 +171,7 @@ class Objective:
 
     def __init__(self, given: Loss | None, model: nn.Module) -> None:
         self.given, self._model = given, model
-        self.takes_model = given is not None and first_argument(given) == "model"
+        self.takes_model = takes_model(given)
 
     def function(self, outputs: Any, inputs: Any, targets: Any, cp: int = 1) -> Loss:
         """The function of outputs and targets to use for a model's outputs. cp: of the layout."""
@@ -197,6 +197,11 @@ class Objective:
         if self.given is None:
             return isinstance(inputs, Tensor) and isinstance(targets, Tensor)
         return self.given is cross_entropy
+
+
+def takes_model(function: Loss | None) -> bool:
+    """Whether a loss or a metric takes the model and a batch."""
+    return function is not None and first_argument(function) == "model"
 
 
 def own_loss(outputs: Any) -> Any:

@@ -22,7 +22,15 @@ from minidist.parallel.contract.engine import Loss, evaluating, unchanged
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.loss_check import LossCheck
-from minidist.parallel.engine.rank_model import Objective, RankBatch, RankModel, Weight, times, weighted
+from minidist.parallel.engine.rank_model import (
+    Objective,
+    RankBatch,
+    RankModel,
+    Weight,
+    takes_model,
+    times,
+    weighted,
+)
 from minidist.parallel.training.precision import Precision
 
 Factor = Callable[[Weight], Weight]
@@ -134,12 +142,17 @@ class WholePasses(StepExecutor):
     def _loss(self, piece: RankBatch) -> tuple[Tensor, Weight]:
         objective = self.objective
         if objective.takes_model:
-            assert objective.given is not None
-            return weighted(objective.given(self._called, piece.inputs), piece.weight)
+            return self._of_model(objective.given, piece)
         outputs = self._forward(piece.inputs)  # freed when this returns, before the backward pass
         if self.check is not None:
             self.compare(outputs, piece.inputs, piece.targets)
         return self.score(None, outputs, piece.inputs, piece.targets, piece.weight)
+
+    def _of_model(self, function: Any, piece: RankBatch) -> tuple[Tensor, Weight]:
+        """A loss or a metric that takes the model and the batch, and its weight."""
+        is_one = self.objective.takes_model  # then inputs and targets are the batch
+        batch = piece.inputs if is_one else (piece.inputs, piece.targets)
+        return weighted(function(self._called, batch), piece.weight)
 
     @cached_property
     def _called(self) -> CalledModel:
@@ -168,8 +181,8 @@ class WholePasses(StepExecutor):
         table = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.device)
         outputs: Any = None
         for row, metric in zip(table, metrics, strict=True):
-            if metric is None and self.objective.takes_model:
-                mean, weight = self._loss(batch)
+            if takes_model(function := metric or self.objective.given):
+                mean, weight = self._of_model(function, batch)
             else:
                 outputs = self._forward(batch.inputs) if outputs is None else outputs
                 mean, weight = self.score(metric, outputs, batch.inputs, batch.targets, batch.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -232,6 +233,44 @@ def test_predictions_have_the_outputs_structure(cluster_of: Clusters) -> None:
         torch.testing.assert_close(found, expected, **EXACT)
 
 
+class Molecules:
+    """As graph libraries join graphs: edges between nodes, and the graph of each node."""
+
+    def __init__(self, graphs: int, step: int) -> None:
+        nodes, _ = rows(3 * graphs, step)
+        self.nodes, self.of = nodes, torch.arange(graphs).repeat_interleave(3)
+        self.edges = torch.tensor([[0, 1], [1, 2]]) + 3 * torch.arange(graphs)[:, None, None]
+
+    def between(self, first: int, last: int) -> Molecules:
+        part = copy.copy(self)
+        part.nodes, part.of = self.nodes[3 * first : 3 * last], self.of[: 3 * (last - first)]
+        part.edges = self.edges[: last - first]
+        return part
+
+
+def test_an_object_goes_along_with_the_rows(cluster_of: Clusters) -> None:
+    def energy(model: Any, batch: tuple[Molecules, Tensor]) -> Tensor:
+        graphs, targets = batch
+        found, _ = model(graphs.nodes)
+        source, goal = graphs.edges.transpose(0, 1).flatten(1)
+        found = found.index_add(0, goal, torch.tanh(found[source]))
+        sums = torch.zeros(len(targets), 3, dtype=found.dtype).index_add(0, graphs.of, found)
+        return (sums - targets).square().mean()
+
+    targets = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def train(layout: str) -> tuple[list[float], dict[str, Tensor]]:
+        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), energy, check_loss=False)
+        first, last = (5 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1))
+        own = [(Molecules(5, step).between(first, last), targets[first:last]) for step in range(3)]
+        return [engine.step(each) for each in own], engine.full_state_dict()
+
+    (expected,) = cluster_of(1).run(train, "dp=1")
+    for layout in ("dp=2", "dp=2,zero=3"):
+        for found in cluster_of(2).run(train, layout):
+            torch.testing.assert_close(found, expected, **EXACT)
+
+
 # What is refused.
 
 
@@ -261,6 +300,12 @@ def test_a_batch_that_is_none(given: Any, error: type[Exception], text: str) -> 
     with pytest.raises(error) as caught:
         engine.step(*given)
     assert text in str(caught.value)
+
+
+def test_a_metric_in_the_place_of_targets() -> None:
+    engine = md.prepare(Model(0), SGD, None, loss)
+    with pytest.raises(TypeError, match=r"targets are a function; name a metric, .*metric=accuracy"):
+        engine.evaluate([({"nodes": X}, X)], loss)
 
 
 def test_a_pipeline_takes_one_tensor(cluster_of: Clusters) -> None:

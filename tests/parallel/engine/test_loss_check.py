@@ -15,6 +15,7 @@ from torch.nn import functional
 import minidist as md
 from minidist.model import GPT, config
 from minidist.parallel.engine import loss_check
+from minidist.parallel.tensor_parallel import gather_sequence
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -294,6 +295,91 @@ def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
             torch.testing.assert_close(found, in_one_process(), **EXACT)
 
 
+def hits(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    seen = batch["labels"] != IGNORED
+    return (outputs["scores"].argmax(-1) == batch["labels"])[seen].double().mean(), seen.sum()
+
+
+@pytest.mark.parametrize("layout", ["dp=2,micro_batches=2", "dp=2,zero=3", "dp=1"])
+def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
+    def of_batch(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return hits(model(batch["tokens"]), batch)
+
+    def of_pair(model: Any, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return hits(model(batch[0]), batch[1])
+
+    def evaluate() -> list[Any]:
+        found = []
+        for loss, metric in ((of_model, of_batch), (of_outputs, of_pair)):
+            engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss)
+            own = share(batch(5, 0), engine.data_rank, engine.data_ranks)
+            given = (own,) if loss is of_model else (own["tokens"], own)
+            found.append(engine.evaluate(*given, metrics={"loss": None, "hits": metric}))
+        return found
+
+    whole = batch(5, 0)
+    outputs = Tagger(0)(whole["tokens"])
+    expected = {"loss": of_outputs(outputs, whole)[0].item(), "hits": hits(outputs, whole)[0].item()}
+    for found in cluster_of(PARSE(layout).ranks).run(evaluate):
+        torch.testing.assert_close(found, [expected, expected], **EXACT)
+
+
+# A loss that compares rows with each other.
+
+
+def contrastive(outputs: tuple[Tensor, Tensor], gathers: bool) -> Tensor:
+    """Each row's vectors find each other among those of all rows: Radford et al. 2021, "CLIP", figure 3."""
+    all_rows = [gather_sequence(x, 0) if gathers else x for x in outputs]
+    rows = len(outputs[0])
+    answers = torch.arange(rows) + (md.rank() * rows if gathers else 0)
+    there = functional.cross_entropy(outputs[0] @ all_rows[1].T, answers)
+    return there + functional.cross_entropy(outputs[1] @ all_rows[0].T, answers)
+
+
+class Towers(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(y)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
+def test_a_contrastive_loss_gathers_the_rows_of_all_ranks(cluster_of: Clusters, layout: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        [torch.randn(6, width, generator=generator, dtype=torch.float64) for width in (6, 5)]
+        for _ in range(3)
+    ]
+
+    def train(gathers: bool, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        model, own = Towers(md.rank()), slice(3 * md.rank(), 3 * md.rank() + 3)
+
+        def loss(outputs: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+            return contrastive(outputs, gathers)
+
+        engine = md.prepare(model, SGD, PARSE(layout), loss, **options)
+        losses = [engine.step((x[own], y[own]), x[own]) for x, y in batches]
+        return losses, engine.full_state_dict()
+
+    model, losses = Towers(0), []
+    optimizer = SGD(model.parameters())
+    for one in batches:
+        optimizer.zero_grad()
+        loss = contrastive(model(*one), False)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    for found in cluster_of(2).run(train, True, check_loss=False):
+        torch.testing.assert_close(found, (losses, model.state_dict()), **EXACT)
+    if layout == "dp=2":
+        with pytest.raises(md.RankError, match="has to gather them first: see check_loss"):
+            cluster_of(2).run(train, False)
+
+
 # What is refused in the first step, on all ranks.
 
 
@@ -378,6 +464,15 @@ def test_a_pipeline_cannot_call_the_model() -> None:
         ValueError, match=r"takes the model, and the layout has pp=2.*; give a loss of outputs"
     ):
         md.prepare(Tagger().layers, SGD, md.Layout(pp=2), of_model)
+
+
+def test_a_pipelines_metric_cannot_call_it_either(cluster_of: Clusters) -> None:
+    def refused() -> None:
+        engine = md.prepare(Chain(md.rank()), SGD, PARSE("pp=2"), lambda scores, _: scores.mean())
+        with pytest.raises(ValueError, match=r"the metric takes the model, and the layout has pp=2"):
+            engine.evaluate(batch(2, 0)["tokens"], batch(2, 0), of_model)
+
+    cluster_of(2).run(refused)
 
 
 def test_a_model_without_a_loss() -> None:
