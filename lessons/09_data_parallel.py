@@ -597,6 +597,7 @@ def scaled(n, rows=64):
         return 0.0  # the others sleep
     model = SlowLayer(ROW, PARAMETERS)  # 2 ms a row forward, 4 ms backward
     inputs = torch.ones(rows // n, 1)
+
     def step():
         model.zero_grad()
         model(inputs).mean().backward()
