@@ -30,6 +30,7 @@ PAIRS = [
     (128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(CPU_LADDER)
 ]
 TALL_AND_FLAT = ((4096, 4096, 64), (4096, 64, 4096), (64, 64, 4096), (64, 4096, 64))  # m, n, k
+AGAIN = 2  # times that a run measures the peaks again
 PAUSE = 0.2  # seconds between turns: BLAS's threads spin for half of that after a product
 # Our time over BLAS's.
 GOALS = {"small": 2.0, "float32": 1.0, "float64": 1 / 0.95, "tall and flat": 1 / 0.9}
@@ -173,12 +174,27 @@ def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores:
     extra["gflops"] = work / benchmark.stats.stats.median
     extra["peer_gflops"] = work / extra["peer_median"]
     extra["percent_of_peer"] = 100 / extra["ratio"]
-    extra["percent_of_peak"] = 100 * 1e9 * extra["gflops"] / _peaks().roof(cores).peak(dtype)
+    peak, raised = _peak(cores, dtype, 1e9 * extra["gflops"])
+    extra["percent_of_peak"] = 100 * 1e9 * extra["gflops"] / peak
     extra["peak_gb_per_s"] = _peaks().roof(cores).bandwidth / 1e9
+    if raised:
+        extra["note"] = "the machine was busy when its peak was measured: it was measured again"
+
+
+def _peak(cores: roofline.Cores, dtype: str, rate: float) -> tuple[float, bool]:
+    """The peak in FLOP/s, and whether it had to be measured again, since a product with `rate` exceeded it.
+
+    Where no new measurement explains the rate, the rate itself is the best that is known of the peak.
+    """
+    first = peak = _peaks().roof(cores).peak(dtype)
+    for again in range(1, 1 + AGAIN):
+        if rate > peak:
+            peak = max(peak, _peaks(again).roof(cores).peak(dtype))
+    return max(peak, rate), rate > first
 
 
 @functools.cache
-def _peaks() -> roofline.Peaks:
-    """This machine's peaks, measured again if it was busy the first time."""
-    kept = roofline.measure()
-    return roofline.measure(fresh=True) if kept.busy else kept
+def _peaks(again: int = 0) -> roofline.Peaks:
+    """This machine's peaks, measured again if it was busy the first time; each `again` measures once more."""
+    kept = roofline.measure(fresh=again > 0)
+    return roofline.measure(fresh=True) if kept.busy and not again else kept

@@ -13,6 +13,7 @@ Running and results:
     formats                numbers as the report prints them
     compare_runs           `--compare`: what got slower since an earlier run
     machine                CPU, GPUs, caches and software versions
+    identity               whether two descriptions are of the same machine
 Timing:
     turns                  two programs in turns inside one benchmark, and their ratio
     cuda_timing            the same on a GPU: operands, rounds, the GPU's clock

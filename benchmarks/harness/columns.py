@@ -201,8 +201,11 @@ COLUMNS = (
     Column("the one idea", _extra("idea", str), right=False),
     Column("note", _extra("note", str), right=False),
 )
+RUN = Column("run", lambda entry: f"{entry['mode']}, {entry['run'].partition('T')[0]}", right=False)
+"""For a table with results of several runs, quick and full ones beside each other."""
 
 
 def shown(entries: Sequence[Entry]) -> list[Column]:
     """Return the columns that at least one of these entries fills."""
-    return [column for column in COLUMNS if any(column.cell(entry) is not None for entry in entries)]
+    found = [column for column in COLUMNS if any(column.cell(entry) is not None for entry in entries)]
+    return [*found, RUN] if len({entry.get("run") for entry in entries}) > 1 else found

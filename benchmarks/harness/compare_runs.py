@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minidist.benchmarks.harness import columns, formats, machine, results
+from minidist.benchmarks.harness import columns, formats, identity, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 
@@ -95,7 +95,7 @@ def compare(old: Results, new: Results, measured: Iterable[str], everything: boo
         measured: the full names of the benchmarks that this run measured.
         everything: whether the run covered all benchmarks; those that are missing then count as gone.
     """
-    same = machine.slug(old["machine_info"], whole=True) == machine.slug(new["machine_info"], whole=True)
+    same = identity.same(old["machine_info"], new["machine_info"])
     new = results.rounded(new)  # as the old file is: otherwise a count of 5/7 would look changed
     after = {entry["fullname"]: entry for entry in results.newest(new)}
     mode = new["runs"][max(new["runs"])]["mode"]

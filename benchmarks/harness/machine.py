@@ -2,7 +2,8 @@
 
 A result without its machine says nothing, so each results file opens with `describe()` and is named by
 `slug()`. Both only read files and environment variables, except that finding the GPU starts one other process
-with a time limit.
+with a time limit. A name is no identity, since CPUs of different generations may all be called "AMD EPYC":
+`identity.py` compares machines.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from minidist.benchmarks.harness import identity
 from minidist.comm.launching.cores import available_cores
 
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
+CORETYPE = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+"""Variables that have OpenBLAS use another CPU's kernel. With Haswell's, NumPy is half as fast on a Zen 5."""
 # It runs in a fresh Python, so that a driver that fails or hangs does so there.
 ASK_DRIVER = """
 from minidist.kernels.cuda.runtime import gpu_driver as gpu
@@ -36,6 +40,7 @@ def describe() -> dict[str, Any]:
     """Return the machine's hardware as a JSON-ready dictionary; sizes are in bytes."""
     return {
         "cpu": cpu_model(),
+        "cpu_id": identity.cpu_id(),
         "cores": available_cores(),
         "cores_of_machine": os.cpu_count() or 1,
         "architecture": platform.machine(),
@@ -82,11 +87,16 @@ def slug(machine: dict[str, Any], whole: bool = False) -> str:
 
 
 def title(machine: dict[str, Any]) -> str:
-    """Describe a machine in one line: `AMD EPYC, 2 cores, 24 GiB, no GPU`."""
+    """Describe a machine in one line: `AMD EPYC (25-17-1), 2 cores, 24 GiB, no GPU`.
+
+    The numbers are the CPU's family, model and stepping. Results of another machine than this one say so.
+    """
     found = machine["gpus"] or []
     gpu = f"{len(found)} x {found[0]['name']}" if len(found) > 1 else found[0]["name"] if found else "no GPU"
     memory = f", {machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else ""
-    return f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] != 1 else ''}{memory}, {gpu}"
+    another = "another machine: " if machine.get("another") else ""
+    cpu = f"{another}{machine['cpu']}{' ({})'.format(machine['cpu_id']) if machine.get('cpu_id') else ''}"
+    return f"{cpu}, {machine['cores']} core{'s' if machine['cores'] != 1 else ''}{memory}, {gpu}"
 
 
 def _plain(name: str) -> str:
@@ -153,7 +163,11 @@ def operating_system() -> str:
 
 
 def blas() -> dict[str, Any] | None:
-    """Return name, version, chosen architecture and threads of NumPy's BLAS, or None for an unknown one."""
+    """Return name, version, chosen architecture and threads of NumPy's BLAS, or None for an unknown one.
+
+    "chosen_by" is OPENBLAS_CORETYPE where that variable chose the architecture, which may then be slower than
+    the CPU's own.
+    """
     import numpy as np
     import threadpoolctl
 
@@ -168,6 +182,7 @@ def blas() -> dict[str, Any] | None:
         "version": own.get("version"),
         "architecture": own.get("architecture"),
         "threads": own.get("num_threads"),
+        **({"chosen_by": CORETYPE[0]} if os.environ.get(CORETYPE[0]) else {}),
     }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import minidist
 from minidist._files import check_file
 from minidist._names import unknown
-from minidist.benchmarks.harness import machine
+from minidist.benchmarks.harness import identity, machine
 
 SCHEMA = 1
 ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
@@ -59,17 +59,15 @@ def folder() -> Path:
 def own_file(where: Path, info: dict[str, Any]) -> Path:
     """Return the path of a machine's results, named after its GPU or else its CPU.
 
-    Many machines may have the same GPU. If the file of that name belongs to another machine, the CPU's name
-    is added. Raises ValueError if that file can't be read.
+    Many machines have the same GPU, and CPUs of several generations the same name. If the file of that name
+    belongs to another machine, the CPU's name is added, or a digest of all that tells machines apart. Raises
+    ValueError if such a file can't be read.
     """
-    path = where / f"{machine.slug(info)}.json"
-    if not info["gpus"] or not path.exists() or _same(load(path)["machine_info"], info):
-        return path
-    return where / f"{machine.slug(info, whole=True)}.json"
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return machine.slug(one, whole=True) == machine.slug(other, whole=True)
+    whole = machine.slug(info, whole=True)
+    names = (machine.slug(info), whole, f"{whole}-{identity.digest(info)}")
+    paths = [where / f"{name}.json" for name in dict.fromkeys(names)]
+    own = [path for path in paths if path.exists() and identity.same(load(path)["machine_info"], info)]
+    return (own or [path for path in paths if not path.exists()] or paths[-1:])[0]
 
 
 def load(path: Path) -> Results:
@@ -118,11 +116,16 @@ def _missing(results: Results) -> Iterator[str]:
             yield from (f"{which} {each}" for each in needed if key in extra and each not in extra)
 
 
-def check_writable(path: Path) -> None:
-    """Raise ValueError if results cannot be written to `path`, or if it holds something else."""
+def check_writable(path: Path, info: dict[str, Any]) -> None:
+    """Raise ValueError if `path` cannot be written, or holds no results, or another machine's."""
     check_file("--out", path, make_folder=True)
     if path.exists():
-        load(path)
+        owner = load(path)["machine_info"]
+        if not identity.same(owner, info):
+            raise ValueError(
+                f"{path} holds results of {machine.title(owner)}, and this is {machine.title(info)}: figures "
+                "of two machines in one file would be taken for one machine's; name another file"
+            )
 
 
 def load_all(where: Path) -> dict[str, Results]:
@@ -133,8 +136,9 @@ def load_all(where: Path) -> dict[str, Results]:
 def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[str, Results]]:
     """Load all machines' results by slug, with machine `first` in front, or else this machine.
 
-    Also returns the slug of that machine, or None if this machine has no results. Raises ValueError for an
-    unknown machine and for a folder without results.
+    Also returns the slug of that machine, or None if this machine has no results. Results of other machines
+    than this one are marked, and `machine.title` says so. Raises ValueError for an unknown machine and for a
+    folder without results.
     """
     if where.is_file():
         raise ValueError(f"{where} is a file: name the folder that holds it")
@@ -145,7 +149,11 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
         raise ValueError(f"no results in {where}: run `minidist bench` first")
     if first is not None and first not in found:
         raise unknown("machine", first, found)
-    leader = first or own_file(where, machine.describe()).stem
+    info = machine.describe()
+    leader = first or own_file(where, info).stem
+    for each in found.values():
+        if not identity.same(each["machine_info"], info):
+            each["machine_info"] = {**each["machine_info"], "another": True}
     if leader not in found:
         return None, found
     return leader, {leader: found.pop(leader), **found}

@@ -86,7 +86,7 @@ def run(
             raise unknown("suite", name, known)
     info = machine.describe()
     path = out or results.own_file(results.folder(), info)
-    results.check_writable(path)  # fail now, not after minutes of measuring
+    results.check_writable(path, info)  # fail now, not after minutes of measuring
     earlier = None if compare is None else results.load(compare)  # it may be overwritten below
     watcher = Watcher(show)
     ladder = OneRungAtATime(watcher, full, keyword, path, part)

@@ -46,7 +46,8 @@ def findings(machines: Mapping[str, Results], most: int = MOST) -> list[Finding]
         for subject, slug in ((s, m) for s in alternatives for m in machines):
             finding = subject(entries[slug], machines[slug])
             if finding is not None:
-                named = machine.title(machines[slug]["machine_info"]) if len(machines) > 1 else ""
+                info = machines[slug]["machine_info"]
+                named = machine.title(info) if len(machines) > 1 or info.get("another") else ""
                 made.append(replace(finding, slug=slug, machine=named))
                 break
     return made[:most]

@@ -226,7 +226,7 @@ def _facts(found: results.Results) -> str:
         "numba-cuda": (latest.get("numba-cuda") or "") if gpus else "",
         "Cores": str(info["cores"]),
         "Caches": ", ".join(f"{name} {size}" for name, size in info["caches"].items()),
-        "BLAS": f"{blas['name']} {blas['version']}" if blas else "",
+        "BLAS": f"{blas['name']} {blas['version']}, {blas.get('architecture')} kernel" if blas else "",
         **{name: latest[name.lower()] or "" for name in ("Python", "NumPy", "torch", "Numba")},
         "System": latest["os"],
     }

@@ -72,8 +72,17 @@ def provenance(found: Results, entries: Sequence[Entry]) -> str:
     for name in sorted({entry["run"] for entry in entries}):
         run = found["runs"][name]
         commit = f", commit {run['commit']}" if run["commit"] else ""
-        described.append(f"{run['mode']} run of {name.partition('T')[0]}{commit}")
+        beside = any(e["run"] == name and e["extra_info"].get("peer") == "numpy.matmul" for e in entries)
+        blas = f", {blas_kernel(run)}" if beside and run["software"].get("blas") else ""
+        described.append(f"{run['mode']} run of {name.partition('T')[0]}{commit}{blas}")
     return "; ".join(dict.fromkeys(described))
+
+
+def blas_kernel(run: dict[str, Any]) -> str:
+    """Name the kernel of NumPy's BLAS in a run: `NumPy on openblas's SkylakeX kernel`."""
+    blas = run["software"]["blas"]
+    chosen = f", which {blas['chosen_by']} chose" if "chosen_by" in blas else ""
+    return f"NumPy on {blas['name']}'s {blas['architecture']} kernel{chosen}"
 
 
 def show(console: Console, found: Results) -> None:

@@ -45,6 +45,7 @@ def bench(
     With --json and --out, it prints a summary alone: the figures are in the file.
     """
     require("bench", "pytest", "pytest_benchmark")
+    _unset_coretype()
     if compile_only:
         _compile(suites, as_json)
         return
@@ -92,6 +93,14 @@ def bench(
         say(f"{len(done.failed)} failed: {'; '.join(done.failed)}")
     if done.failed or (compared is not None and compared.slower):
         raise typer.Exit(1)
+
+
+def _unset_coretype() -> None:
+    """Let OpenBLAS choose its own kernel: with another CPU's, NumPy would be too easy to beat."""
+    names = [name for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if os.environ.get(name)]
+    if names and "numpy" not in sys.modules:  # OpenBLAS reads them once, as NumPy loads it
+        given = " and ".join(f"{name}={os.environ.pop(name)}" for name in names)
+        say(f"{given} unset for the measurement: OpenBLAS chooses its kernel for this CPU itself")
 
 
 def _part(words: str, suites: list[str] | None) -> tuple[int, int]:

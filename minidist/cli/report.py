@@ -52,11 +52,11 @@ def report(
         )
     else:
         terminal = console()
+        if first is None:
+            show("This machine has no results yet: run minidist bench. These are another's.", style="yellow")
         tables.show(terminal, found[next(iter(found))])
         ladder.show(terminal, ladder.pick(found))
         short_form.show(terminal, found)
-        if first is None:
-            show("This machine has no results yet: run minidist bench", style="yellow")
         others = list(found)[1:]
         if others:
             show(f"Other machines, for --machine: {', '.join(others)}")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minidist.benchmarks import bench_lessons, bench_scaling
+from minidist.benchmarks import bench_cpu_matmul, bench_lessons, bench_scaling
 from minidist.benchmarks.harness import collective_timing, pipeline_steps, results
 from minidist.benchmarks.harness.strategy_rounds import Facts, Timed
 from minidist.comm import cost
@@ -176,3 +176,34 @@ def test_an_interrupted_check_ends_the_run(monkeypatch):
     monkeypatch.setattr(bench_lessons.importlib, "import_module", modules.__getitem__)
     with pytest.raises(KeyboardInterrupt):
         bench_lessons.test_solution(FakeBenchmark(), None, "01_a", "add")
+
+
+class Peaks:
+    """Stands in for a machine's peaks, all of them `rate`."""
+
+    def __init__(self, rate):
+        self.rate, self.bandwidth = rate, 1.0
+
+    def roof(self, cores):
+        return self
+
+    def peak(self, dtype):
+        return self.rate
+
+
+@pytest.mark.parametrize(
+    ("rates", "rate", "peak"),
+    [
+        ((10.0,), 9.0, 10.0),
+        ((10.0, 20.0), 15.0, 20.0),
+        ((10.0, 9.0, 20.0), 15.0, 20.0),
+        ((10.0, 9.0, 11.0), 15.0, 15.0),
+    ],
+)
+def test_a_product_above_the_peak_measures_the_peak_again(monkeypatch, rates, rate, peak):
+    asked = []
+    monkeypatch.setattr(
+        bench_cpu_matmul, "_peaks", lambda again=0: asked.append(again) or Peaks(rates[again])
+    )
+    assert bench_cpu_matmul._peak("one", "float32", rate) == (peak, rate > rates[0])
+    assert asked == list(range(len(rates)))

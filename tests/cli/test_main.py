@@ -474,3 +474,21 @@ def test_report_prints_json_and_nothing_else(capfd, suite):
     assert found["machines"]["out"]["sections"][0]["title"] == "things"
     assert (found["cuda_ladder"]["machine"], len(found["cuda_ladder"]["rows"])) == (None, 10)
     assert not (suite / "report.html").exists()
+
+
+def test_another_cpus_kernel_is_not_what_numpy_is_measured_with():
+    text = (
+        "import os; from minidist.cli import bench; bench._unset_coretype(); "
+        "print(sorted(name for name in os.environ if 'OPENBLAS_C' in name or 'OPENBLAS_L' in name))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_L2_SIZE": "512"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+    assert one_line(done.stderr).startswith(
+        "minidist: OPENBLAS_CORETYPE=Haswell and OPENBLAS_L2_SIZE=512 unset"
+    )

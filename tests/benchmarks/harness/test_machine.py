@@ -47,6 +47,18 @@ def test_title():
     assert machine.title(described(gpus=[{"name": "NVIDIA H200"}] * 2)).endswith("2 x NVIDIA H200")
 
 
+def test_a_title_tells_cpus_of_one_name_apart():
+    told = machine.title(described(cpu="AMD EPYC", cpu_id="26-2-1", another=True))
+    assert told == "another machine: AMD EPYC (26-2-1), 8 cores, 16 GiB, no GPU"
+
+
+def test_a_kernel_that_the_environment_chose_is_named(monkeypatch):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert machine.blas()["chosen_by"] == "OPENBLAS_CORETYPE"
+    monkeypatch.delenv("OPENBLAS_CORETYPE")
+    assert "chosen_by" not in machine.blas()
+
+
 def test_this_machine_is_described_without_its_name():
     text = json.dumps([machine.describe(), machine.software()])
     found = json.loads(text)[0]

@@ -149,13 +149,13 @@ def test_this_machine_leads(tmp_path, monkeypatch):
     for slug in ("a", "b", "c"):
         (tmp_path / f"{slug}.json").write_text(json.dumps(run("2025-01-01", "quick", {"x": 1.0})))
     monkeypatch.setattr(results.machine, "describe", lambda: MACHINE)
-    monkeypatch.setattr(results.machine, "slug", lambda _: "b")
+    monkeypatch.setattr(results.machine, "slug", lambda _, whole=False: "b")
     assert results.in_order(tmp_path)[0] == "b"
     assert list(results.in_order(tmp_path)[1]) == ["b", "a", "c"]
     assert list(results.in_order(tmp_path, "c")[1]) == ["c", "a", "b"]
     with pytest.raises(ValueError, match="unknown machine 'd'"):
         results.in_order(tmp_path, "d")
-    monkeypatch.setattr(results.machine, "slug", lambda _: "new")
+    monkeypatch.setattr(results.machine, "slug", lambda _, whole=False: "new")
     assert results.in_order(tmp_path)[0] is None
 
 
@@ -181,3 +181,32 @@ def test_a_gpus_machine_is_named_by_it_and_another_one_with_it_by_its_cpu_too(tm
 def test_no_results_say_what_to_run(tmp_path):
     with pytest.raises(ValueError, match="run `minidist bench`"):
         results.in_order(tmp_path)
+
+
+def test_two_machines_of_one_name_have_files_of_their_own(tmp_path, monkeypatch):
+    zen4, zen5 = ({**MACHINE, "cpu_id": cpu_id} for cpu_id in ("25-17-1", "26-2-1"))
+    results.save(
+        {**run("2025-01-01", "full", {"a": 1.0}), "machine_info": zen4}, tmp_path / "some-2-cores.json"
+    )
+    own = results.own_file(tmp_path, zen5)
+    assert own.name == f"some-2-cores-{results.identity.digest(zen5)}.json"
+    with pytest.raises(
+        ValueError, match=r"holds results of Some CPU \(25-17-1\).* this is Some CPU \(26-2-1\)"
+    ):
+        results.check_writable(tmp_path / "some-2-cores.json", zen5)
+    results.save({**run("2025-01-02", "quick", {"a": 2.0}), "machine_info": zen5}, own)
+    assert results.own_file(tmp_path, zen5) == own
+    assert results.own_file(tmp_path, zen4).name == "some-2-cores.json"
+    monkeypatch.setattr(results.machine, "describe", lambda: zen5)
+    first, found = results.in_order(tmp_path)
+    titles = [results.machine.title(each["machine_info"]) for each in found.values()]
+    assert first == own.stem
+    assert [title.partition(",")[0] for title in titles] == [
+        "Some CPU (26-2-1)",
+        "another machine: Some CPU (25-17-1)",
+    ]
+
+
+def test_results_without_an_identity_are_another_machines(tmp_path):
+    results.save(run("2025-01-01", "full", {"a": 1.0}), tmp_path / "some-2-cores.json")
+    assert results.own_file(tmp_path, {**MACHINE, "cpu_id": "25-17-1"}).name != "some-2-cores.json"

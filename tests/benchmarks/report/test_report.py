@@ -326,3 +326,22 @@ def test_names_at_the_ends_of_lines_keep_apart():
     )
     assert len(heights) == 6
     assert min(b - a for a, b in itertools.pairwise(heights)) > 8
+
+
+def test_quick_and_full_results_stand_beside_each_other_with_their_dates():
+    found = machine_results(entry("a"), entry("b"))
+    assert "run" not in [column.heading for column in report.sections(found)[0].columns()]
+    found["runs"]["2026-02-03T04:05:06+00:00"] = {**next(iter(found["runs"].values())), "mode": "full"}
+    found["benchmarks"][1]["run"] = "2026-02-03T04:05:06+00:00"
+    text = printed(found, 120)
+    assert "full, 2026-02-03" in text
+    assert "quick, " in text
+
+
+def test_numpys_kernel_is_shown_beside_its_figures():
+    found = machine_results(entry("a", ratio=2.0, **COMPARED))
+    (run,) = found["runs"].values()
+    run["software"] = {**run["software"], "blas": {"name": "openblas", "architecture": "Haswell"}}
+    assert "NumPy on openblas's Haswell kernel" in " ".join(printed(found, 140).split())
+    run["software"]["blas"]["chosen_by"] = "OPENBLAS_CORETYPE"
+    assert "kernel, which OPENBLAS_CORETYPE chose" in " ".join(printed(found, 140).split())
