@@ -31,6 +31,8 @@ from minidist.benchmarks.harness.one_rung import OneRungAtATime
 from minidist.benchmarks.harness.progress import Watcher
 
 HERE = Path(__file__).parent.parent
+ONLY_FULL = {"fully_shard", "lessons", "parameter_server", "plain", "tensor_parallel", "training", "zero"}
+"""Suites on which no finding rests: a quick run measures them only if they are named."""
 
 
 @dataclass
@@ -48,8 +50,9 @@ class Outcome:
 
 
 def suites() -> dict[str, Path]:
-    """Return the suites by name: `launch` is bench_launch.py."""
-    return {path.stem.removeprefix("bench_"): path for path in sorted(HERE.glob("bench_*.py"))}
+    """Return the suites by name, the headline first: `launch` is bench_launch.py."""
+    paths = sorted(HERE.glob("bench_*.py"), key=lambda path: (path.stem != "bench_headline", path.stem))
+    return {path.stem.removeprefix("bench_"): path for path in paths}
 
 
 def run(
@@ -66,7 +69,7 @@ def run(
     """Run suites (all if `names` is empty), and merge the figures into this machine's results file.
 
     Args:
-        names: names of suites, see `suites()`.
+        names: names of suites, see `suites()`; without, a quick run leaves out ONLY_FULL.
         full: all sizes and more rounds.
         keyword: pytest's -k expression, to select benchmarks of those suites.
         out: the results file; by default one named after the machine in `results.folder()`.
@@ -91,7 +94,8 @@ def run(
     watcher = Watcher(show)
     ladder = OneRungAtATime(watcher, full, keyword, path, part)
     started, began = time.monotonic(), _now()
-    chosen = [known[name] for name in names] or list(known.values())
+    left = set() if names or keyword or full else ONLY_FULL
+    chosen = [known[name] for name in names] or [path for name, path in known.items() if name not in left]
     measured = _pytest(chosen, full, keyword, [watcher] if one_process else [watcher, ladder])
     if watcher.broken:
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
@@ -106,7 +110,9 @@ def run(
     new = _results(passed, info, watcher, full)
     # Read the file only now, since another run may have written it meanwhile.
     old = results.load(path) if path.exists() else None
-    everything = None if names or keyword else [*watcher.collected, *_left_out(old, watcher)]
+    everything = (
+        None if names or keyword else [*watcher.collected, *_left_out(old, {*watcher.left_out, *left})]
+    )
     merged = results.merge(old, new, everything=everything)
     if passed:
         results.save(merged, path)
@@ -122,9 +128,9 @@ def run(
     return Outcome(path, merged, len(entries), seconds, failed, skipped, measured_suites, compared)
 
 
-def _left_out(old: results.Results | None, watcher: Watcher) -> list[str]:
-    """Name the old results to keep of suites that can't run now, for example without a GPU."""
-    suites_left_out = {f"bench_{name}" for name in watcher.left_out}
+def _left_out(old: results.Results | None, names: set[str]) -> list[str]:
+    """Name the old results to keep of suites that this run leaves out, for example without a GPU."""
+    suites_left_out = {f"bench_{name}" for name in names}
     return [
         entry["fullname"] for entry in (old or {}).get("benchmarks", []) if entry["suite"] in suites_left_out
     ]

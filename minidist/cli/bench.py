@@ -18,7 +18,9 @@ from minidist.cli.output import console, print_json, require, say, short, show
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="cpu_matmul, cuda, collectives, training, zero, ...; default: all."),
+        typer.Argument(
+            help="headline, cpu_matmul, cuda, training, ...; default: all, or those with findings."
+        ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="All sizes and more rounds.")] = False,
     keyword: Annotated[
