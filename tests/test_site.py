@@ -34,7 +34,7 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
         assert not found, f"{page.relative_to(site)}: {found}"
 
 
-def test_every_strategy_page_has_its_picture(site: Path) -> None:
+def test_pages_of_strategies_have_their_pictures(site: Path) -> None:
     for name in ("data_parallel", "zero", "tensor_parallel", "pipeline", "cut_the_model"):
         text = (site / "strategies" / f"{name}.html").read_text()
         assert "<svg" in text.split("<article", 1)[1].split("</article>")[0] or "pictures/" in text, name

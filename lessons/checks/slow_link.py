@@ -74,7 +74,7 @@ class Link:
 
 
 class _UnderWay:
-    """What `send` returns with async_op=True."""
+    """A send that was begun with async_op=True."""
 
     def __init__(self, works: Sequence[Any], arrives: float, x: torch.Tensor) -> None:
         self._works, self._arrives, self._x = works, arrives, x

@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import json
 import random
-import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -107,15 +105,18 @@ def ties(engine: Engine) -> dict[str, str]:
 
 
 def config_files(model: Any) -> dict[str, dict[str, Any]]:
-    """Return the files that say how to make a model of transformers, by name; none for other models."""
-    with tempfile.TemporaryDirectory() as folder:
-        if callable(getattr(getattr(model, "config", None), "save_pretrained", None)):
-            config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__]
-            config.save_pretrained(folder)
-            if callable(getattr(getattr(model, "generation_config", None), "save_pretrained", None)):
-                model.generation_config.save_pretrained(folder)
-        return {path.name: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+    """Return the files that say how to make a model of transformers, by name; none for other models.
+
+    As its `save_pretrained` writes them, but without its check, which a save of a training should not fail.
+    """
+    if not callable(getattr(getattr(model, "config", None), "to_json_string", None)):
+        return {}
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    found = {"config.json": json.loads(config.to_json_string())}
+    if callable(getattr(getattr(model, "generation_config", None), "to_json_string", None)):
+        found["generation_config.json"] = json.loads(model.generation_config.to_json_string())
+    return found
 
 
 def buffer_names(engine: Engine) -> set[str]:

@@ -68,7 +68,7 @@ class Started:
 
 
 def started() -> Started | None:
-    """Who started this process as a rank; None if nobody did, or as the only one.
+    """The launcher that started this process as one of several ranks; None if there is none.
 
     ValueError if a variable is not a number.
     """
@@ -158,10 +158,10 @@ def _tasks_here(ranks: int) -> int:
 def _first_host(found: Started) -> str | None:
     """The machine of rank 0: this one if it has all ranks, or the first of SLURM's node list."""
     nodes = os.environ.get(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), "")
-    # "gpu[03-05,9],login1" begins with gpu03.
-    host = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    # "rack1gpu[03-05,9],login1" begins with rack1gpu03.
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
     if found.local_ranks == found.ranks:
         return "127.0.0.1"
-    if host:
-        return "".join(part or "" for part in host.groups())
+    if first:
+        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
     return os.environ.get("SLURM_LAUNCH_NODE_IPADDR")

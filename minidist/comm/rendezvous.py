@@ -64,11 +64,11 @@ def fresh_part(store: Store, own: int, ranks: int, timeout: float) -> str:
         question = secrets.token_hex(8)
         store.set(f"minidist/question/{own}", question)
         name = store.get(f"minidist/answer/{question}").decode()
-        store.add(f"{name}/present", 1)
+        store.set(f"{name}/present/{own}", "1")  # not a count: a rank that its agent restarts asks twice
         return name
     name, deadline = f"minidist/{secrets.token_hex(8)}", time.monotonic() + timeout
     answered = dict.fromkeys(range(1, ranks), "")
-    while store.add(f"{name}/present", 0) < ranks - 1:
+    while ranks > 1 and not store.check([f"{name}/present/{other}" for other in answered]):
         for other in answered:
             key = f"minidist/question/{other}"
             question = store.get(key).decode() if store.check([key]) else ""

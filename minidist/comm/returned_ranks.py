@@ -40,17 +40,18 @@ class ReturnedRanks:
     def end_run(self) -> None:
         """Say that this rank has returned once more."""
         self._runs += 1
+        if self._is_asking():
+            return
         with suppress(dist.DistError):  # the store is gone where another process held it
             self._store.set(_key(self._own), str(self._runs))
 
     def has(self, rank: int) -> bool:
         """Whether a rank of the world is found to have returned from the function that this rank runs.
 
-        A thread asks, because the store answers never where its host is gone, whatever limit it is given.
+        A thread asks: if the store's host is gone, the store never answers, whatever the limit.
         """
         now = time.monotonic()
-        asking = self._look is not None and self._look.is_alive()
-        if asking or now - self._looked.get(rank, 0.0) < PAUSE:
+        if self._is_asking() or now - self._looked.get(rank, 0.0) < PAUSE:
             return False
         self._looked[rank] = now
         answers: list[bool] = []
@@ -58,6 +59,10 @@ class ReturnedRanks:
         self._look.start()
         self._look.join(PAUSE)
         return any(answers)
+
+    def _is_asking(self) -> bool:
+        """Whether a look hangs: it holds the store's lock."""
+        return self._look is not None and self._look.is_alive()
 
     def _ask(self, rank: int, answers: list[bool]) -> None:
         with suppress(dist.DistError):

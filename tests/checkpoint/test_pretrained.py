@@ -275,3 +275,13 @@ def test_an_export_replaces_an_earlier_model_and_keeps_other_files(tmp_path: Pat
     md.export(large, tmp_path, max_file_bytes=100)
     assert not (tmp_path / "model.safetensors").exists()
     assert md.load_pretrained(large, tmp_path) == ([], [])
+
+
+def test_a_training_is_saved_whatever_transformers_says_of_its_texts(tmp_path: Path) -> None:
+    """`save_pretrained` refuses a temperature without sampling, which published models have had."""
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    model = transformer("llama")
+    model.generation_config.temperature = 0.5
+    md.save(md.prepare(model, SGD), tmp_path / "run", step=1)
+    md.export(tmp_path / "run" / "step-00000001", tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["temperature"] == 0.5

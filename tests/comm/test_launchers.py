@@ -102,6 +102,7 @@ def test_two_jobs_of_one_machine_have_ports_of_their_own(monkeypatch: pytest.Mon
         ({}, "gpu03"),
         ({"SLURM_STEP_NODELIST": "login1,gpu[03-05]"}, "login1"),
         ({"SLURM_STEP_NODELIST": "gpu[7,9]-ib"}, "gpu7-ib"),
+        ({"SLURM_STEP_NODELIST": "rack[1-2]node[01-04],login1"}, "rack1node01"),
         ({"SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}, "10.0.0.7"),
         ({"MASTER_ADDR": "elsewhere"}, "elsewhere"),
         ({"SLURM_STEP_TASKS_PER_NODE": "5"}, "127.0.0.1"),

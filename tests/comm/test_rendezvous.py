@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,11 +18,10 @@ from minidist.comm.rendezvous import fresh_part
 
 def life(store: dist.Store, ranks: int, late: int | None = None) -> set[str]:
     """The names that the ranks of one life agree on; rank `late` comes after the others."""
-    others = threading.Event()
 
     def rank(own: int) -> str:
         if own == late:
-            others.wait(0.05)
+            time.sleep(0.05)
         return fresh_part(store, own, ranks, timeout=20)
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -90,3 +89,15 @@ def test_torchrun_restarts_ranks_that_were_killed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "life 2: 2\n"
+
+
+def test_a_rank_that_asks_twice_is_one_rank() -> None:
+    """Its agent has restarted it while rank 3 was still to come, which must get its answer."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(5) as pool:
+        begun = [pool.submit(fresh_part, store, own, 4, 20) for own in (0, 1, 2)]
+        begun[2].result(20)
+        begun.append(pool.submit(fresh_part, store, 2, 4, 20))
+        begun[3].result(20)
+        begun.append(pool.submit(fresh_part, store, 3, 4, 20))
+        assert len({each.result(20) for each in begun}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import minidist as md
 from minidist import comm
+from minidist.comm.returned_ranks import ReturnedRanks
 
 Clusters = Callable[[int], md.Cluster]
 SECONDS = 5.0
@@ -93,3 +95,31 @@ def test_torchrun_ends_when_a_rank_waits_for_one_that_has_returned(tmp_path: Pat
     )
     assert done.returncode
     assert "rank 1 has returned from its function, and will never join this call" in done.stderr
+
+
+class GoneStore:
+    """A store whose host is gone: it never answers."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def clone(self) -> GoneStore:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        assert value == "0", "end_run has asked the store, and would hang"
+
+    def get(self, key: str) -> str:
+        self.ended.wait(60)
+        return "0"
+
+
+def test_a_store_that_never_answers_holds_nobody_up() -> None:
+    store = GoneStore()
+    world = ReturnedRanks(store, 1, True)  # type: ignore[arg-type] # a double
+    begun = time.monotonic()
+    assert not world.has(0)
+    assert not world.has(2)
+    world.end_run()
+    store.ended.set()
+    assert time.monotonic() - begun < SECONDS

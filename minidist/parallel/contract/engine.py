@@ -62,35 +62,54 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 State = list[tuple[dict[str, Any], str, Any]]
-"""Each tensor and number with the dict that has it, and its name there."""
+"""Each tensor, number and None with the dict that has it, and its name there."""
 
 
 def state_of(*owners: Any) -> State:
     """The buffers and plain attributes of modules and their parts, and the attributes of other objects.
 
-    Those that are tensors or numbers: a forward pass may count with them. A closure's variables are not among
-    them.
+    Those that are tensors, numbers or None: a forward pass may count with them. Of a method and a partial it
+    is the attributes of their object. A closure's variables are not among them.
     """
-    parts = [part for each in owners for part in (each.modules() if isinstance(each, nn.Module) else [each])]
-    stores = [getattr(part, name, None) for part in parts for name in ("__dict__", "_buffers")]
     return [
         (store, name, value)
-        for store in stores
-        if isinstance(store, dict)
+        for store in _stores(owners)
         for name, value in store.items()
-        if isinstance(value, Tensor | int | float)
+        if isinstance(value, Tensor | int | float | None)
     ]
+
+
+def _stores(owners: Iterable[Any]) -> list[dict[str, Any]]:
+    objects = [getattr(getattr(each, "func", each), "__self__", each) for each in owners]
+    parts = [part for each in objects for part in (each.modules() if isinstance(each, nn.Module) else [each])]
+    found = [getattr(part, name, None) for part in parts for name in ("__dict__", "_buffers")]
+    return [store for store in found if isinstance(store, dict)]
 
 
 @contextmanager
 def unchanged(*owners: Any) -> Iterator[None]:
-    """Afterwards, modules and other objects have the tensors and numbers that they have now (`state_of`)."""
-    state = state_of(*owners)
+    """Afterwards, modules and other objects have the state that they have now (`state_of`), and no more."""
+    stores, state = _stores(owners), state_of(*owners)
+    names = [{*store} for store in stores]
     before = [value.detach().clone() if isinstance(value, Tensor) else value for _, _, value in state]
     try:
         yield
     finally:
+        for store, known in zip(stores, names, strict=True):
+            for name in {*store} - known:
+                if isinstance(store[name], Tensor | int | float | None):
+                    del store[name]
         for (store, name, value), old in zip(state, before, strict=True):
             store[name] = value
-            if isinstance(value, Tensor) and not torch.equal(value, old):
+            if isinstance(value, Tensor) and differs(value, old):
                 value.data.copy_(old)
+
+
+def differs(value: Any, old: Any) -> bool:
+    """Whether a tensor has other values than before, or anything else is another object."""
+    if not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return value is not old
+    try:
+        return not torch.equal(value, old)
+    except RuntimeError:  # a dry run has no values, and sparse tensors are not compared
+        return False

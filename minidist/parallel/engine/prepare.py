@@ -117,9 +117,9 @@ def prepare(
             ranks, which need equally many, with
             `minidist.parallel.tensor_parallel.gather_sequence(features, 0)`, through which gradients pass:
             with the own rows alone, ranks would train another model. The check calls model and loss with
-            fewer rows, and then gives them back their buffers, and attributes that are tensors or numbers.
-            Give False also where they keep other state, as a closure's list, and where a part of the batch
-            is not cut by rows, as a graph.
+            fewer rows, and then gives them back their buffers, and attributes that are tensors, numbers or
+            None. Give False also where they keep other state, as a closure's list, and where a part of the
+            batch is not cut by rows, as a graph.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -229,9 +229,10 @@ def labels_of(model: nn.Module, batch: Any) -> Weight:
 
 def weighted(result: Any, own: float) -> tuple[Tensor, Weight]:
     """A loss's result as (mean, weight); `own` is the weight of one that returns the mean alone."""
-    if not isinstance(result, tuple):
-        return result, own
-    mean, weight = result
+    mean, weight = result if isinstance(result, tuple) else (result, own)
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        what = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else repr(mean)
+        raise TypeError(f"the loss or metric returned {what}; let it return its mean, a tensor of 1 element")
     return mean, weight.detach().double() if isinstance(weight, Tensor) else float(weight)
 
 

@@ -80,7 +80,7 @@ class Engine(Evaluation):
         pairs = pairs_of(inputs, targets, self.executor.objective.takes_model)
         for pair in pairs:
             check_rows(*pair, self.data_ranks)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise gradients_are_off()
         if self._plan_check is not None:
             self._check_plan(pairs[0])

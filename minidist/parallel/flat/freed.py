@@ -82,7 +82,7 @@ def show(parameters: Sequence[Tensor]) -> None:
 
 
 def outside(x: Tensor, memory: Sequence[Tensor | None]) -> Tensor:
-    """`x`, or a copy of it if it lies in `memory`. Whoever read it there after the next free would crash."""
+    """`x`, or a copy of it if it lies in `memory`. A read there after the next free would crash."""
     if x.layout is not torch.strided or x.is_nested:
         return x
     storage = x.untyped_storage()._cdata

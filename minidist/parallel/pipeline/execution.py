@@ -114,7 +114,7 @@ class Pipeline:
         """
         rows = check_rows(inputs, targets)
         # These two raise every error of the batch before a receive is posted.
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise gradients_are_off()
         self._parts(rows)
         held = [(p, ranks, None if p is None else p.grad) for p, ranks in self.tied]
@@ -168,7 +168,7 @@ class Pipeline:
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
         parts = self._parts(rows_of(inputs))
-        if train and not torch.is_grad_enabled():
+        if train and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise gradients_are_off()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:

@@ -32,8 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 from minidist._names import fits, fits_none
 from minidist.comm.opaque import opaque
-from minidist.parallel.contract.engine import State, state_of
+from minidist.parallel.contract.engine import State, differs, state_of
 from minidist.parallel.training.activation_memory import ActivationCounter
+
+LARGE = 2**16
+"""Elements of a tensor of a part's state that is not copied in each call."""
 
 
 def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn.Module:
@@ -44,8 +47,8 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
 
     Parts get another `forward`; all names stay. Parts may contain each other. Buffers that a part updates,
     such as BatchNorm's statistics or a codebook, are updated once, and a part computes again with those that
-    it had; so with attributes that are tensors or numbers. Where no gradients are computed, nothing is kept
-    or computed again.
+    it had; so with attributes that are tensors, numbers or None. Where no gradients are computed, nothing is
+    kept or computed again.
 
     parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots; None
     for the layers, which are the children of each outermost `ModuleList` and `Sequential`. Raises ValueError
@@ -116,7 +119,11 @@ class _Recomputed:
     def __init__(self, part: nn.Module) -> None:
         self._part = part
         self._own = part.__dict__.get("forward")  # set if another wrapper has replaced the class's forward
-        self._written: set[tuple[int, str]] | None = None  # what the first call has changed of its state
+        self._written: set[tuple[int, str]] | None = None  # large tensors of its state that calls change
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose tensors have other places."""
+        return {**self.__dict__, "_written": None}
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,30 +135,40 @@ class _Recomputed:
         forward = partial(
             own, **{k: None if _is_empty_cache(value) else value for k, value in kwargs.items()}
         )
-        counter, state = ActivationCounter.active(), self._state()
+        counter, (state, untouched) = ActivationCounter.active(), self._state()
         contexts = nullcontext(), _again(self._part, counter, state)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
         if self._written is None:
-            state[:] = [(store, name, old) for store, name, old in state if _differs(store[name], old)]
-            self._written = {(id(store), name) for store, name, _ in state}
+            changed = [(s, name, old) for s, name, old in state if _is_large(old) and differs(s[name], old)]
+            state[:] = [each for each in state if not _is_large(each[2])] + changed
+            self._written = {(id(store), name) for store, name, _ in changed}
+        for (store, name, old), version in untouched:
+            if store.get(name) is not old:  # which keeps its values
+                state.append((store, name, old))
+            elif old._version != version:
+                raise RuntimeError(
+                    f"{name} of shape {tuple(old.shape)} changed in place in a part that is recomputed, and "
+                    "not in the part's first call, so its old values were not kept; assign a new tensor to "
+                    "it, or leave this part out of what is recomputed"
+                )
         return outputs
 
-    def _state(self) -> State:
-        """Copies of the state that this call may change: all in the first call, then what that changed."""
-        return [
-            (store, name, value.detach().clone() if isinstance(value, Tensor) else value)
-            for store, name, value in state_of(self._part)
-            if self._written is None or (id(store), name) in self._written
-        ]
+    def _state(self) -> tuple[State, list[tuple[tuple[dict[str, Any], str, Tensor], int]]]:
+        """Copies of the state that this call may change, and large tensors that no call has changed yet.
+
+        Small tensors are copied in every call. Of large ones the first call shows which it changes.
+        """
+        copies, untouched = [], []
+        for store, name, value in state_of(self._part):
+            if _is_large(value) and self._written is not None and (id(store), name) not in self._written:
+                untouched.append(((store, name, value), value._version))
+            else:
+                copies.append((store, name, value.detach().clone() if isinstance(value, Tensor) else value))
+        return copies, untouched
 
 
-def _differs(value: Any, old: Any) -> bool:
-    if not isinstance(value, Tensor) or not isinstance(old, Tensor):
-        return bool(value is not old)
-    try:
-        return not torch.equal(value, old)
-    except RuntimeError:  # a dry run has no values
-        return False
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > LARGE
 
 
 def _is_empty_cache(value: object) -> bool:

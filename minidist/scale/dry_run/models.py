@@ -50,7 +50,7 @@ def batch_of(
 
 
 def example_of(shape: TransformerConfig | OwnModel, layout: Layout) -> Any:
-    """What `prepare` needs to find the layers of a model of your own; None if it needs nothing."""
+    """The example with which `prepare` finds the layers of a model of your own; None if it needs nothing."""
     return shape.batch(1)[0] if isinstance(shape, OwnModel) and layout.pp > 1 else None
 
 
@@ -62,7 +62,7 @@ def sent_to(
     chunk: int,
     rows: int,
 ) -> list[Form]:
-    """What the stage before sends to one of an engine's chunks, for a micro-batch of so many rows."""
+    """The tensors that the stage before sends to an engine's chunk, for a micro-batch of so many rows."""
     layout = engine.layout
     if not isinstance(shape, OwnModel):
         outside = tokens // layout.tp if layout.sequence_parallel else tokens

@@ -129,20 +129,16 @@ def test_registers_spills_occupancy_and_instructions(step, dtype, architecture):
     assert occupancy(compiled.report, kernel.threads, dynamic).blocks >= blocks
 
 
-SPILLING = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
-TILES = [(8, "LARGE"), (8, "SMALL"), (9, "LARGE"), (9, "TIGHT"), (9, "SMALL")]
-
-
 @pytest.mark.deep
-@pytest.mark.parametrize("architecture", SPILLING)
-@pytest.mark.parametrize(("number", "tile"), TILES)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("number", "tile"), [(8, "LARGE"), (8, "SMALL"), (9, "LARGE"), (9, "TIGHT"), (9, "SMALL")]
+)
 def test_no_tile_of_any_size_spills(monkeypatch, number, tile, architecture):
-    """Every tile for every architecture, and each of both with every dtype: all pairs, not all triples."""
     step = CUDA_LADDER[number - 1]
     module = importlib.import_module(f"minidist.kernels.cuda.{step.name}")
     monkeypatch.setattr(module, "choose", lambda m, n: getattr(module, tile))
-    dtypes = [dtype for dtype in step.dtypes if dtype != "bfloat16"]  # whose code is float16's
-    dtype = dtypes[(SPILLING.index(architecture) + TILES.index((number, tile))) % len(dtypes)]
-    kernel, types, _ = launched(step, dtype, LARGE)
-    report = kernel.compile(types, architecture).report
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0), (dtype, report)
+    for dtype in set(step.dtypes) - {"bfloat16"}:  # whose code is float16's
+        kernel, types, _ = launched(step, dtype, LARGE)
+        report = kernel.compile(types, architecture).report
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0), (dtype, report)

@@ -39,7 +39,8 @@ def test_a_schedule_in_the_record_is_known_everywhere(added: str) -> None:
         assert found.activations == expected.activations
     planned = plan(SHAPE, ranks=2, memory=10**9, batch=(8, 16), hardware="cpu-xeon-8480")
     tried = {each.layout.schedule for each in planned.fitting if each.layout.pp > 1}
-    assert tried == {"1f1b", "zero_bubble", "interleaved", added}
+    assert added in tried
+    assert tried == {name for name, kind in SCHEDULES.items() if kind.planned}
 
 
 def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -481,3 +481,58 @@ def test_a_model_without_a_loss() -> None:
         TypeError, match="the model gave a dict without a loss of its own; pass what it needs"
     ):
         engine.step({"tokens": batch(2, 0)["tokens"]})
+
+
+class Keeps(nn.Module):
+    """Keeps state that begins as None, beside a sparse matrix, which is never compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.sparse, self.last = nn.Linear(3, 3).double(), torch.eye(3).to_sparse(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x if self.last is None else x + self.last).tanh()
+        self.last = y.detach()
+        return y
+
+
+class Criterion:
+    """A loss with a running mean of its own, given as a method."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def of(self, model: Any, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).square().mean()
+        self.mean = loss.detach() if self.mean is None else 0.5 * self.mean + 0.5 * loss.detach()
+        return loss
+
+
+def test_the_check_gives_back_state_that_begins_as_none() -> None:
+    x = torch.randn(8, 3, dtype=torch.float64)
+    found = []
+    for check_loss in (True, False):
+        criterion = Criterion()
+        engine = md.prepare(Keeps(), SGD, md.Layout(micro_batches=2), criterion.of, check_loss=check_loss)
+        found.append(([engine.step(x) for _ in range(3)], criterion.mean))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="none"), r"shape \(4, 3\)"),
+        (lambda outputs, targets: 1.0, "1.0;"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused(loss: Any, told: str) -> None:
+    engine = md.prepare(nn.Linear(3, 3), SGD, loss=loss)
+    with pytest.raises(TypeError, match=f"the loss or metric returned .*{told}"):
+        engine.step(torch.randn(4, 3), torch.randn(4, 3))
+
+
+def test_a_step_in_inference_mode_is_refused() -> None:
+    engine = md.prepare(nn.Linear(3, 3), SGD, loss=functional.mse_loss)
+    with torch.inference_mode(), torch.enable_grad(), pytest.raises(RuntimeError, match="gradients are off"):
+        engine.step(torch.randn(4, 3), torch.randn(4, 3))

@@ -215,3 +215,50 @@ def test_a_spectral_norm_is_refused(norm: Callable[[nn.Module], nn.Module]) -> N
         recompute(model)
     assert not recomputes(model)
     recompute(model, ["0", "2"])
+
+
+class Counts(nn.Module):
+    """Scales by a tensor that changes from call `late` on: assigned, or in place."""
+
+    def __init__(self, elements: int, late: int, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.late, self.in_place = nn.Linear(3, 3), late, in_place
+        self.register_buffer("scale", torch.ones(elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).tanh() * self.scale[:3].clone()
+        self.late -= 1
+        if self.late <= 0:
+            if self.in_place:
+                self.scale.mul_(2)
+            else:
+                self.scale = self.scale * 2
+        return y
+
+
+def trained(late: int, elements: int, in_place: bool, again: bool) -> list[list[Tensor | None]]:
+    model: nn.Module = nn.Sequential(Counts(elements, late, in_place))
+    if again:
+        recompute(model)
+    found = []
+    for step in range(4):
+        if step == 2:
+            model = copy.deepcopy(model)
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("elements", [3, 2**17])
+@pytest.mark.parametrize("late", [1, 2])
+def test_state_may_begin_to_change_in_any_call(late: int, elements: int, in_place: bool) -> None:
+    if in_place and elements > 3 and late == 2:
+        with pytest.raises(RuntimeError, match=r"scale of shape .* changed in place"):
+            trained(late, elements, in_place, True)
+        return
+    torch.testing.assert_close(
+        trained(late, elements, in_place, True), trained(late, elements, in_place, False), rtol=0, atol=0
+    )

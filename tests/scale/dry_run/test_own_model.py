@@ -203,3 +203,13 @@ def test_a_plan_shards_what_does_not_fit() -> None:
 def test_layouts_that_cut_it_are_refused(layout: str, rows: int | tuple[int, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         dryrun(resnet(), PARSE(layout), rows)
+
+
+def test_a_loss_of_the_model_runs_dry_beside_buffers() -> None:
+    """The first step's check gives buffers back, of which a dry run has no values."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    own = OwnModel("a ResNet", ResNet, images, loss)
+    assert dryrun(own, PARSE("dp=2"), 12).calls
