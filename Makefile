@@ -64,8 +64,12 @@ lessons: setup
 notebooks: setup
 	$(BIN)/python lessons/checks/notebooks.py
 
+# Python for the browser, which the playground runs. Without npm or a network, the site says that it is missing.
+build/node_modules/pyodide:
+	-npm install --silent --no-save --no-audit --no-fund --fetch-retries 0 --prefix build pyodide@314.0.7
+
 # Lessons are shown with their outputs if `make lessons-check` has run them.
-site: setup
+site: setup build/node_modules/pyodide
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open build/site/index.html in a browser."
 

@@ -1,18 +1,23 @@
-"""The pages of the site that are no files of docs/: sources, lessons, the API; and the lessons' pictures.
+"""The pages of the site that are no files of docs/: sources, lessons, the API; the lessons' pictures; Python.
 
 A page links to files of the repository as it does on disk (`../minidist/plain/buckets.py`). The site has a
 page for each such file and folder, and the links lead there. A picture stands where a page has a comment like
 `<!-- picture: ring.ring_animation -->`, which names a function of lessons/checks/pictures.
+
+The playground's page gets Python itself (Pyodide) in a script, since a page that is a file may fetch no file.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
+import gzip
 import importlib
 import json
 import os
 import posixpath
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,9 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXECUTED = ROOT / "build" / "lessons"
 """Where `make lessons-check` leaves the lessons with their outputs; without it they are shown without."""
+PYODIDE = ROOT / "build" / "node_modules" / "pyodide"
+"""Where `make site` installs the npm package of that name."""
+EMBEDDED = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 LINK = re.compile(r"(?<=\]\()(?!http|#)([^)#\s]+)(#[^)]*)?(?=\))")
 API = {"minidist": "", "comm": "comm.", "schedules": "parallel.schedules.", "kernels": "kernels."}
 """The reference's pages, and where in minidist their names are."""
@@ -48,6 +56,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         names = importlib.import_module(f"minidist.{place}".rstrip(".")).__all__
         content = "".join(f"::: minidist.{place}{name}\n\n" for name in sorted(names) if name not in API)
         files.append(File.generated(config, f"api/{page}.md", content=f"# {page}\n\n{content}"))
+    if PYODIDE.exists():
+        files.append(File.generated(config, "assets/playground-python.js", content=python_script()))
     return files
 
 
@@ -118,7 +128,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the pictures in."""
+    """Put the pictures and the playground in."""
+    html = html.replace("<!-- playground -->", playground())
     return re.sub(r"<!-- picture: (\w+)\.(\w+) -->", lambda found: picture(*found.groups()), html)
 
 
@@ -131,3 +142,42 @@ def picture(module: str, function: str) -> str:
     ):
         getattr(importlib.import_module(f"checks.pictures.{module}"), function)()
     return "".join(each.data for each in shown)
+
+
+def playground(pyodide: Path = PYODIDE) -> str:
+    """The playground's form and scripts; or a sentence, where the npm package is missing."""
+    if pyodide.exists():
+        return (DOCS / "playground.html").read_text()
+    return (
+        "<p><strong>The playground is missing:</strong> <code>make site</code> could not install the npm "
+        "package <code>pyodide</code>, which runs Python in a browser.</p>"
+    )
+
+
+def python_script() -> str:
+    """A script that defines `loadPyodide`, and EMBEDDED: the files that it needs, each as base64 of its gzip.
+
+    Among them is sources.json: the text of docs/playground.py and of each file of minidist that it imports.
+    """
+    program = (
+        "import json, sys, playground; "
+        "print(json.dumps([m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'minidist']))"
+    )
+    paths = os.pathsep.join([os.fspath(ROOT), os.fspath(DOCS)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    sources = {
+        Path(file).relative_to(ROOT).as_posix(): Path(file).read_text() for file in json.loads(done.stdout)
+    }
+    sources["playground.py"] = (DOCS / "playground.py").read_text()
+    contents = {name: (PYODIDE / name).read_bytes() for name in EMBEDDED}
+    contents["sources.json"] = json.dumps(sources).encode()
+    packed = {
+        name: base64.b64encode(gzip.compress(each, mtime=0)).decode() for name, each in contents.items()
+    }
+    return f"{(PYODIDE / 'pyodide.js').read_text()}\nconst EMBEDDED = {json.dumps(packed)};\n"

@@ -1,0 +1,99 @@
+"""The playground's answers: a question about a schedule in, its verdict, times and passes out, all as JSON.
+
+The page runs this file in the browser, by Pyodide, with the library's own sources. So it says of a schedule
+what `schedules.simulate` says, which checks it first.
+
+In the page's text each line is a rank's list: F0 is the forward pass of micro-batch 0, and F0.1 that through
+chunk 1. The other letters, and the messages (recv F0, send F0), are those of `str(Instruction)`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+
+from minidist.parallel import schedules
+from minidist.parallel.pipeline.instructions import KINDS, sizes
+from minidist.parallel.pipeline.schedule_plot import DRAWN
+from minidist.parallel.schedules import Instruction, Schedule
+
+SHORT = {kind: str(Instruction(kind, 0))[:-1] for kind in KINDS}  # "forward": "F", "recv_forward": "recv F"
+WORD = re.compile(r"((?:recv |send )?[FBIW])(\d+)(?:\.(\d+))?$")
+instruction = lru_cache(maxsize=None)(Instruction)
+"""Makes each instruction once: an edit changes one word of hundreds."""
+
+
+def choices() -> str:
+    """The schedules to choose from, with their least number of chunks, and the passes' names and colours."""
+    kinds = {name: [kind.title, kind.least_chunks] for name, kind in schedules.SCHEDULES.items()}
+    return json.dumps({"schedules": kinds, "passes": [[SHORT[kind], *DRAWN[kind]] for kind in DRAWN]})
+
+
+def answer(request: str) -> str:
+    """Make or read a schedule, check it and simulate it.
+
+    The request has "schedule" (a name, or "" to read "text"), "ranks", "micro_batches", "chunks", "times",
+    "messages" (whether to write them in the text) and "rewrite" (whether to write a text that was read). The
+    answer has "text" with "error", or with "sizes", "timeline" and the numbers of a `Simulation`.
+    """
+    asked = json.loads(request)
+    text = asked["text"]
+    try:
+        if asked["schedule"]:
+            sizes_asked = (asked[name] for name in ("ranks", "micro_batches", "chunks"))
+            schedule = schedules.by_name(asked["schedule"], *sizes_asked)
+            text = write(schedule, asked["messages"])
+        else:
+            if asked["rewrite"]:
+                text = write(read(text), asked["messages"])
+            schedule = read(text)
+        found = schedules.simulate(schedule, asked["times"])
+    except ValueError as error:
+        return json.dumps({"text": text, "error": str(error)})
+    ranks, micro_batches, chunks = sizes(schedule)
+    timeline = [
+        [[SHORT[each.kind], each.micro_batch, each.chunk, start, end] for each, start, end in events]
+        for events in found.timeline
+    ]
+    said = {
+        "text": text,
+        "sizes": [ranks, micro_batches, chunks],
+        "seconds": found.seconds,
+        "bubble": found.bubble,
+        "bubbles": found.bubbles,
+        "peak_activations": found.peak_activations,
+        "timeline": timeline,
+    }
+    return json.dumps(said)
+
+
+def read(text: str) -> Schedule:
+    """The schedule of a text. Where it has no message, the messages that it needs are put in."""
+    kinds = {short: kind for kind, short in SHORT.items()}
+    schedule: list[list[Instruction]] = []
+    for rank, line in enumerate(text.rstrip().split("\n")):
+        schedule.append([])
+        for word in re.findall(r"(?:(?:recv|send)\s+)?\S+", line):
+            found = WORD.match(" ".join(word.split()))
+            if found is None:
+                raise ValueError(
+                    f"rank {rank} has {word!r}, which is no instruction; write F3 for the forward pass of "
+                    "micro-batch 3, or F3.1 for its chunk 1; B3, I3 and W3; recv F3 and send B3"
+                )
+            kind, micro_batch, chunk = found.groups()
+            schedule[-1].append(instruction(kinds[kind], int(micro_batch), int(chunk or 0)))
+    passes = all(each.computes for own in schedule for each in own)
+    return schedules.with_messages(schedule) if passes else schedule
+
+
+def write(schedule: Schedule, messages: bool) -> str:
+    """A schedule as text, with its messages or with its passes alone."""
+    return "\n".join(
+        " ".join(
+            f"{SHORT[each.kind]}{each.micro_batch}" + (f".{each.chunk}" if each.chunk else "")
+            for each in own
+            if messages or each.computes
+        )
+        for own in schedule
+    )

@@ -1,0 +1,202 @@
+"""The playground answers as the library does, in Python and in a browser that runs Python itself.
+
+The tests marked `browser` need playwright, an installed Chromium, and the npm package that `make site` gets.
+MINIDIST_SCREENSHOTS names a folder for pictures of the page in both themes and at both widths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minidist.parallel import schedules
+from tests.helpers.schedule_requests import cases, library, rounded, written
+
+ROOT = Path(__file__).parent.parent
+PYODIDE = ROOT / "build" / "node_modules" / "pyodide"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NAMES = [*schedules.SCHEDULES]
+
+
+@pytest.fixture(scope="module")
+def playground() -> Iterator[Any]:
+    """docs/playground.py, by the name by which the page imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import playground
+
+        yield playground
+        patch.delitem(sys.modules, "playground")
+
+
+def test_answers_equal_the_library(playground: Any) -> None:
+    made = cases(200)
+    wanted = [library(schedule, times) for _, schedule, times in made]
+    errors = [want["error"] for want in wanted if "error" in want]
+    assert 50 < len(errors) < 150
+    assert sum("never ends" in error for error in errors) >= 3
+    for (request, _, _), want in zip(made, wanted, strict=True):
+        assert rounded(json.loads(playground.answer(json.dumps(request)))) == want
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_reads_what_it_writes(playground: Any, name: str, messages: bool) -> None:
+    schedule = schedules.by_name(name, 3, 5, schedules.SCHEDULES[name].least_chunks)
+    text = playground.write(schedule, messages)
+    assert ("recv F" in text) == messages
+    assert playground.read(text) == playground.read(text.replace(" ", "   ")) == schedule
+
+
+def test_a_word_that_is_no_instruction_is_named(playground: Any) -> None:
+    with pytest.raises(ValueError, match=r"^rank 1 has 'Q3', which is no instruction; write F3"):
+        playground.read("F0 B0\nF0 Q3")
+
+
+def test_answers_need_neither_torch_nor_numpy() -> None:
+    program = "import sys, playground; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "docs")])
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, timeout=60)
+    assert done.returncode == 0
+
+
+def test_without_the_npm_package_the_page_says_so() -> None:
+    pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
+    from docs import site_hooks
+
+    assert "package <code>pyodide</code>" in site_hooks.playground(ROOT / "nothing")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    if not PYODIDE.exists():
+        pytest.skip("the npm package pyodide is missing, which `make site` installs")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def site(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of the page, a file."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=500)
+    return (folder / "playground.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, site: str) -> Iterator[Any]:
+    """The page when Python has started, which must neither complain nor ask for anything but files."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    said: list[str] = []
+    opened.on("console", lambda message: said.append(message.text))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.on("request", lambda request: said.append(request.url[:200]))
+    opened.goto(site)
+    opened.wait_for_function("!!window.playgroundAnswer", timeout=60_000)
+    yield opened
+    opened.close()
+    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.browser
+def test_the_page_answers_as_the_library(page: Any) -> None:
+    made = cases(200)
+    answers = page.evaluate("requests => requests.map(playgroundAnswer)", [request for request, _, _ in made])
+    for answer, (_, schedule, times) in zip(answers, made, strict=True):
+        assert rounded(answer) == library(schedule, times)
+
+
+@pytest.mark.browser
+def test_an_edit_gets_its_verdict(page: Any) -> None:
+    verdict, text = page.locator(".verdict"), page.locator("textarea")
+    page.locator("[name=schedule]").select_option("gpipe")
+    assert "the fullest rank holds 8 micro-batches" in verdict.inner_text()
+    page.locator("[name=schedule]").select_option("1f1b")
+    assert "wait for 27.3 % of the time; the fullest rank holds 4 micro-batches" in verdict.inner_text()
+    assert page.locator(".pass").count() == 4 * 2 * 8
+    text.fill(text.input_value().replace("B7", "", 1))
+    assert verdict.inner_text().startswith("rank 0, micro-batch 7, chunk 0: the backward pass is []")
+    assert page.locator("[name=schedule]").input_value() == ""
+    assert not page.locator(".chart").is_visible()
+    page.get_by_role("button", name="show it").click()
+    assert verdict.inner_text().startswith("the schedule never ends: rank 0 waits at recv B0 for rank 1")
+    text.fill("F0 F1 B0 B1\nF0 B0 F1 B1")
+    assert verdict.inner_text().startswith("The schedule is complete")
+    assert page.locator("[name=ranks]").input_value() == "2"
+    page.locator("[name=messages]").check()
+    assert text.input_value().startswith("F0 send F0 F1 send F1 recv B0 B0")
+    page.locator("[name=messages]").uncheck()
+
+
+@pytest.mark.browser
+def test_an_edit_of_8_ranks_and_32_micro_batches_takes_less_than_100_ms(page: Any) -> None:
+    program = """text => {
+        const area = document.querySelector("textarea");
+        const times = [];
+        for (let i = 0; i < 20; i++) {
+            area.value = text + " ".repeat(i);
+            const start = performance.now();
+            area.dispatchEvent(new Event("input", { bubbles: true }));
+            times.push(performance.now() - start);
+        }
+        return times;
+    }"""
+    passes = [[each for each in own if each.computes] for own in schedules.one_f_one_b(8, 32)]
+    times = page.evaluate(program, written(passes))
+    assert "The schedule is complete" in page.locator(".verdict").inner_text()
+    assert min(times) < 100  # the shortest, since other programs run too
+
+
+@pytest.mark.browser
+def test_it_opens_within_10_s(browser: Any, site: str) -> None:
+    """Processor time of all its threads, so at most that long where nothing else runs."""
+    opened = browser.new_page()
+    session = opened.context.new_cdp_session(opened)
+    session.send("Performance.enable")
+    opened.goto(site)
+    opened.wait_for_function("!!window.playgroundAnswer", timeout=60_000)
+    found = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+    opened.close()
+    assert 0.5 < found["ProcessTime"] < 10
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_the_screen_in_both_themes(browser: Any, site: str, theme: str, width: int) -> None:
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+    opened.goto(site)
+    opened.wait_for_function("!!window.playgroundAnswer", timeout=60_000)
+    opened.locator("[name=schedule]").select_option("interleaved")
+    assert opened.evaluate("document.documentElement.scrollWidth") == width
+    chart = opened.locator(".scroll").bounding_box()
+    assert chart["x"] + chart["width"] <= width
+    opened.locator("[name=ranks]").fill("8")
+    opened.locator("[name=zoom]").fill("2")
+    boxes = [each.bounding_box() for each in (opened.locator(".scroll svg"), opened.locator(".pass").last)]
+    assert boxes[0]["width"] > 1.9 * chart["width"]
+    assert boxes[0]["height"] > 8 * 30
+    assert boxes[1]["y"] - boxes[0]["y"] > 7 * 30
+    assert (
+        opened.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[theme]
+    )
+    if folder := os.environ.get("MINIDIST_SCREENSHOTS"):
+        opened.screenshot(path=str(Path(folder) / f"playground-{theme}-{width}.png"), full_page=True)
+    opened.close()
