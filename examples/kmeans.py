@@ -48,7 +48,7 @@ def train(steps: int = 20) -> tuple[Tensor, float]:
 
 
 if __name__ == "__main__":
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    ranks = int(sys.argv[1]) if sys.argv[-1].isdigit() else 2  # a notebook has other arguments
     centers, error = md.launch(train, ranks)[0]
     print("centers", [[round(value, 2) for value in row] for row in centers.tolist()])
     print(f"mean squared distance: {error:.3f}")
