@@ -55,9 +55,10 @@ class ReturnedRanks:
             return False
         self._looked[rank] = now
         answers: list[bool] = []
-        self._look = threading.Thread(target=self._ask, args=(rank, answers), daemon=True)
-        self._look.start()
-        self._look.join(PAUSE)
+        look = threading.Thread(target=self._ask, args=(rank, answers), daemon=True)
+        look.start()
+        self._look = look  # several threads of a rank may wait for messages, and look
+        look.join(PAUSE)
         return any(answers)
 
     def _is_asking(self) -> bool:
