@@ -1,4 +1,4 @@
-"""The pages of the site that are no files of docs/: sources, lessons, the API; the lessons' pictures; Python.
+"""Make the site's pages that have no file in docs/ (sources, lessons, the API), and put pictures into others.
 
 A page links to files of the repository as it does on disk (`../minidist/plain/buckets.py`). The site has a
 page for each such file and folder, and the links lead there. A picture stands where a page has a comment like

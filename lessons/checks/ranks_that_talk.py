@@ -68,12 +68,12 @@ def _told(got: Any, right: torch.Tensor, what: str, story: Callable[[int, int], 
 
 
 def _whose(value: int) -> str:
-    """Of the typical case of 8.1 and 8.3: the rank whose number it is."""
+    """In the typical case of 8.1 and 8.3, return the rank that has this number."""
     return f"{value} is rank {len(str(value)) - 1}'s number." if value in (1, 10, 100, 1000) else ""
 
 
 def _contributions(part: int, value: int) -> str:
-    """Of the typical case of a sum: the ranks that are missing in it, or that are in it twice."""
+    """In the typical case, return the ranks that a sum lacks or counts twice."""
     digits = [value // 10**rank % 10 for rank in range(4)]
     if len(set(digits)) == 1 and 0 < digits[0] <= 4:
         return f"{value} is the sum of part {digits[0] - 1}, and this is part {part}."

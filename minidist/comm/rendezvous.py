@@ -58,7 +58,7 @@ def fresh_part(store: Store, own: int, ranks: int, timeout: float) -> str:
     """Agree with the other ranks that live now on a name that no earlier life has used.
 
     Rank 0 draws the name. Every other rank writes a random question under its own rank, and rank 0 answers it
-    with the name. A question from an earlier life may be answered too, but nobody reads that answer.
+    with the name. Rank 0 may also answer a question from an earlier life. That answer is never read.
     """
     if own:
         question = secrets.token_hex(8)

@@ -68,8 +68,8 @@ State = list[tuple[dict[str, Any], str, Any]]
 def state_of(*owners: Any) -> State:
     """The buffers and plain attributes of modules and their parts, and the attributes of other objects.
 
-    Those that are tensors, numbers or None: a forward pass may count with them. Of a method and a partial it
-    is the attributes of their object. A closure's variables are not among them.
+    Only tensors, numbers and None count: a forward pass may change them. A method or a partial stands for its
+    object. The variables of a closure are not found.
     """
     return [
         (store, name, value)
