@@ -516,7 +516,7 @@ roofline_figure(
 #   FLOPs, and an array of multipliers does not help. If it takes a third of the time, a ten times faster array
 #   makes the whole at most 2.5 times as fast (Amdahl's law).
 # - **Fewer bits, other results.** int8 and bfloat16 round more. Products are summed in 32 bits for that reason;
-#   what it does to training is in lessons 06 and 13.
+#   what it does to training is in lessons 06 and 14.
 #
 # ## Further reading
 #

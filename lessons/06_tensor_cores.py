@@ -304,7 +304,7 @@ for value in (1 / 3, 1000.25, 70_000.0, 1e-8):
 
 # %% [markdown]
 # 70,000 is beyond float16, and becomes infinite; 1e-8 becomes 0. (In training, small gradients are lost that
-# way. Lesson 13 has the remedy.)
+# way. Lesson 14 has the remedy.)
 #
 # **Exercise 6.4: rounded.** Round an array of float32 to `bits` significant bits, from 1 to 24: to the nearest
 # number that has no more, and halfway between two of them to the **even** one, whose last bit is 0. The result

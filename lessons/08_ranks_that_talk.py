@@ -190,7 +190,7 @@ ring_animation()
 # %% [markdown]
 # The first three steps are a **reduce-scatter**: afterwards rank r has the sum of part r, and only of that. The
 # last three are an **all-gather**: those parts go around until everybody has all. Both are useful alone (ZeRO,
-# in lesson 13, is made of them), so you write them one after the other.
+# in lesson 14, is made of them), so you write them one after the other.
 #
 # **Exercise 8.2: ring reduce-scatter.** `x` is a tensor of one dimension, the same length on all ranks. Its
 # parts are `x.tensor_split(n)`, whose lengths may differ by one, or be 0. Return part r, summed over all ranks.

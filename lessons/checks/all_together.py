@@ -1,4 +1,4 @@
-"""Checks of lesson 14: places of ranks, memory and bytes of a layout, the choice of one, and checkpoints."""
+"""Checks of lesson 15: places of ranks, memory and bytes of a layout, the choice of one, and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checks.training import BATCH, ROWS, Training
 from checks.verdicts import Right, Score, compare, number, wrong
 from minidist.scale.memory import estimate
 
-lesson = Lesson(14, "all_together")
+lesson = Lesson(15, "all_together")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -29,7 +29,7 @@ AFTER = 13
 
 
 @lesson.exercise(
-    "14.1",
+    "15.1",
     hints=(
         "Think of a clock: from the seconds since midnight it shows hours, minutes and seconds. Here tp are "
         "the seconds: they change from each rank to the next.",
@@ -63,7 +63,7 @@ def place(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "14.2",
+    "15.2",
     hints=(
         "You need no arithmetic: you have place, and may go through all ranks. Which are in the group?",
         "Those whose coordinates are the same as this rank's on the three other axes. The axes stand in a "
@@ -99,7 +99,7 @@ def group(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "14.3",
+    "15.3",
     hints=(
         "Begin with dp alone and zero=0: 16 bytes for each parameter, whatever dp is. Then ask of each axis "
         "what it divides.",
@@ -135,7 +135,7 @@ def _state_bytes(parameters: float, layout: md.Layout) -> float:
 
 
 @lesson.exercise(
-    "14.4",
+    "15.4",
     hints=(
         "Each of the three is known from an earlier lesson: 9 and 13 (dp), 12 (tp), 11 (pp). An axis of one "
         "rank sends nothing: check your formula with 1.",
@@ -178,7 +178,7 @@ def _sent(layout: md.Layout, parameters: float, blocks: int, activations: float)
 
 
 @lesson.exercise(
-    "14.5",
+    "15.5",
     hints=(
         "First find out which fit: a list of them is one line. The rest asks only about that list.",
         "Plain data parallelism is a layout with tp, pp and cp of 1 and zero of 0. If one of those that fit "
@@ -280,7 +280,7 @@ PIECES = {
 
 
 @lesson.exercise(
-    "14.6",
+    "15.6",
     hints=(
         "Read Training.step once more, line by line, and ask of each name: where does its value come from? "
         "Five things are read that an earlier step changed. One of them is not an attribute of the run.",

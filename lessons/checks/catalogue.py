@@ -11,6 +11,7 @@ TITLES = (
     "A network on your own matmul",
     "Ranks that talk",
     "Data parallel",
+    "Buckets and overlap",
     "Waiting or not",
     "Cutting the model",
     "Tensor and sequence parallel",

@@ -1,4 +1,4 @@
-"""Checks of lesson 11: a chain of layers in parts, one batch through them, and schedules for many."""
+"""Checks of lesson 12: a chain of layers in parts, one batch through them, and schedules for many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checks.verdicts import Right, Tally, compare, wrong
 from minidist.parallel import schedules
 from minidist.parallel.schedules import Instruction, Simulation
 
-lesson = Lesson(11, "cutting_the_model")
+lesson = Lesson(12, "cutting_the_model")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 SIZES = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (3, 4), (4, 2), (4, 3), (4, 4), (4, 8))
@@ -43,7 +43,7 @@ class Seen(list):
 
 
 @lesson.exercise(
-    "11.1",
+    "12.1",
     hints=(
         "Go through the layers from the left, and keep two things: where the part that you are filling "
         "begins, and what it weighs so far. What happens when the next layer is too heavy for it?",
@@ -135,7 +135,7 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @lesson.exercise(
-    "11.2",
+    "12.2",
     hints=(
         "Rank r needs x from rank r - 1, but for rank 0, whose x is inputs. It gives stage(x) to rank r + 1, "
         "but for the last, which makes a loss of it. Backward it is the other way round: what comes from "
@@ -199,7 +199,7 @@ def _chain_case(draw: np.random.Generator, ranks: int, rows: int, width: int) ->
 
 
 @lesson.exercise(
-    "11.3",
+    "12.3",
     hints=(
         "A schedule is a list with a list for each rank. In GPipe all ranks have the same list.",
         '[Instruction("forward", i) for i in range(micro_batches)] are the forward passes of a rank.',
@@ -227,7 +227,7 @@ def gpipe(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "11.4",
+    "12.4",
     hints=(
         "Take a forward and a backward pass of one micro-batch through one stage as 1 unit of time. How many "
         "units does a rank work? And how many units pass from the beginning to the end of the chart?",
@@ -252,7 +252,7 @@ def bubble(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "11.5",
+    "12.5",
     hints=(
         "The last rank is the easiest: F0 B0 F1 B1 F2 B2 and so on. The rank before it has to start one "
         "forward pass earlier, so that the last has something to do: F0 F1 B0 F2 B1 F3 B2 ... How many "
@@ -285,7 +285,7 @@ def one_f_one_b(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "11.6",
+    "12.6",
     hints=(
         "Begin with your one_f_one_b, and write two instructions for each backward pass. If the second comes "
         "right after the first, what has changed for the rank before? Draw it with gantt.",

@@ -211,7 +211,7 @@ def said(prediction: float | None) -> str:
 
 def ladder(here: int) -> None:
     """The picture of all lessons, as a staircase, with the one that this is."""
-    step_x, step_y, left, top = 49, 15, 6, 22
+    step_x, step_y, left, top = 46, 15, 6, 22
     last = len(TITLES) - 1
     parts = []
     for number, title in enumerate(TITLES):

@@ -1,4 +1,4 @@
-"""A layer that takes as long as it is told, as if its rank had a device of its own (lessons 9 and 11).
+"""A layer that takes as long as it is told, as if its rank had a device of its own (lessons 10 and 12).
 
 Ranks of one machine share its cores: four that compute on two cores take twice as long as on four. A rank
 that sleeps takes no core, so that its passes last as long on any machine, however many ranks there are.

@@ -1,4 +1,4 @@
-"""A link for each rank, whose messages take as long as they are told (lesson 8).
+"""A link for each rank, whose messages take as long as they are told (lessons 8 and 10).
 
 Ranks of one machine copy messages with the cores that they share: eight ranks on two cores take turns, and a
 clock shows the cores. A rank that sleeps takes no core, so that a message lasts alpha + beta b seconds on any

@@ -1,4 +1,4 @@
-"""Checks of lesson 12: products that ranks share, the operators at both ends, a loss, and shared tokens."""
+"""Checks of lesson 13: products that ranks share, the operators at both ends, a loss, and shared tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checks.settings import driven
 from checks.verdicts import Right, Tally, compare, wrong
 from minidist import comm
 
-lesson = Lesson(12, "tensor_parallel")
+lesson = Lesson(13, "tensor_parallel")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 RANKS = (2, 3, 4, 1)
@@ -48,7 +48,7 @@ def same(got: Any, right: torch.Tensor, what: str) -> None:
 
 
 @lesson.exercise(
-    "12.1",
+    "13.1",
     hints=(
         "Forget the other ranks at first: with your columns of a, which columns of gelu(x @ a) do you have? "
         "And which rows of b do they meet?",
@@ -93,7 +93,7 @@ def _bytes(
 
 
 @lesson.exercise(
-    "12.2",
+    "13.2",
     hints=(
         "Both methods are a line. Look at leave, and let forward and backward change places.",
         "forward returns x.view_as(x). backward returns a sum over the ranks, of a copy: the gradient may be "
@@ -143,7 +143,7 @@ def _there_and_back(
 
 
 @lesson.exercise(
-    "12.3",
+    "13.3",
     hints=(
         "The MLP again: enter, products with your columns, something in the middle that looks at your part "
         "alone, the product with your rows, leave.",
@@ -209,7 +209,7 @@ def _attention(function: Callable[..., Any], x: torch.Tensor, *others: Any) -> t
 
 
 @lesson.exercise(
-    "12.4",
+    "13.4",
     hints=(
         "Do it in this order: the row's largest logit over all ranks; exponentials of the logits less that; "
         "their sum over this rank's part, and over all ranks; the target's logit, which one rank has and the "
@@ -270,7 +270,7 @@ def _loss(function: Callable[..., Any], logits: torch.Tensor, targets: torch.Ten
 
 
 @lesson.exercise(
-    "12.5",
+    "13.5",
     hints=(
         "Forward is one call of comm's. Backward: rank 1's gradient for token 0 belongs to rank 0, and so "
         "does rank 2's. What sums over ranks and leaves each its own part?",

@@ -1,4 +1,4 @@
-"""Checks of lesson 10: what a straggler costs, a parameter server, and gradients that come late."""
+"""Checks of lesson 11: what a straggler costs, a parameter server, and gradients that come late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checks.ranks import Case, on_ranks, says
 from checks.verdicts import Right, Tally, compare, wrong
 from minidist import comm
 
-lesson = Lesson(10, "waiting_or_not")
+lesson = Lesson(11, "waiting_or_not")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 PATIENCE = 5.0
@@ -28,7 +28,7 @@ PATIENCE = 5.0
 
 
 @lesson.exercise(
-    "10.1",
+    "11.1",
     hints=(
         "Take three workers that need 1, 1 and 2 seconds a step. If all wait for each other, how long does a "
         "round take, and how many gradients come out of it? If nobody waits, how many gradients a second "
@@ -84,7 +84,7 @@ def values_at(step: int, worker: int, size: int) -> Tensor:
 
 
 @lesson.exercise(
-    "10.2",
+    "11.2",
     hints=(
         "A step has three parts: parameters come from rank 0, a gradient is computed, the gradient goes to "
         "rank 0.",
@@ -189,7 +189,7 @@ def _comes(path: str) -> bool:
 
 
 @lesson.exercise(
-    "10.3",
+    "11.3",
     hints=(
         "serve_one(worker) is the other side of `work`: what that receives, this sends, and the other way "
         "round. It runs in a thread for each worker, so it may wait for its own worker as long as it takes.",
@@ -256,7 +256,7 @@ def _check_server(run: Any) -> None:
 
 
 @lesson.exercise(
-    "10.4",
+    "11.4",
     hints=(
         "The derivative of curvature / 2 x^2 is curvature * x. Which x is it taken at, in update t, if it is "
         "`delay` updates old?",
@@ -279,7 +279,7 @@ def delayed_descent(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "10.5",
+    "11.5",
     hints=(
         "Who is the slowest? How far ahead of it is this worker?",
         "clocks[worker] - min(clocks) is how many steps it is ahead. With bound 0 it has to be none.",

@@ -1,4 +1,4 @@
-"""Checks of lesson 13: what a rank keeps in each stage of ZeRO, and how little of it is there at a time."""
+"""Checks of lesson 14: what a rank keeps in each stage of ZeRO, and how little of it is there at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from checks.ranks import Case, Run, says
 from checks.settings import driven
 from checks.verdicts import Right, Tally, compare, described, number, wrong
 
-lesson = Lesson(13, "zero")
+lesson = Lesson(14, "zero")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 RANKS = (2, 3, 4, 1)
@@ -86,7 +86,7 @@ def whole_numbers(draw: np.random.Generator, *shape: int) -> torch.Tensor:
 
 
 @lesson.exercise(
-    "13.1",
+    "14.1",
     hints=(
         "Without ZeRO the three numbers are the parameters times 2, 2 and 12, or times 4, 4 and 8. Which of "
         "them does stage 1 divide by the ranks, which stage 2, which stage 3?",
@@ -119,7 +119,7 @@ def state_bytes(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 @lesson.exercise(
-    "13.2",
+    "14.2",
     hints=(
         "gradient.isfinite().all() says whether the step counts. The true gradient is gradient / scale; in "
         "which dtype do you divide?",
@@ -180,7 +180,7 @@ def _many_scaled(answer: Answer, draw: np.random.Generator) -> None:
 
 
 @lesson.exercise(
-    "13.3",
+    "14.3",
     hints=(
         "Three things in this order: this rank's part of the mean gradient, a step of the optimizer, "
         "everybody's parts.",
@@ -252,7 +252,7 @@ def _three_steps(
 
 
 @lesson.exercise(
-    "13.4",
+    "14.4",
     hints=(
         "Keep a list of the gradients that wait, and how many elements they have. When the next one does not "
         "fit any more, reduce the list and begin a new one.",
@@ -355,7 +355,7 @@ def _same_parts(run: Run, rank: int, got: Any, right: list[torch.Tensor]) -> Non
 
 
 @lesson.exercise(
-    "13.5",
+    "14.5",
     hints=(
         "Forward: for each layer gather, keep x in inputs, compute, free. Backward: the same from the last "
         "layer to the first, and what comes out goes into a reduce-scatter.",

@@ -9,7 +9,7 @@ messages, one for each bucket: 7 instead of 69 for the ladder's GPT.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
 3.2.2.
-Lesson: 09 "Data parallel"
+Lesson: 10 "Buckets and overlap"
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ their gradients; 8 bytes say how many tokens go to an expert. n divides E; a bat
 
 Sources: Fedus, Zoph and Shazeer 2021, "Switch Transformers", section 2.1; Lepikhin et al. 2020, "GShard",
 section 3. They also limit the tokens of an expert, and add a loss that spreads tokens evenly.
-Lesson: 14 "All together"
+Lesson: 15 "All together"
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ to the one before: A is the bytes of the activations between two layers, B T D e
 as many layers as there are ranks.
 
 Source: Huang et al. 2019, "GPipe", section 1 and figure 2b.
-Lesson: 11 "Cutting the model"
+Lesson: 12 "Cutting the model"
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A rank sends 2 (n - 1) / n S / k bytes in a step, on average: n ranks, S bytes o
 least n rows.
 
 Source: Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1.
-Lesson: 10 "Waiting or not"
+Lesson: 11 "Waiting or not"
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ that of the first layers, has no computation left to hide behind.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
 3.2.3.
-Lesson: 09 "Data parallel"
+Lesson: 10 "Buckets and overlap"
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ least n - 1 rows.
 
 Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 (Downpour SGD); Li et al.
 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 3.
-Lesson: 10 "Waiting or not"
+Lesson: 11 "Waiting or not"
 """
 
 from __future__ import annotations

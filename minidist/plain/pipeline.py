@@ -20,7 +20,7 @@ to the one before, in m messages: A is the bytes of the activations between two 
 batch has at least m rows, and a model at least p layers.
 
 Sources: Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2019, "PipeDream", section 3.2.
-Lesson: 11 "Cutting the model"
+Lesson: 12 "Cutting the model"
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ of the parameters. K has 2 B T D / n elements. n is at least 2, and divides T.
 
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 section 3; for the softmax in blocks and its gradient, Dao et al. 2022, "FlashAttention", 3.1 and appendix B.
-Lesson: 14 "All together"
+Lesson: 15 "All together"
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ two blocks, B T D elements, R the bytes of embedding, norms, head, and the biase
 the heads and T.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.
-Lesson: 12 "Tensor and sequence parallel"
+Lesson: 13 "Tensor and sequence parallel"
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ pass ends, besides the layer at work. The optimizer has to treat each element by
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 section 5.
-Lesson: 13 "ZeRO 1, 2, 3"
+Lesson: 14 "ZeRO 1, 2, 3"
 """
 
 from __future__ import annotations

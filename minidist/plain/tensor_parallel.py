@@ -16,7 +16,7 @@ sends 8 L (n - 1) / n A: n ranks, L blocks, A the bytes of the activations betwe
 n divides the heads. Every rank has the embedding, the norms and the head whole.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3 and figure 3.
-Lesson: 12 "Tensor and sequence parallel"
+Lesson: 13 "Tensor and sequence parallel"
 """
 
 from __future__ import annotations

@@ -457,11 +457,11 @@ def test_a_ladder_has_all_steps_and_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         figures, "show", lambda svg, caption, alt: shown.append(figures.framed(svg, caption, alt))
     )
-    for lesson in range(15):
+    for lesson in range(16):
         figures.ladder(lesson)
-    assert len(shown) == 15
-    assert all(text.count("<rect") == 15 and "You are here: " in text for text in shown)
-    assert 'role="img" aria-label="A staircase of 15 steps' in shown[8]
+    assert len(shown) == 16
+    assert all(text.count("<rect") == 16 and "You are here: " in text for text in shown)
+    assert 'role="img" aria-label="A staircase of 16 steps' in shown[8]
 
 
 def test_figures_are_right_on_light_and_dark() -> None:

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
 ]
 
-STEMS = [source.stem for source in notebooks.sources() if source.stem[:2] in ("01", "08", "13")]
+STEMS = [source.stem for source in notebooks.sources() if source.stem[:2] in ("01", "08", "14")]
 START, RUN = 90, 300  # seconds for JupyterLab to start, and for a lesson to run
 TOKEN = "lessons"
 SETTINGS = {

@@ -1,4 +1,4 @@
-"""Descent by late gradients, and learning curves (lesson 10)."""
+"""Descent by late gradients, and learning curves (lesson 11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: which ranks work together, what each sends, and what failures cost (lesson 14)."""
+"""Layouts: which ranks work together, what each sends, and what failures cost (lesson 15)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a rank as stacked bars, one a stage of ZeRO (lesson 13)."""
+"""Bytes of a rank as stacked bars, one a stage of ZeRO (lesson 14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many times as fast several ranks are, with the model and the guess (lesson 9)."""
+"""How many times as fast several ranks are, with the model and the guess (lesson 10)."""
 
 from __future__ import annotations
 

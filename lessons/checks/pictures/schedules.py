@@ -1,4 +1,4 @@
-"""Who does what when in a pipeline: as a chart, and as an animation (lesson 11)."""
+"""Who does what when in a pipeline: as a chart, and as an animation (lesson 12)."""
 
 from __future__ import annotations
 

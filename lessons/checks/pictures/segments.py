@@ -1,4 +1,4 @@
-"""What recomputation keeps, against the length of its segments (lesson 13)."""
+"""What recomputation keeps, against the length of its segments (lesson 14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO's stage 3 on four ranks with three layers, animated (lesson 13)."""
+"""ZeRO's stage 3 on four ranks with three layers, animated (lesson 14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that two ranks share, and what lies between them (lesson 12)."""
+"""Layers that two ranks share, and what lies between them (lesson 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes and what is sent, and when, in three ways to average gradients (lesson 9)."""
+"""What computes and what is sent, and when, in three ways to average gradients (lesson 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that wait for each other or not: a simulation, a chart and an animation (lesson 10)."""
+"""Workers that wait for each other or not: a simulation, a chart and an animation (lesson 11)."""
 
 from __future__ import annotations
 

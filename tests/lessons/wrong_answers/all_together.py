@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 14."""
+"""Wrong answers to lesson 15."""
 
 import copy
 

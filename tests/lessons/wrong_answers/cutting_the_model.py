@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 11."""
+"""Wrong answers to lesson 12."""
 
 import torch
 

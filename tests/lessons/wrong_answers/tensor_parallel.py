@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 12."""
+"""Wrong answers to lesson 13."""
 
 import torch
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 10."""
+"""Wrong answers to lesson 11."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

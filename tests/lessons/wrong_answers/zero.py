@@ -1,4 +1,4 @@
-"""Wrong answers to lesson 13."""
+"""Wrong answers to lesson 14."""
 
 import torch
 

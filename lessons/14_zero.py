@@ -11,9 +11,9 @@
 # ---
 
 # %% [markdown]
-# # 13. ZeRO 1, 2, 3
+# # 14. ZeRO 1, 2, 3
 #
-# **Time:** about 3 hours. **Builds on:** lessons 08 and 09.
+# **Time:** about 3 hours. **Builds on:** lessons 08 to 10.
 #
 # Data parallel ranks (lesson 09) share the rows of a batch, and nothing else: each has the whole model, the
 # whole gradient, and the whole state of the optimizer. In this lesson you count what that takes, share it out
@@ -36,7 +36,7 @@ from checks.zero import Live, check, hint, or_solution
 from minidist import comm
 from minidist.model import GPT, MLP, GPTConfig, Sampler, digits
 
-ladder(13)
+ladder(14)
 
 # %% [markdown]
 # **The question.** A model of 7.5 billion parameters is 15 GB of numbers, at two bytes each. Why does it not
@@ -75,7 +75,7 @@ adam.step()  # the state is made in the first step
 # | 2 | all | 1/n | 1/n |
 # | 3 | 1/n | 1/n | 1/n |
 #
-# **Exercise 13.1: state_bytes.** The bytes that one of `ranks` ranks keeps, as three numbers: parameters,
+# **Exercise 14.1: state_bytes.** The bytes that one of `ranks` ranks keeps, as three numbers: parameters,
 # gradients, optimizer. `mixed` says whether it is mixed precision (2, 2, 12) or all float32 (4, 4, 8).
 
 
@@ -136,7 +136,7 @@ print("too much of it:         ", float(torch.tensor(3.0 * 65536).half()))
 # happens, the step is left out, and the next one takes half the scale. (**bfloat16** has the range of float32
 # and needs no scaling; it pays with even fewer digits.)
 #
-# **Exercise 13.2: scaled_step.** One step of plain gradient descent in mixed precision. `weight` is float16,
+# **Exercise 14.2: scaled_step.** One step of plain gradient descent in mixed precision. `weight` is float16,
 # `master` its float32 copy, and `gradient` (float16) was computed for `scale` times the loss. Where all
 # elements of `gradient` are finite: move `master` by -`lr` times the true gradient, give `weight` its rounded
 # values, and return `scale`. Otherwise change neither, and return half of `scale`. Both tensors are changed in
@@ -197,7 +197,7 @@ def flatten(model, ranks):
 # Two calls are all that you need: `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
 # ranks' `x`, and `comm.all_gather(part, out=x)` fills `x` with all ranks' parts.
 #
-# **Exercise 13.3: zero_1_step.** `flat` has the parameters, the same on all ranks. `own` is this rank's part of
+# **Exercise 14.3: zero_1_step.** `flat` has the parameters, the same on all ranks. `own` is this rank's part of
 # it, a view, and `optimizer` a torch optimizer that was made for `[own]`. `gradient` is the gradient of this
 # rank's rows. Make a step with the mean of all ranks' gradients, so that all ranks have all new parameters in
 # `flat`. (An optimizer takes the gradient from `own.grad`.)
@@ -260,8 +260,8 @@ print(f"bytes sent in a step  {sent:,}; an all-reduce sends {2 * 3 * size * 8 //
 # freed, while backward goes on. One message for each small gradient would be all alpha (lesson 08), so they are
 # collected in **buckets**.
 #
-# **Exercise 13.4: reduce_in_buckets.** `gradients` is an iterator that computes them one by one, tensors of one
-# dimension, as backward does. Collect them in order, by the rule of exercise 9.3: neighbours share a bucket as
+# **Exercise 14.4: reduce_in_buckets.** `gradients` is an iterator that computes them one by one, tensors of one
+# dimension, as backward does. Collect them in order, by the rule of exercise 10.1: neighbours share a bucket as
 # long as they have at most `bucket` elements together, and one that alone has more gets a bucket of its own. When
 # the next gradient does not fit, lay those of the bucket one after the other, pad with zeros so that n divides
 # the length, reduce-scatter the mean, keep this rank's part, and let go of all else. The last bucket goes at the
@@ -337,7 +337,7 @@ class Layer:
 
 
 # %% [markdown]
-# **Exercise 13.5: zero_3_pass.** `layers` are such layers, and `parts` this rank's part of the weights of each:
+# **Exercise 14.5: zero_3_pass.** `layers` are such layers, and `parts` this rank's part of the weights of each:
 # `comm.all_gather(part)` returns all of them. Go forward through the layers from this rank's rows `x`, and keep
 # each layer's input. Then go backward, from the gradient `x - target` of the last output. Return a list with
 # this rank's part of the mean gradient for each layer, in the order of `layers`.
@@ -591,4 +591,4 @@ cluster.close()
 # is already weighed by its rows. The engine gathers the next unit while one computes, and takes any optimizer,
 # precision and checkpoint.
 #
-# Next: lesson 14 puts all of this together, and chooses.
+# Next: lesson 15 puts all of this together, and chooses.

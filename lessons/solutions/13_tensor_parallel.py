@@ -1,4 +1,4 @@
-"""Solutions of lesson 12.
+"""Solutions of lesson 13.
 
 The cuts and the operators f and g are from Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion
 Parameter Language Models Using Model Parallelism", section 3; gathering tokens in place of f is from

@@ -11,11 +11,11 @@
 # ---
 
 # %% [markdown]
-# # 12. Tensor and sequence parallel
+# # 13. Tensor and sequence parallel
 #
-# **Time:** about 2.5 hours. **Builds on:** lessons 08 and 11.
+# **Time:** about 2.5 hours. **Builds on:** lessons 08 and 12.
 #
-# Lesson 11 gave whole layers to ranks, one after the other. Here all ranks work on *the same layer at the same
+# Lesson 12 gave whole layers to ranks, one after the other. Here all ranks work on *the same layer at the same
 # time*: each has a part of its matrices. In this lesson you cut an MLP and an attention layer so that two
 # messages each are enough, backward included, and find out how wide a layer has to be for that to pay.
 
@@ -33,7 +33,7 @@ from checks.pictures.shared_layers import shared_mlp, stream
 from checks.tensor_parallel import check, hint, or_solution
 from minidist import comm
 
-ladder(12)
+ladder(13)
 
 # %% [markdown]
 # **The question.** How can n ranks share one matrix product, so that each does 1/n of the work with 1/n of the
@@ -67,7 +67,7 @@ torch.allclose(by_columns, x @ w), torch.allclose(by_rows, x @ w, atol=1e-5)
 shared_mlp()
 
 # %% [markdown]
-# **Exercise 12.1: shared_mlp_forward.** y = gelu(x @ a) @ b, where all ranks have `x`, and each has its columns
+# **Exercise 13.1: shared_mlp_forward.** y = gelu(x @ a) @ b, where all ranks have `x`, and each has its columns
 # of a and its rows of b. All ranks return y. `x` stays as it is. `comm.all_reduce(t)` sums `t` over the ranks,
 # in place.
 #
@@ -137,7 +137,7 @@ def leave(x):
 # %% [markdown]
 # It sums a copy: x is not its own, and somebody else may need it. The same holds for a gradient.
 #
-# **Exercise 12.2: enter.** Forward: x, sending nothing. Backward: the sum of all ranks' gradients. Neither `x`
+# **Exercise 13.2: enter.** Forward: x, sending nothing. Backward: the sum of all ranks' gradients. Neither `x`
 # nor `gradient` is changed.
 #
 # Par: nothing forward, 2 (n - 1) / n times the bytes of x backward.
@@ -197,7 +197,7 @@ for forgotten in (False, True):
 # Heads know nothing of each other until that last matrix. So: query, key and value by columns, cut *between
 # heads*; the output matrix by rows. It is the MLP's pattern again.
 #
-# **Exercise 12.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are
+# **Exercise 13.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are
 # this rank's columns, (D, D / n), which are whole heads of `head_size` columns each; `output` is this rank's
 # rows, (D / n, D). Return the layer's y, (tokens, D), on all ranks, such that backward is right, too.
 #
@@ -254,7 +254,7 @@ print("two all-reduces:", 2 * 2 * 3 * tokens.nbytes // 4)
 # The gradient for the logits is softmax(z), less 1 at the target, over the number of rows. Each rank has all
 # that it needs for its part.
 #
-# **Exercise 12.4: vocabulary_loss.** `logits` (rows, V / n) are this rank's: rank r has columns r V / n and on.
+# **Exercise 13.4: vocabulary_loss.** `logits` (rows, V / n) are this rank's: rank r has columns r V / n and on.
 # `targets` (rows,) are the right tokens, 0 to V - 1, the same on all ranks. Return the mean loss, the same on
 # all ranks, and its gradient for these logits.
 #
@@ -308,7 +308,7 @@ stream()
 # Backward, the two change places again. What does the gradient of an all-gather do? A rank's token went to all
 # ranks, so the gradients of all ranks come back to it and add up.
 #
-# **Exercise 12.5: gather_tokens.** `x` is (tokens / n, D), this rank's tokens. Forward: all tokens, (tokens,
+# **Exercise 13.5: gather_tokens.** `x` is (tokens / n, D), this rank's tokens. Forward: all tokens, (tokens,
 # D), rank 0's first. Backward: the sum over the ranks of the gradients of this rank's tokens.
 # (`comm.all_gather(t)` and `comm.reduce_scatter(t)` take and return parts of the first dimension.)
 #
@@ -580,7 +580,7 @@ for network in ("nvlink4", "infiniband_ndr", "100gbe", "25gbe"):
 
 # %% [markdown]
 # Between GPUs of one machine the messages are a small part. Over a network between machines they take as long
-# as the arithmetic, or many times as long. So cut the layers (lesson 11) or the batch (lesson 09) between
+# as the arithmetic, or many times as long. So cut the layers (lesson 12) or the batch (lesson 09) between
 # machines, and the matrices within one.
 #
 # ## What breaks in practice, and how one sees it
@@ -630,4 +630,4 @@ cluster.close()
 # embedding and head stay whole. The engine cuts those too, cuts any model by a plan, and computes a weight's
 # gradient while the input's is on its way.
 #
-# Next: lesson 13 takes the copies out of data parallelism.
+# Next: lesson 14 takes the copies out of data parallelism.

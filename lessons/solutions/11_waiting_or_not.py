@@ -1,4 +1,4 @@
-"""Solutions of lesson 10.
+"""Solutions of lesson 11.
 
 Workers and servers are from Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1, and Li et
 al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; the bound on how far workers may

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 10. Waiting or not
+# # 11. Waiting or not
 #
 # **Time:** about 2 hours. **Builds on:** lessons 08 and 09.
 #
@@ -43,7 +43,7 @@ from checks.waiting_or_not import check, hint, or_solution
 from minidist import comm
 from minidist.model import MLP, Sampler, cross_entropy, digits
 
-ladder(10)
+ladder(11)
 
 # %% [markdown]
 # **The question.** One of your ranks is slow. If all wait for it, all are slow. If none waits, its gradients
@@ -57,7 +57,7 @@ ladder(10)
 # 2024.) Training is **synchronous** where all ranks finish a step before any begins the next, as with an
 # all-reduce. It is **asynchronous** where each goes on as soon as it can.
 #
-# **Exercise 10.1: rates.** Worker i needs `seconds[i]` for a step, in which it computes one gradient. Messages
+# **Exercise 11.1: rates.** Worker i needs `seconds[i]` for a step, in which it computes one gradient. Messages
 # take no time. Return two numbers: how many gradients all workers together compute in a second if they wait for
 # each other in each step, and how many if none waits.
 
@@ -127,7 +127,7 @@ server_animation(free)
 # %% [markdown]
 # That is a loop, and you write it first.
 #
-# **Exercise 10.2: work.** Rank 0 is the server. Take `steps` steps: receive the parameters from rank 0 into
+# **Exercise 11.2: work.** Rank 0 is the server. Take `steps` steps: receive the parameters from rank 0 into
 # `x`, and send `gradient(x)` to rank 0, a tensor like `x`. Nothing is returned.
 #
 # Par: one gradient for each step.
@@ -152,7 +152,7 @@ work = or_solution(work)
 # they do so one at a time: only one thread can be inside `with lock:`, and the others wait there until it is
 # free.
 #
-# **Exercise 10.3: serve.** Write what one thread does: `steps` times, send the parameters `x` to its worker,
+# **Exercise 11.3: serve.** Write what one thread does: `steps` times, send the parameters `x` to its worker,
 # receive a gradient, and subtract `lr` times it from `x`, in place. (Take `x.sub_(...)`: with `x -= ...` Python
 # would take x for a name of `serve_one`'s own.) No worker may have to wait for another one.
 
@@ -213,7 +213,7 @@ cluster.run(all_ranks)
 # What harm does an old gradient do? Look at the simplest loss there is, (curvature / 2) x²: its gradient is
 # curvature times x, and its minimum 0.
 #
-# **Exercise 10.4: delayed_descent.** Start at x = 1, and make `steps` updates. Update t subtracts lr times the
+# **Exercise 11.4: delayed_descent.** Start at x = 1, and make `steps` updates. Update t subtracts lr times the
 # gradient, not at the newest x, but at that of `delay` updates before; where there is none so old, at the
 # first. Return the list of all x, from the first to the last.
 
@@ -389,7 +389,7 @@ learning(
 # `bound` steps ahead of the slowest waits. (`max_staleness` bounds updates in place of steps; the idea is the
 # same.)
 #
-# **Exercise 10.5: may_begin.** `clocks[i]` is how many steps worker i has finished. May `worker` begin its next
+# **Exercise 11.5: may_begin.** `clocks[i]` is how many steps worker i has finished. May `worker` begin its next
 # step? It may if it is at most `bound` steps ahead of the slowest. Return True or False.
 
 
@@ -516,4 +516,4 @@ cluster.close()
 # answers each gradient with the new parameters, so that a worker pushes first and then pulls. The engine shares
 # the parameters among several servers, bounds the staleness, and goes on when a worker dies.
 #
-# Next: lesson 11 cuts the model itself over ranks.
+# Next: lesson 12 cuts the model itself over ranks.

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 11. Cutting the model
+# # 12. Cutting the model
 #
 # **Time:** about 3 hours. **Builds on:** lesson 08; lesson 09 helps.
 #
@@ -35,7 +35,7 @@ from minidist.model import GPT, GPTConfig
 from minidist.parallel import layerwise
 from minidist.parallel.schedules import Instruction, simulate, with_messages
 
-ladder(11)
+ladder(12)
 
 # %% [markdown]
 # **The question.** The layers of a model run one after the other: each needs what the one before it gives. How
@@ -64,7 +64,7 @@ for layer, count, lasts in zip(model.layers, parameters, seconds, strict=True):
 # heaviest part is as light as can be. The trick is to ask an easier question first. Suppose that no part may
 # weigh more than `most`: how many parts does it take?
 #
-# **Exercise 11.1: fill.** Cut the layers into consecutive parts. Begin at the left, and make each part as long
+# **Exercise 12.1: fill.** Cut the layers into consecutive parts. Begin at the left, and make each part as long
 # as it can be without weighing more than `most`. Return a list of ranges: for weights `[2, 1, 1, 3]` and most 4
 # it is `[range(0, 3), range(3, 4)]`. No layer weighs more than `most`; without layers there are no parts.
 #
@@ -121,7 +121,7 @@ print("layerwise.cut", layerwise.cut(model.layers, 4))
 # is in `x.grad`. Going backward, start from the gradient that has arrived, in place of a loss:
 # `y.backward(gradient)`.
 #
-# **Exercise 11.2: step.** One forward and one backward pass through all ranks. Rank r has `stage`, a module.
+# **Exercise 12.2: step.** One forward and one backward pass through all ranks. Rank r has `stage`, a module.
 # Inputs and targets are given on all ranks; only rank 0 uses `inputs`, and only the last rank `targets`. All
 # tensors between stages have the shape and dtype of `inputs`. The loss is `((y - targets) ** 2).mean()`, and
 # the last rank returns it as a number (`loss.item()`; a tensor would keep its graph in memory). In the end each
@@ -197,7 +197,7 @@ for rank, own in enumerate(with_messages(example)):
     print("rank", rank, *own, sep="   ")
 
 # %% [markdown]
-# **Exercise 11.3: gpipe.** Return the schedule: a list with a list for each rank, in which all forward passes
+# **Exercise 12.3: gpipe.** Return the schedule: a list with a list for each rank, in which all forward passes
 # come before all backward passes. Micro-batches count from 0, and come in the same order on all ranks.
 
 
@@ -223,7 +223,7 @@ gantt(
 # %% [markdown]
 # What is empty is called the **bubble**: the pipeline has to fill, and to drain.
 #
-# **Exercise 11.4: bubble.** Which share of the time do ranks wait, with p ranks and m micro-batches? All stages
+# **Exercise 12.4: bubble.** Which share of the time do ranks wait, with p ranks and m micro-batches? All stages
 # take equally long, messages take no time, and the schedule is GPipe. Count in the picture: how long does each
 # rank work, and how long does it all take?
 
@@ -336,7 +336,7 @@ beside_formula(
 # something to do. Then come **one forward and one backward pass in turn** (1F1B; Narayanan et al. 2019), and
 # each backward pass frees what one forward pass will need. In the end come the backward passes that are left.
 #
-# **Exercise 11.5: one_f_one_b.** Return that schedule. With 3 ranks and 4 micro-batches:
+# **Exercise 12.5: one_f_one_b.** Return that schedule. With 3 ranks and 4 micro-batches:
 #
 # | rank | instructions |
 # |---|---|
@@ -381,7 +381,7 @@ fill_animation({"GPipe": gpipe(4, 6), "1F1B": one_f_one_b(4, 6)})
 # gradient as soon as it is there; W goes where the rank would wait. As instructions:
 # `Instruction("backward_input", i)` and `Instruction("backward_weight", i)`, printed I and W.
 #
-# **Exercise 11.6: my_schedule.** Write a schedule of your own that is shorter than 1F1B, with whichever of the
+# **Exercise 12.6: my_schedule.** Write a schedule of your own that is shorter than 1F1B, with whichever of the
 # four kinds of instruction you like. F, I and W take 1 unit each. Any order that works is right: every rank
 # has, for each micro-batch, F before I and I before W, and no rank waits for what never comes. With fewer units
 # you win.
@@ -507,7 +507,7 @@ cluster.close()
 # ## Further reading
 #
 # - Huang et al., *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*, 2019:
-#   micro-batches, the bubble, and recomputing activations (lesson 13) to hold less.
+#   micro-batches, the bubble, and recomputing activations (lesson 14) to hold less.
 # - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021:
 #   1F1B at scale, and `schedules.interleaved`: several smaller stages a rank, which divide the bubble.
 # - Qi et al., *Zero Bubble Pipeline Parallelism*, 2024: the two halves of a backward pass, schedules found by a
@@ -530,4 +530,4 @@ cluster.close()
 # `Instruction("forward", 3)`. They deal layers by number and not by weight. The engine writes sends and receives
 # into the schedule as well, which lets it prove a schedule free of deadlock before it runs.
 #
-# Next: lesson 12 cuts within a layer, so that all ranks work on the same matrix product.
+# Next: lesson 13 cuts within a layer, so that all ranks work on the same matrix product.

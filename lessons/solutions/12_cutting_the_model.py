@@ -1,4 +1,4 @@
-"""Solutions of lesson 11.
+"""Solutions of lesson 12.
 
 GPipe is from Huang et al. 2019, "GPipe", section 2.3; 1F1B from Narayanan et al. 2019, "PipeDream", section
 3.2; the backward pass in two parts, and the schedule at the end (ZB-H1), from Qi et al. 2024, "Zero Bubble

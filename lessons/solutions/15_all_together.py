@@ -1,4 +1,4 @@
-"""Solutions of lesson 14.
+"""Solutions of lesson 15.
 
 The order of ranks is that of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", section 3; the bytes of states are those of Rajbhandari et al. 2020, "ZeRO".

@@ -11,9 +11,9 @@
 # ---
 
 # %% [markdown]
-# # 14. All together
+# # 15. All together
 #
-# **Time:** about 3 hours. **Builds on:** lessons 09, 11, 12 and 13.
+# **Time:** about 3 hours. **Builds on:** lessons 09, 12, 13 and 14.
 #
 # You have built all the ways of sharing a training among ranks. In this last lesson you put them together: you
 # choose a layout for a model and machines that you do not have, you make a training that survives the death of
@@ -47,7 +47,7 @@ from minidist.comm.mesh import Mesh
 from minidist.model import GPT, GPTConfig, Sampler, config, dataset
 from minidist.scale.memory import estimate
 
-ladder(14)
+ladder(15)
 
 # %% [markdown]
 # **The question.** Somebody gives you 64 GPUs in 8 machines, for a month, and a model to train. How do you
@@ -58,9 +58,9 @@ ladder(14)
 # ## Where each rank stands
 #
 # A **layout** says how many ranks share each thing: `dp` the rows of a batch (lesson 09), `pp` the layers
-# (lesson 11), `tp` each layer's matrices (lesson 12), `cp` the tokens of a row, for rows that are very long (by
+# (lesson 12), `tp` each layer's matrices (lesson 13), `cp` the tokens of a row, for rows that are very long (by
 # ring attention, Liu et al. 2023, which these lessons leave out). With ZeRO the ranks of `dp` and `cp` share
-# what they would all keep (lesson 13). The product of the four is the number of ranks. Ranks then stand in a
+# what they would all keep (lesson 14). The product of the four is the number of ranks. Ranks then stand in a
 # grid of four dimensions, and those that differ in one coordinate alone are a **group**, which shares that one
 # thing. Step through the groups of eight ranks on two **hosts** (machines):
 
@@ -71,7 +71,7 @@ mesh_animation()
 # The order is no accident. Neighbours in rank are on one host, with fast links between them. So the axis that
 # talks most counts fastest: tp, then cp, dp, and pp, which sends least (Narayanan et al. 2021, section 3).
 #
-# **Exercise 14.1: place.** Give the coordinates `(pp, dp, cp, tp)` of `rank`. Rank 0 has (0, 0, 0, 0), and tp
+# **Exercise 15.1: place.** Give the coordinates `(pp, dp, cp, tp)` of `rank`. Rank 0 has (0, 0, 0, 0), and tp
 # counts fastest: rank 1 differs from rank 0 in tp, where `layout.tp` is more than 1; then come cp, dp and pp.
 # The sizes are `layout.pp`, `layout.dp`, `layout.cp` and `layout.tp`.
 
@@ -86,7 +86,7 @@ def place(rank, layout):
 check(place)
 
 # %% [markdown]
-# **Exercise 14.2: group.** A rank's group along an axis ("pp", "dp", "cp" or "tp") is all ranks whose other
+# **Exercise 15.2: group.** A rank's group along an axis ("pp", "dp", "cp" or "tp") is all ranks whose other
 # three coordinates are the same as its own. Return them as a list, in order. `place` helps.
 
 # %%
@@ -118,14 +118,14 @@ print("Rank 13 of 64: place", place(13, big), "and dp group", group(13, "dp", bi
 # %% [markdown]
 # ## Does it fit?
 #
-# The first question about a layout. For each parameter, Adam's training keeps (lesson 13)
+# The first question about a layout. For each parameter, Adam's training keeps (lesson 14)
 #
 # | precision | parameter | gradient | optimizer | together |
 # |---|---|---|---|---|
 # | fp32 | 4 bytes | 4 | 8 | 16 |
 # | bf16 or fp16 | 2 | 2 | 12 | 16 |
 #
-# **Exercise 14.3: memory.** The bytes of these three on one rank of `layout`, for a model of `parameters`. Take
+# **Exercise 15.3: memory.** The bytes of these three on one rank of `layout`, for a model of `parameters`. Take
 # it that tp and pp cut the model into equal parts. The ranks of dp and cp have the same part, and by ZeRO
 # (`layout.zero`) each keeps an equal share: in stage 1 of the optimizer's bytes, in stage 2 of the gradients
 # too, in stage 3 of all. No rounding. `layout.precision` is "fp32", "bf16" or "fp16".
@@ -174,7 +174,7 @@ for text in ("dp=64", "dp=64,zero=1", "dp=64,zero=3", "dp=8,tp=8"):
 # - **pp**: A to the next stage, and the gradient of its own input, as many bytes, to the one before. Take the
 #   rank that sends most: in the middle, where there is one.
 #
-# **Exercise 14.4: bytes_per_step.** A dict with the bytes that this rank sends in a step for "dp", "tp" and
+# **Exercise 15.4: bytes_per_step.** A dict with the bytes that this rank sends in a step for "dp", "tp" and
 # "pp". The model has `parameters` in `blocks` blocks; pp cuts it into equal parts, so that a rank has blocks /
 # pp of them, and tp cuts each block. `activations` is A. An element of the gradients has 4 bytes in precision
 # "fp32", else 2. `layout.cp` is 1.
@@ -300,9 +300,9 @@ print(cluster.run(same, "dp=2", "tp=2")[0])
 # ## Choose
 #
 # Most advice on layouts is one sentence: **if plain data parallelism fits, take it.** It has the fewest parts,
-# and its messages hide behind the backward pass (lesson 09). Only when it does not fit, compare what does.
+# and its messages hide behind the backward pass (lesson 10). Only when it does not fit, compare what does.
 #
-# **Exercise 14.5: choose.** `layouts` is a list. `need(layout)` gives the bytes that a rank needs, and
+# **Exercise 15.5: choose.** `layouts` is a list. `need(layout)` gives the bytes that a rank needs, and
 # `seconds(layout)` a prediction of a step's time. Return a plain data-parallel layout (tp, pp and cp of 1, zero
 # of 0) if one is in the list and fits, that is, needs at most `budget`. Else the layout that fits with the
 # fewest seconds; of several, the first. If none fits, `None`.
@@ -323,7 +323,7 @@ check(choose)
 # Now for the 64 GPUs: 8 hosts of 8, NVLink (a fast link) between the GPUs of a host, and a network card for
 # each GPU. A model of the time in a few lines. The arithmetic is 6 operations for each parameter and token, and
 # 8 with activations that are computed again; a pipeline stands still for (pp - 1) / micro-batches of it (lesson
-# 11). A group's bytes go over NVLink where it fits into a host, else over the network. What dp sends hides
+# 12). A group's bytes go over NVLink where it fits into a host, else over the network. What dp sends hides
 # behind the backward pass, at least two thirds of the arithmetic. 400 TFLOP/s a GPU is an assumption, and a
 # good day.
 
@@ -418,7 +418,7 @@ for rows in (256, 1024, 4096, 16384):
 print(inspect.getsource(Training))
 
 # %% [markdown]
-# **Exercise 14.6: Checkpoint.** `save(run)` returns a dict of tensors, numbers, text, lists and dicts, which is
+# **Exercise 15.6: Checkpoint.** `save(run)` returns a dict of tensors, numbers, text, lists and dicts, which is
 # then written to a file. `load(run, saved)` gets a new `run`, made in a new process with another seed, and what
 # was read from the file; afterwards the new run has to take the very steps that the old one would have taken,
 # **to the bit**. Further steps of the old run must not change what was saved.

@@ -1,4 +1,4 @@
-"""Solutions of lesson 13.
+"""Solutions of lesson 14.
 
 The stages are those of Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", section 5; loss scaling and master weights are from Micikevicius et al. 2018, "Mixed
