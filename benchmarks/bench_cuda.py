@@ -20,8 +20,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from minidist import kernels
-from minidist.benchmarks.harness import cuda_check, cuda_timing, formats
-from minidist.benchmarks.harness.cuda_timing import Gpu, Operands
+from minidist.benchmarks.harness import formats
+from minidist.benchmarks.harness.cuda import cuda_check, cuda_timing
+from minidist.benchmarks.harness.cuda.cuda_timing import Gpu, Operands
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 from minidist.kernels.measure import harness
 

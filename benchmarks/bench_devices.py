@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import minidist as md
-from minidist.benchmarks.harness.programs import COUNTED
-from minidist.benchmarks.harness.strategies import Work
-from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.steps.training_steps import ADAMW
+from minidist.benchmarks.harness.strategy_table.programs import COUNTED
+from minidist.benchmarks.harness.strategy_table.strategies import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 from minidist.kernels.measure.harness import time_in_turns

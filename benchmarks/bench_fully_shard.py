@@ -18,9 +18,9 @@ from torch import Tensor
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.sharded_steps import fully_sharded
-from minidist.benchmarks.harness.strategy_rounds import Worlds
-from minidist.benchmarks.harness.training_steps import ADAMW, Case, Timed, plain_loop
+from minidist.benchmarks.harness.steps.sharded_steps import fully_sharded
+from minidist.benchmarks.harness.steps.training_steps import ADAMW, Case, Timed, plain_loop
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.kernels.measure.harness import time_in_turns
 

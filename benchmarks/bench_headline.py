@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from minidist.benchmarks.bench_cpu_matmul import beside_blas
-from minidist.benchmarks.harness.collective_timing import enter as enter_collective
-from minidist.benchmarks.harness.collective_timing import time_against_torch
 from minidist.benchmarks.harness.formats import binary_size
-from minidist.benchmarks.harness.strategies import Pair, Work, pairs
-from minidist.benchmarks.harness.strategy_rounds import Measured, Worlds, enter, measure
+from minidist.benchmarks.harness.steps.collective_timing import enter as enter_collective
+from minidist.benchmarks.harness.steps.collective_timing import time_against_torch
+from minidist.benchmarks.harness.strategy_table.strategies import Pair, Work, pairs
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, Worlds, enter, measure
 from minidist.benchmarks.harness.turns import Benchmark, compared
 from minidist.kernels import CPU_LADDER, Rung
 

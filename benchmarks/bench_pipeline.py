@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.pipeline_steps import (
+from minidist.benchmarks.harness.steps.pipeline_steps import (
     PEERS,
     Case,
     Timed,
@@ -26,7 +26,7 @@ from minidist.benchmarks.harness.pipeline_steps import (
     timeline,
     times,
 )
-from minidist.benchmarks.harness.strategy_rounds import Worlds
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.plain_ladder import FORMS, LadderWork, RungForm
-from minidist.benchmarks.harness.plain_steps import COUNTED, measure, program_name
-from minidist.benchmarks.harness.strategy_rounds import Measured, over_yardstick, warm_worlds
-from minidist.benchmarks.harness.strategy_steps import SEEN
+from minidist.benchmarks.harness.plain.plain_ladder import FORMS, LadderWork, RungForm
+from minidist.benchmarks.harness.plain.plain_steps import COUNTED, measure, program_name
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, over_yardstick, warm_worlds
+from minidist.benchmarks.harness.strategy_table.strategy_steps import SEEN
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 WORK = LadderWork("ladder", rows=8)

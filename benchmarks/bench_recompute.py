@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.harness.training_steps import ADAMW, Case
+from minidist.benchmarks.harness.steps.training_steps import ADAMW, Case
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.kernels.measure.harness import time_in_turns
 from minidist.parallel.training.recompute import recompute

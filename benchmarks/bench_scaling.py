@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.harness.programs import COUNTED
-from minidist.benchmarks.harness.strategies import Row, Work
-from minidist.benchmarks.harness.strategy_rounds import Job, Measured, measure_jobs, warm_worlds
+from minidist.benchmarks.harness.strategy_table.programs import COUNTED
+from minidist.benchmarks.harness.strategy_table.strategies import Row, Work
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import (
+    Job,
+    Measured,
+    measure_jobs,
+    warm_worlds,
+)
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 

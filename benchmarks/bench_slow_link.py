@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import minidist
-from minidist.benchmarks.harness import slow_link_steps as steps
-from minidist.benchmarks.harness.slow_link_steps import (
+from minidist.benchmarks.harness.slow_link import slow_link_steps as steps
+from minidist.benchmarks.harness.slow_link.slow_link_steps import (
     ALONE,
     CASE,
     FAST,
@@ -31,8 +31,8 @@ from minidist.benchmarks.harness.slow_link_steps import (
     SLOW,
     SLOWEST,
 )
+from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
-from minidist.benchmarks.harness.two_hosts import TwoHosts, why_not
 
 GROUP = "A slow link: a byte GPT of 3 M parameters on 2 hosts of 2 ranks, 1 row of 128 a rank; {}"
 RANKS = 2

@@ -14,9 +14,15 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.harness.peers import missing
-from minidist.benchmarks.harness.strategies import OUTSIDE, Pair, Work, pairs
-from minidist.benchmarks.harness.strategy_rounds import Measured, Worlds, enter, measure, warm_worlds
+from minidist.benchmarks.harness.strategy_table.peers import missing
+from minidist.benchmarks.harness.strategy_table.strategies import OUTSIDE, Pair, Work, pairs
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import (
+    Measured,
+    Worlds,
+    enter,
+    measure,
+    warm_worlds,
+)
 from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPT, MLP = Work("byte-small", rows=8), Work("mlp", rows=256)

@@ -1,8 +1,8 @@
 """A training step whose matrices two ranks share, in turns with torch's `parallelize_module`.
 
 A byte GPT of 3 M parameters; both ranks have the same rows. At 1 row the messages dominate, at 8 rows the
-arithmetic. The peer is the faster of two forms of torch's (harness/tensor_steps.py). All train the same model
-on the same rows, in the same ranks.
+arithmetic. The peer is the faster of two forms of torch's (harness/steps/tensor_steps.py). All train the same
+model on the same rows, in the same ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.strategy_rounds import Worlds
-from minidist.benchmarks.harness.tensor_steps import OURS, PEERS, Timed, time_in_ranks
+from minidist.benchmarks.harness.steps.tensor_steps import OURS, PEERS, Timed, time_in_ranks
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GROUP = "Tensor parallel: a byte GPT of 3 M parameters on 2 ranks, {} of 128"

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.strategy_rounds import Worlds
-from minidist.benchmarks.harness.training_steps import Case, Timed, time_forms, time_steps
+from minidist.benchmarks.harness.steps.training_steps import Case, Timed, time_forms, time_steps
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 MLP = "Training step: an MLP on handwritten digits, 256 rows"

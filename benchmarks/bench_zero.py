@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.sharded_steps import ENTRIES, time_entries
-from minidist.benchmarks.harness.strategy_rounds import Worlds
-from minidist.benchmarks.harness.training_steps import Case, Timed
+from minidist.benchmarks.harness.steps.sharded_steps import ENTRIES, time_entries
+from minidist.benchmarks.harness.steps.training_steps import Case, Timed
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GROUP = "ZeRO: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"

@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from minidist.benchmarks.harness import cuda_check
+from minidist.benchmarks.harness.cuda import cuda_check
 from minidist.kernels.cuda import load
 from minidist.kernels.measure import gpu_timer
 

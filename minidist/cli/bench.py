@@ -120,7 +120,7 @@ def _compile(suites: list[str] | None, as_json: bool) -> None:
     """Compile the CUDA ladder for this machine's GPU; exit code 1 if a kernel can't be compiled."""
     if suites != ["cuda"]:
         raise ValueError("--compile is for the CUDA ladder alone; give minidist bench cuda --compile")
-    from minidist.benchmarks.harness import compile_ladder
+    from minidist.benchmarks.harness.cuda import compile_ladder
     from minidist.kernels.cache_folder import cache_folder
     from minidist.kernels.cuda.runtime.device import require_compiler
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minidist.benchmarks.harness import cuda_timing, one_rung, results
+from minidist.benchmarks.harness import results
+from minidist.benchmarks.harness.cuda import cuda_timing, one_rung
 from minidist.benchmarks.report import ladder
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
@@ -339,7 +340,7 @@ def test_a_gpu_that_breaks_ends_the_run_and_what_was_measured_is_kept(tmp_path):
 STUBBORN = """
 import ctypes, sys
 from tests.helpers.emulated_gpu import EmulatedGpu, install
-from minidist.benchmarks.harness.one_rung import OneRungAtATime
+from minidist.benchmarks.harness.cuda.one_rung import OneRungAtATime
 from minidist.cli.commands import main
 
 if "--one-process" in sys.argv and any(word.startswith("s9_") for word in sys.argv):

@@ -11,10 +11,11 @@ import pytest
 from minidist import plain
 from minidist.benchmarks import bench_plain
 from minidist.benchmarks.bench_plain import ONE, check, enter
-from minidist.benchmarks.harness import plain_forms, plain_steps, results
-from minidist.benchmarks.harness.plain_ladder import BY_NAME, FORMS, LadderWork, RungForm
-from minidist.benchmarks.harness.plain_steps import ClockedBatches, measure, program_name, whole_periods
-from minidist.benchmarks.harness.strategies import EVERY
+from minidist.benchmarks.harness import results
+from minidist.benchmarks.harness.plain import plain_forms, plain_steps
+from minidist.benchmarks.harness.plain.plain_ladder import BY_NAME, FORMS, LadderWork, RungForm
+from minidist.benchmarks.harness.plain.plain_steps import ClockedBatches, measure, program_name, whole_periods
+from minidist.benchmarks.harness.strategy_table.strategies import EVERY
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 
 TINY = LadderWork("ladder", rows=4, layers=2, width=32, tokens=16)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import minidist as md
-from minidist.benchmarks.harness import columns, results, strategies, strategy_rounds
-from minidist.benchmarks.harness.peers import INEXACT, PEERS, missing
-from minidist.benchmarks.harness.strategies import OUTSIDE, ROWS, YARDSTICK, Pair, Work, pairs
-from minidist.benchmarks.harness.strategy_rounds import beside, check, enter, key, measure
+from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.harness.strategy_table import strategies, strategy_rounds
+from minidist.benchmarks.harness.strategy_table.peers import INEXACT, PEERS, missing
+from minidist.benchmarks.harness.strategy_table.strategies import OUTSIDE, ROWS, YARDSTICK, Pair, Work, pairs
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import beside, check, enter, key, measure
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from minidist.benchmarks import bench_cpu_matmul, bench_headline, bench_lessons, bench_scaling
-from minidist.benchmarks.harness import collective_timing, pipeline_steps, results, run
-from minidist.benchmarks.harness.strategy_rounds import Facts, Timed
+from minidist.benchmarks.harness import results, run
+from minidist.benchmarks.harness.steps import collective_timing, pipeline_steps
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Facts, Timed
 from minidist.comm import cost
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.parallel.contract.memory_report import Memory as Bytes

@@ -1,4 +1,4 @@
-"""Each launch file's own command, on two hosts made on this machine (`harness/two_hosts.py`), a rank each.
+"""Each launch file's own command, on two hosts made on this machine (`slow_link/two_hosts.py`), a rank each.
 
 What a service does around it is done here: the variables that SLURM and Kubeflow's operator set, the file
 that SageMaker writes. The smallest training takes the place of the file's own.
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from minidist.benchmarks.harness.slow_wire import CARD
-from minidist.benchmarks.harness.two_hosts import TwoHosts, why_not
+from minidist.benchmarks.harness.slow_link.slow_wire import CARD
+from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.cli.train import TrainConfig, train
 from tests.deploy.test_deploy import DEPLOY, EXTRA, ROOT, container_words, document, slurm, worker
 from tests.helpers.processes import descendants

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from minidist.benchmarks.harness import cuda_timing, one_rung
+from minidist.benchmarks.harness.cuda import cuda_timing, one_rung
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.measure.peaks import Roof
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from minidist.benchmarks.harness.two_hosts import NAMES, PORT, TwoHosts
+from minidist.benchmarks.harness.slow_link.two_hosts import NAMES, PORT, TwoHosts
 
 _SPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, name, IPC, pids, network
 

@@ -1,7 +1,7 @@
 """Two hosts and a wire between them: the same weights as one process, and what goes through the wire.
 
-The hosts are namespaces of the kernel's (`benchmarks/harness/two_hosts.py`). Ranks are forked into them here;
-in test_torchrun_on_hosts.py torchrun starts them.
+The hosts are namespaces of the kernel's (`benchmarks/harness/slow_link/two_hosts.py`). Ranks are forked into
+them here; in test_torchrun_on_hosts.py torchrun starts them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness import slow_wire
-from minidist.benchmarks.harness.two_hosts import NAMES, TwoHosts, counter, why_not
+from minidist.benchmarks.harness.slow_link import slow_wire
+from minidist.benchmarks.harness.slow_link.two_hosts import NAMES, TwoHosts, counter, why_not
 from minidist.checkpoint import CheckpointError
 from minidist.comm.algorithms.formulas import formula
 from minidist.comm.transport.hosts import by_host, processes
@@ -251,7 +251,7 @@ def test_where_hosts_cannot_be_made_the_reason_is_a_sentence(monkeypatch: pytest
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_hosts_are_gone_with_who_made_them(number: signal.Signals) -> None:
     program = (
-        "import time\nfrom minidist.benchmarks.harness.two_hosts import TwoHosts\n"
+        "import time\nfrom minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts\n"
         "with TwoHosts() as hosts:\n"
         "    sleeper = hosts.start(0, ['sleep', '100'])\n"
         "    print(hosts.socket, *hosts.firsts, sleeper.pid, flush=True)\n"

@@ -1,4 +1,4 @@
-"""torchrun on two hosts made on this machine (`harness/two_hosts.py`), as by hand on two machines."""
+"""torchrun on two hosts made on this machine (`slow_link/two_hosts.py`), as by hand on two machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import minidist as md
-from minidist.benchmarks.harness.two_hosts import TwoHosts, why_not
+from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.cli.train import TrainConfig, train
 
 REASON = why_not()

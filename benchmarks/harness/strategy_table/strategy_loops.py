@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.programs import Batch, Program, Ran
-from minidist.benchmarks.harness.strategies import EVERY, Work
-from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.steps.training_steps import ADAMW
+from minidist.benchmarks.harness.strategy_table.programs import Batch, Program, Ran
+from minidist.benchmarks.harness.strategy_table.strategies import EVERY, Work
 from minidist.model.loss import cross_entropy
 from minidist.parallel.pipeline.layer_by_layer import cut
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 import minidist as md
-from minidist.benchmarks.harness.pipeline_steps import torch_loop
-from minidist.benchmarks.harness.programs import Program
-from minidist.benchmarks.harness.strategies import Work
-from minidist.benchmarks.harness.tensor_steps import cut_blocks
-from minidist.benchmarks.harness.training_steps import ADAMW, plain_loop
+from minidist.benchmarks.harness.steps.pipeline_steps import torch_loop
+from minidist.benchmarks.harness.steps.tensor_steps import cut_blocks
+from minidist.benchmarks.harness.steps.training_steps import ADAMW, plain_loop
+from minidist.benchmarks.harness.strategy_table.programs import Program
+from minidist.benchmarks.harness.strategy_table.strategies import Work
 from minidist.parallel.pipeline.layer_by_layer import cut
 
 

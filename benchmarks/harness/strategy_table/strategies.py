@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from minidist.benchmarks.harness.training_steps import SEED
+from minidist.benchmarks.harness.steps.training_steps import SEED
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
 from minidist.model.gpt import GPT

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from minidist.benchmarks.harness import cuda_timing, machine
+from minidist.benchmarks.harness import machine
+from minidist.benchmarks.harness.cuda import cuda_timing
 from minidist.comm.launching.cores import available_cores
 from minidist.kernels.cuda import RUNGS, load
 from minidist.kernels.cuda.runtime import device

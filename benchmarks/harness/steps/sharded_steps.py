@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.training_steps import ADAMW, SEED, Case, Timed, plain_loop
+from minidist.benchmarks.harness.steps.training_steps import ADAMW, SEED, Case, Timed, plain_loop
 from minidist.kernels.measure.harness import time_in_turns
 from minidist.model.blocks import Block
 from minidist.model.configs import config

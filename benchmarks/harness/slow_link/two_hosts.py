@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from minidist.benchmarks.harness import slow_wire as wire
+from minidist.benchmarks.harness.slow_link import slow_wire as wire
 
 NAMES = "host0", "host1"
 ADDRESSES = "10.213.0.1", "10.213.0.2"

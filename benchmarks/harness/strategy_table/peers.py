@@ -16,16 +16,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minidist as md
-from minidist.benchmarks.harness.peer_packages import accelerated, deep_speed
-from minidist.benchmarks.harness.peers_model_parallel import (
+from minidist.benchmarks.harness.steps.training_steps import ADAMW, plain_loop
+from minidist.benchmarks.harness.strategy_table.peer_packages import accelerated, deep_speed
+from minidist.benchmarks.harness.strategy_table.peers_model_parallel import (
     fully_sharded_and_cut,
     parallelized,
     pipelined,
     sequence_parallelized,
 )
-from minidist.benchmarks.harness.programs import Program
-from minidist.benchmarks.harness.strategies import EVERY, OUTSIDE, Work
-from minidist.benchmarks.harness.training_steps import ADAMW, plain_loop
+from minidist.benchmarks.harness.strategy_table.programs import Program
+from minidist.benchmarks.harness.strategy_table.strategies import EVERY, OUTSIDE, Work
 
 Make = Callable[[Work], Program]
 

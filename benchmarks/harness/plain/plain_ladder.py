@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from minidist import plain
-from minidist.benchmarks.harness.strategies import BATCHES, EVERY, Work
-from minidist.benchmarks.harness.training_steps import SEED
+from minidist.benchmarks.harness.steps.training_steps import SEED
+from minidist.benchmarks.harness.strategy_table.strategies import BATCHES, EVERY, Work
 from minidist.model.data import dataset
 from minidist.model.sampler import Sampler
 from minidist.plain import pipeline

@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
-from minidist.benchmarks.harness import compile_ladder, cuda_timing
-from minidist.benchmarks.harness.compile_ladder import Variant
+from minidist.benchmarks.harness.cuda import compile_ladder, cuda_timing
+from minidist.benchmarks.harness.cuda.compile_ladder import Variant
 from minidist.kernels.cuda import RUNGS, load
 from minidist.kernels.cuda.runtime import compiler, device
 from tests.helpers import fake_driver

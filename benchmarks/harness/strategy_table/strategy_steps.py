@@ -13,11 +13,11 @@ from typing import Any
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.peers import PEERS
-from minidist.benchmarks.harness.programs import Batch, EngineProgram, Program, Ran
-from minidist.benchmarks.harness.strategies import BATCHES, OFFLOAD, Row, Work
-from minidist.benchmarks.harness.strategy_loops import LOOPS
-from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.steps.training_steps import ADAMW
+from minidist.benchmarks.harness.strategy_table.peers import PEERS
+from minidist.benchmarks.harness.strategy_table.programs import Batch, EngineProgram, Program, Ran
+from minidist.benchmarks.harness.strategy_table.strategies import BATCHES, OFFLOAD, Row, Work
+from minidist.benchmarks.harness.strategy_table.strategy_loops import LOOPS
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness import slow_wire
-from minidist.benchmarks.harness.training_steps import ADAMW, Case, plain_loop
-from minidist.benchmarks.harness.two_hosts import counter
+from minidist.benchmarks.harness.slow_link import slow_wire
+from minidist.benchmarks.harness.slow_link.two_hosts import counter
+from minidist.benchmarks.harness.steps.training_steps import ADAMW, Case, plain_loop
 from minidist.comm import cost
 from minidist.comm.cost import LinkProfile
 from minidist.comm.cost.links import Link

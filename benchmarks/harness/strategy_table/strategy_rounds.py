@@ -23,10 +23,10 @@ import pytest
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.peers import INEXACT, missing
-from minidist.benchmarks.harness.programs import COUNTED
-from minidist.benchmarks.harness.strategies import YARDSTICK, Pair, Row, Work
-from minidist.benchmarks.harness.strategy_steps import SEEN, Facts, drop, hold, turn
+from minidist.benchmarks.harness.strategy_table.peers import INEXACT, missing
+from minidist.benchmarks.harness.strategy_table.programs import COUNTED
+from minidist.benchmarks.harness.strategy_table.strategies import YARDSTICK, Pair, Row, Work
+from minidist.benchmarks.harness.strategy_table.strategy_steps import SEEN, Facts, drop, hold, turn
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
 
 TURN = 20e-3

@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from minidist.benchmarks.harness.plain_forms import FORMS
-from minidist.benchmarks.harness.plain_ladder import BY_NAME, LadderWork, RungForm
-from minidist.benchmarks.harness.programs import Batch, Program, Ran
-from minidist.benchmarks.harness.strategy_rounds import Measured, Timed, Worlds
-from minidist.benchmarks.harness.strategy_steps import HELD, Facts, begin, drop
-from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.plain.plain_forms import FORMS
+from minidist.benchmarks.harness.plain.plain_ladder import BY_NAME, LadderWork, RungForm
+from minidist.benchmarks.harness.steps.training_steps import ADAMW
+from minidist.benchmarks.harness.strategy_table.programs import Batch, Program, Ran
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, Timed, Worlds
+from minidist.benchmarks.harness.strategy_table.strategy_steps import HELD, Facts, begin, drop
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter

@@ -12,7 +12,7 @@ import pytest
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.slow_link_steps import (
+from minidist.benchmarks.harness.slow_link.slow_link_steps import (
     CASE,
     HOSTS,
     PROFILES,
@@ -24,7 +24,7 @@ from minidist.benchmarks.harness.slow_link_steps import (
     rows_of,
     sharded,
 )
-from minidist.benchmarks.harness.two_hosts import TwoHosts, counter, why_not
+from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, counter, why_not
 from minidist.comm.ledgers import Call
 from tests.helpers import ranks_on_hosts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minidist.benchmarks.harness.strategies import YARDSTICK, Work
-from minidist.benchmarks.harness.strategy_rounds import Job, measure_jobs, warm_worlds
+from minidist.benchmarks.harness.strategy_table.strategies import YARDSTICK, Work
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Job, measure_jobs, warm_worlds
 
 
 class OneGpu:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from minidist.benchmarks.harness import cuda_check
-from minidist.benchmarks.harness.cuda_check import assert_product, bound, samples
+from minidist.benchmarks.harness.cuda import cuda_check
+from minidist.benchmarks.harness.cuda.cuda_check import assert_product, bound, samples
 from minidist.kernels.measure import harness
 
 KINDS = ("float32", "float64", "float16", "bfloat16", "tf32")

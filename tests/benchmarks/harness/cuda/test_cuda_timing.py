@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from minidist.benchmarks.harness import cuda_timing
-from minidist.benchmarks.harness.cuda_timing import (
+from minidist.benchmarks.harness.cuda import cuda_timing
+from minidist.benchmarks.harness.cuda.cuda_timing import (
     Operands,
     TorchGpu,
     float32_as,

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.benchmarks.harness.programs import Program
-from minidist.benchmarks.harness.strategies import Work
-from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.steps.training_steps import ADAMW
+from minidist.benchmarks.harness.strategy_table.programs import Program
+from minidist.benchmarks.harness.strategy_table.strategies import Work
 
 
 def accelerated(work: Work) -> Program:

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.benchmarks.harness.programs import EngineProgram, Program
-from minidist.benchmarks.harness.strategies import Work
-from minidist.benchmarks.harness.strategy_loops import LOOPS
-from minidist.benchmarks.harness.training_steps import ADAMW
+from minidist.benchmarks.harness.steps.training_steps import ADAMW
+from minidist.benchmarks.harness.strategy_table.programs import EngineProgram, Program
+from minidist.benchmarks.harness.strategy_table.strategies import Work
+from minidist.benchmarks.harness.strategy_table.strategy_loops import LOOPS
 from minidist.model.blocks import attend
 from minidist.parallel.contract.layout import Layout
 from minidist.plain.gpt import Attention, Block
