@@ -99,6 +99,7 @@ def test_prediction_2(benchmark: Benchmark, swept: Swept, algorithm: str, size: 
 
 
 @compared(MODEL.format(4))
+@pytest.mark.full_only
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SWEEP)
 def test_prediction_4(benchmark: Benchmark, swept: Swept, algorithm: str, size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -29,11 +30,23 @@ ONE_CORE = tuple(step for step in CPU_LADDER if step.cores == "one")
 PAIRS = [
     (128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(CPU_LADDER)
 ]
-TALL_AND_FLAT = ((4096, 4096, 64), (4096, 64, 4096), (64, 64, 4096), (64, 4096, 64))  # m, n, k
+# m, n, k, and whether a quick run has them.
+TALL_AND_FLAT = {
+    (4096, 4096, 64): False,
+    (4096, 64, 4096): False,
+    (64, 64, 4096): False,
+    (64, 4096, 64): True,
+    (2048, 1, 2048): True,
+}
 AGAIN = 2  # times that a run measures the peaks again
-PAUSE = 0.2  # seconds between turns: BLAS's threads spin for half of that after a product
+# Seconds between turns on all cores: BLAS's threads spin for 0.1 s after a product, on cores that are needed.
+PAUSE = 0.12
 # Our time over BLAS's.
 GOALS = {"small": 2.0, "float32": 1.0, "float64": 1 / 0.95, "tall and flat": 1 / 0.9}
+
+
+def _case(*values: object, name: str, quick: bool) -> ParameterSet:
+    return pytest.param(*values, id=name, marks=[] if quick else [pytest.mark.full_only])
 
 
 def _cases() -> list[ParameterSet]:
@@ -42,8 +55,7 @@ def _cases() -> list[ParameterSet]:
         quick, full = LARGEST.get(step.number, LARGEST_COMPILED)
         for size in SIZES:
             if size <= full:
-                marks = [pytest.mark.full_only] if size > quick else []
-                cases.append(pytest.param(step, size, id=f"{step.name}-{size}", marks=marks))
+                cases.append(_case(step, size, name=f"{step.name}-{size}", quick=size <= quick))
     return cases
 
 
@@ -60,7 +72,8 @@ def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
     }
 
 
-@pytest.mark.parametrize("size", [64, 512, 1024, pytest.param(2048, marks=pytest.mark.full_only)])
+@pytest.mark.full_only
+@pytest.mark.parametrize("size", [64, 512, 1024, 2048])
 @compared("torch's matrix product beside NumPy's, one core, float32")
 def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
     """torch's library beside NumPy's: how much two vendors differ says how exact a ratio to one is."""
@@ -86,7 +99,9 @@ def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
     benchmark.extra_info |= {"label": f"torch.matmul, {size}", "program": "torch.matmul"}
 
 
-@pytest.mark.parametrize("size", [64, 512, 1024, 2048, pytest.param(4096, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize(
+    "size", [_case(size, name=str(size), quick=size == 1024) for size in (64, 512, 1024, 2048, 4096)]
+)
 @compared("Matrix products on one CPU core, float64")
 def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
     """The last rung on one core, in double precision."""
@@ -95,8 +110,13 @@ def test_float64(benchmark: Benchmark, full: bool, size: int) -> None:
     benchmark.extra_info |= {"label": f"{ONE_CORE[-1].name}, {size}"}
 
 
-@pytest.mark.parametrize("size", [256, 512, 1024, 2048, pytest.param(4096, marks=pytest.mark.full_only)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *(_case("float32", size, name=f"float32-{size}", quick=size <= 2048) for size in SIZES),
+        *(_case("float64", size, name=f"float64-{size}", quick=size == 1024) for size in SIZES[2:]),
+    ],
+)
 @compared("Matrix products on all cores")
 def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> None:
     """The last rung on all cores, in turns with BLAS on as many threads."""
@@ -106,7 +126,9 @@ def test_all_cores(benchmark: Benchmark, full: bool, dtype: str, size: int) -> N
 
 
 @pytest.mark.parametrize("step", CPU_LADDER[-2:], ids=lambda step: step.name)
-@pytest.mark.parametrize("shape", TALL_AND_FLAT, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize(
+    "shape", [_case(shape, name="x".join(map(str, shape)), quick=q) for shape, q in TALL_AND_FLAT.items()]
+)
 @compared("Tall and flat products, float32: m x n x k")
 def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, int], step: Rung) -> None:
     """Products with one or two short sides, where packing and memory traffic weigh more."""
@@ -114,6 +136,7 @@ def test_tall_and_flat(benchmark: Benchmark, full: bool, shape: tuple[int, int, 
     benchmark.extra_info |= {"label": f"{step.name}, {' x '.join(map(str, shape))}"}
 
 
+@pytest.mark.full_only
 @pytest.mark.parametrize(("size", "before", "step"), PAIRS, ids=[pair[2].name for pair in PAIRS])
 @compared("Each rung beside the one before it, float32")
 def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: Rung) -> None:
@@ -162,6 +185,8 @@ def beside_blas(
             budget=budget,
             pause=0.0 if alone else PAUSE,
         )
+    if not alone:
+        time.sleep(PAUSE)  # leave the cores free for the next benchmark
     _rates(benchmark, shape, dtype, step.cores)
 
 

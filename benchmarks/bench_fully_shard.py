@@ -24,6 +24,8 @@ from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.kernels.measure.harness import time_in_turns
 
+pytestmark = pytest.mark.no_finding
+
 AT = "ZeRO stage 3: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
 FORMS: dict[str, dict[str, Any]] = {
     "stage 3": {},

@@ -15,6 +15,8 @@ import pytest
 import minidist as md
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 
+pytestmark = pytest.mark.no_finding
+
 GROUP = "Starting ranks and calling them"
 RANKS = 4
 

@@ -20,6 +20,8 @@ import pytest
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.cli import lessons
 
+pytestmark = pytest.mark.no_finding
+
 GROUP = "Lessons: what the solutions cost against par"
 COUNTING = {"Score", "Tally"}
 """Names from `checks.verdicts`: a check that uses one of them counts a cost."""

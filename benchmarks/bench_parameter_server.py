@@ -26,6 +26,8 @@ from minidist.model.loss import accuracy, cross_entropy
 from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 
+pytestmark = pytest.mark.no_finding
+
 GROUP = "Parameter server: to 95% on the digits, 3 workers of 32 rows a step"
 RANKS = 4
 ROWS = 32

@@ -31,6 +31,8 @@ from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
 
+pytestmark = pytest.mark.no_finding
+
 RANKS, CASE = 2, Case("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"

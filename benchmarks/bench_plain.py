@@ -21,6 +21,8 @@ from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured,
 from minidist.benchmarks.harness.strategy_table.strategy_steps import SEEN
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
+pytestmark = pytest.mark.no_finding
+
 WORK = LadderWork("ladder", rows=8)
 GROUP = f"The training ladder: a GPT of 0.9 M parameters, {WORK.rows} rows of {WORK.tokens}"
 ONE = program_name(FORMS[0].name, plain=True)

@@ -56,8 +56,8 @@ def rows_of(kind: str, ranks: int) -> int:
 
 
 def quick(kind: str, ranks: int) -> bool:
-    """Whether a quick run includes it: weak scaling over more ranks than cores takes long and says little."""
-    return kind == "strong" or ranks <= max(2, CORES)
+    """Whether a quick run includes it: the finding rests on strong scaling over at most all cores."""
+    return kind == "strong" and ranks <= max(2, CORES)
 
 
 def jobs(kind: str, full: bool) -> dict[str, Job]:

@@ -18,6 +18,8 @@ from minidist.benchmarks.harness.steps.training_steps import Case, Timed, time_f
 from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
+pytestmark = pytest.mark.no_finding
+
 MLP = "Training step: an MLP on handwritten digits, 256 rows"
 TINY = "Training step: a byte GPT of 0.1 M parameters, 16 rows of 64"
 SMALL = "Training step: a byte GPT of 3 M parameters, 16 rows of 128"

@@ -18,6 +18,8 @@ from minidist.benchmarks.harness.steps.training_steps import Case, Timed
 from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
+pytestmark = pytest.mark.no_finding
+
 GROUP = "ZeRO: a byte GPT of 3 M parameters on 2 ranks, {} of 128 a rank"
 GOALS = {(1, "stage 1"): 0.80, (8, "stage 1"): 1.00, (1, "stage 2"): 0.90, (8, "stage 2"): 0.90}
 """Goals for the ratio to torch's loop, by rows a rank and stage."""

@@ -1,4 +1,4 @@
-"""The set-up of all benchmarks: `--full`, and the marker that keeps one out of a quick run."""
+"""The set-up of all benchmarks: `--full` and `--named`, and the markers that keep one out of a quick run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --full: every benchmark, all sizes and more rounds; without it a run takes a few minutes."""
+    """Add --full, for all sizes and more rounds, and --named; without them a run takes a few minutes."""
     parser.addoption(
         "--full", action="store_true", help="run every benchmark at all sizes, not only the quick ones"
     )
+    parser.addoption("--named", action="store_true", help="also run benchmarks on which no finding rests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker `full_only`."""
+    """Declare the markers."""
     config.addinivalue_line("markers", "full_only: runs with --full only")
+    config.addinivalue_line("markers", "no_finding: no finding of the report rests on it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what a quick run leaves out."""
     if config.getoption("--full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full_only")]
+    names = ["full_only", *([] if config.getoption("--named") else ["no_finding"])]
+    left_out = [item for item in items if any(map(item.get_closest_marker, names))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -37,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether all sizes and rounds are wanted."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def named(request: pytest.FixtureRequest) -> bool:
+    """Whether benchmarks are wanted on which no finding rests."""
+    return bool(request.config.getoption("--named"))
 
 
 @pytest.fixture(scope="session")

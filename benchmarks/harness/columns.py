@@ -110,12 +110,17 @@ def undecided_over_yardstick(entry: Entry) -> bool:
 
 
 def _within(entry: Entry, ratio: str, q1: str, q3: str) -> bool:
-    extra = entry["extra_info"]
+    extra, rounds = entry["extra_info"], entry["stats"]["rounds"]
     if ratio not in extra:
         return False
-    rounds = entry["stats"]["rounds"]
-    more = FEW / rounds * (extra[q3] - extra[q1]) / 2
-    return bool(rounds < 2 or extra[q1] - more <= 1 <= extra[q3] + more)
+    low, high = widened(extra[q1], extra[q3], rounds)
+    return bool(rounds < 2 or low <= 1 <= high)
+
+
+def widened(q1: float, q3: float, rounds: int) -> tuple[float, float]:
+    """Return the ends of the interquartile range of the pairs' ratios, widened for few rounds (`FEW`)."""
+    more = FEW / rounds * (q3 - q1) / 2
+    return q1 - more, q3 + more
 
 
 def verdict(entry: Entry) -> str | None:

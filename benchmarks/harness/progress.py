@@ -25,6 +25,7 @@ class Watcher:
         self.failed: dict[str, str] = {}  # fullname -> what went wrong
         self.skipped: list[str] = []
         self.left_out: dict[str, str] = {}  # suite -> why it can't be measured here
+        self.without_finding: set[str] = set()  # suites that a quick run leaves out
         self.broken: list[str] = []
         self.crash = ""
         self._group: str | None = None
@@ -81,6 +82,12 @@ class Watcher:
         elif report.skipped:
             suite = Path(report.nodeid).stem.removeprefix("bench_")
             self.left_out[suite] = _why_skipped(report)
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Record suites on which no finding rests: their earlier results stay in the file."""
+        self.without_finding |= {
+            item.path.stem.removeprefix("bench_") for item in items if item.get_closest_marker("no_finding")
+        }
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record the benchmarks and their suites' descriptions, and set the bar's length."""

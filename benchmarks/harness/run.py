@@ -32,8 +32,6 @@ from minidist.benchmarks.harness.cuda.one_rung import OneRungAtATime
 from minidist.benchmarks.harness.progress import Watcher
 
 HERE = Path(__file__).parent.parent
-ONLY_FULL = {"fully_shard", "lessons", "parameter_server", "plain", "tensor_parallel", "training", "zero"}
-"""Suites on which no finding rests: a quick run measures them only if they are named."""
 
 
 @dataclass
@@ -70,7 +68,7 @@ def run(
     """Run suites (all if `names` is empty), and merge the figures into this machine's results file.
 
     Args:
-        names: names of suites, see `suites()`; without, a quick run leaves out ONLY_FULL.
+        names: names of suites, see `suites()`; without, a quick run leaves out those marked `no_finding`.
         full: all sizes and more rounds.
         keyword: pytest's -k expression, to select benchmarks of those suites.
         out: the results file; by default one named after the machine in `results.folder()`.
@@ -95,9 +93,12 @@ def run(
     watcher = Watcher(show)
     ladder = OneRungAtATime(watcher, full, keyword, path, part)
     started, began = time.monotonic(), _now()
-    left = set() if names or keyword or full else ONLY_FULL
-    chosen = [known[name] for name in names] or [path for name, path in known.items() if name not in left]
-    measured = _pytest(chosen, full, keyword, [watcher] if one_process else [watcher, ladder])
+    options = [
+        *(["--full"] if full else []),
+        *(["--named"] if names or keyword else []),
+        *(str(known[name]) for name in names or known),
+    ]
+    measured = _pytest(options, keyword, [watcher] if one_process else [watcher, ladder])
     if watcher.broken:
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")
     if not watcher.collected and watcher.left_out:
@@ -111,9 +112,8 @@ def run(
     new = _results(passed, info, watcher, full)
     # Read the file only now, since another run may have written it meanwhile.
     old = results.load(path) if path.exists() else None
-    everything = (
-        None if names or keyword else [*watcher.collected, *_left_out(old, {*watcher.left_out, *left})]
-    )
+    left = {*watcher.left_out, *watcher.without_finding}
+    everything = None if names or keyword else [*watcher.collected, *_left_out(old, left)]
     merged = results.merge(old, new, everything=everything)
     if passed:
         results.save(merged, path)
@@ -137,8 +137,8 @@ def _left_out(old: results.Results | None, names: set[str]) -> list[str]:
     ]
 
 
-def _pytest(paths: Sequence[Path], full: bool, keyword: str, plugins: list[Any]) -> list[dict[str, Any]]:
-    """Run these files, and return pytest-benchmark's record of the run; the first plugin is the watcher."""
+def _pytest(options: list[str], keyword: str, plugins: list[Any]) -> list[dict[str, Any]]:
+    """Run pytest, and return pytest-benchmark's record of the run; the first plugin is the watcher."""
     watcher: Watcher = plugins[0]
     with (
         tempfile.TemporaryDirectory(prefix="minidist-bench-") as scratch,
@@ -154,9 +154,8 @@ def _pytest(paths: Sequence[Path], full: bool, keyword: str, plugins: list[Any])
                 *("-c", os.devnull, "--rootdir", str(HERE), "-p", "no:cacheprovider", "-p", "no:terminal"),
                 *("-o", "python_files=bench_*.py", f"--benchmark-json={report}"),
                 f"--benchmark-storage=file://{scratch}",
-                *(["--full"] if full else []),
                 *(["-k", keyword] if keyword else []),
-                *map(str, paths),
+                *options,
             ],
             plugins=[pytest_benchmark.plugin, *plugins],
         )

@@ -8,6 +8,8 @@ machine, so their ratio is reliable even if neither time is. The comparison goes
     peer, peer_median, peer_iqr    the other program's name, and the median and spread of its times in seconds
     ratio                          our time over the peer's, the median of the pairs: below 1 we are faster
     pair_ratio_q1, pair_ratio_q3   the quartiles of the pairs' ratios; if far apart, the ratio means little
+
+Rounds end early where the difference is large: more of them would not change who is faster (`clear`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from typing import Any, Protocol
 
 import pytest
 
+from minidist.benchmarks.harness import columns
+
 TURN = 1e-3  # minimal seconds of a turn
+CLEAR = 1.1
+"""Rounds may end early only if all of the widened range is this factor away from 1.
+
+A rule that looks after each round, and stops once 1 is outside the range, would sooner or later call two
+equal programs different. Near 1 a comparison gets all its rounds.
+"""
 MOST_CALLS = 1000
 
 
@@ -59,13 +69,14 @@ def turns(
         benchmark: pytest-benchmark's fixture.
         ours, peer: the two programs; their results are dropped.
         peer_name: the peer's name in the report.
-        rounds: pairs of turns; by default the number that fits into `budget` seconds, from 5 to 100.
+        rounds: pairs of turns; by default the number that fits into `budget` seconds, from 5 to 100, or
+            fewer once the difference is `clear`.
         pause: seconds to sleep before each turn. A BLAS's threads keep spinning for 0.1 s after a product, on
             cores that the other program needs; a pause frees them. The program's own threads must then wake
             up, so with a pause there is always an uncounted call, and turns are ten times as long.
         clock: a function that returns seconds.
     """
-    turn = 10 * TURN if pause else TURN
+    turn, early = 10 * TURN if pause else TURN, rounds is None
     ours_calls, ours_s = _calls(ours, clock, turn)
     peer_calls, peer_s = _calls(peer, clock, turn)
     if rounds is None:
@@ -75,16 +86,40 @@ def turns(
         lambda: _turn(peer, peer_calls, clock, pause),
         rounds=1 if benchmark.disabled else rounds,
         warmup_rounds=0,
+        early=early,
     )
     record(benchmark, *measured, peer_name)
 
 
 def measure_turns(
-    ours: Callable[[], float], peer: Callable[[], float], *, rounds: int, warmup_rounds: int = 1
+    ours: Callable[[], float],
+    peer: Callable[[], float],
+    *,
+    rounds: int,
+    warmup_rounds: int = 1,
+    early: bool = False,
 ) -> tuple[list[float], list[float]]:
-    """Call two self-timing programs in turns; return the seconds of both, without the warm-up rounds."""
-    pairs = [(ours(), peer()) for _ in range(warmup_rounds + rounds)][warmup_rounds:]
-    return [ours_s for ours_s, _ in pairs], [peer_s for _, peer_s in pairs]
+    """Call two self-timing programs in turns; return the seconds of both, without the warm-up rounds.
+
+    early: stop before `rounds` once the difference is `clear`.
+    """
+    for _ in range(warmup_rounds):
+        ours(), peer()
+    our_seconds: list[float] = []
+    peer_seconds: list[float] = []
+    while len(our_seconds) < rounds and not (early and clear(our_seconds, peer_seconds)):
+        our_seconds.append(ours())
+        peer_seconds.append(peer())
+    return our_seconds, peer_seconds
+
+
+def clear(ours: Sequence[float], peer: Sequence[float]) -> bool:
+    """Whether these rounds show a difference so large that more rounds would not change the verdict."""
+    if len(ours) < columns.FEW:
+        return False
+    ratios = [a / b for a, b in zip(ours, peer, strict=True)]
+    low, high = columns.widened(*quartiles(ratios), len(ratios))
+    return low > CLEAR or high < 1 / CLEAR
 
 
 def record(

@@ -4,14 +4,17 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import minidist as md
+from minidist import benchmarks
 from minidist.benchmarks.harness import results
 from minidist.cli import commands
 from minidist.comm.errors import RankError
@@ -241,6 +244,10 @@ def test_bad(benchmark):
 def test_left_out(benchmark):
     benchmark(lambda: None)
 
+@pytest.mark.no_finding
+def test_named(benchmark):
+    benchmark(lambda: None)
+
 def test_helper_without_the_fixture():
     pass
 '''
@@ -264,6 +271,7 @@ def bench(folder, *words, **variables):
 @pytest.fixture
 def suite(tmp_path):
     (tmp_path / "bench_fake.py").write_text(FAKE_SUITE)
+    shutil.copy(Path(benchmarks.__file__).with_name("conftest.py"), tmp_path)
     # Benchmarks ignore a project's own settings and plugins.
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --benchmark-disable\nfilterwarnings = error\n")
     return tmp_path
@@ -290,6 +298,7 @@ def test_bench_keeps_what_it_measured(suite):
     assert turned["extra_info"]["ratio"] == pytest.approx(2.0)
     assert sorted(path.name for path in suite.iterdir() if path.name != "__pycache__") == [
         "bench_fake.py",
+        "conftest.py",
         "out.json",
         "pytest.ini",
     ]
@@ -309,9 +318,9 @@ def test_bench_merges_a_second_run(suite):
     assert bench(suite, "-k", "good").returncode == 0
     first = results.load(suite / "out.json")["benchmarks"][0]["run"]
     time.sleep(1.1)  # runs are named by the second
-    assert bench(suite, "fake", "-k", "turns").returncode == 0
+    assert bench(suite, "fake", "-k", "turns or named").returncode == 0
     found = results.load(suite / "out.json")
-    assert [entry["name"] for entry in found["benchmarks"]] == ["test_good", "test_turns"]
+    assert [entry["name"] for entry in found["benchmarks"]] == ["test_good", "test_turns", "test_named"]
     assert len(found["runs"]) == 2
     assert found["benchmarks"][0]["run"] == first
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.formats import binary_size
-from minidist.benchmarks.harness.turns import Benchmark, record
+from minidist.benchmarks.harness.turns import Benchmark, clear, record
 from minidist.comm import cost
 
 TURN = 20e-3
@@ -34,7 +34,7 @@ def time_against_torch(
     Args:
         variant: a key of `SENT`.
         size: bytes of the larger of the two tensors, float32.
-        rounds: pairs of turns.
+        rounds: pairs of turns; fewer once the difference is clear to all ranks.
         device: "cpu", where torch's calls use gloo, or "cuda", where they use NCCL and our algorithms run
             on top of NCCL.
     """
@@ -66,8 +66,16 @@ def time_against_torch(
     }
     peer = peers.get(variant, lambda: dist.all_reduce(other))
     written = other if variant not in ("all-gather", "broadcast", "all-to-all") else x
-    pairs = [(_turn(ours[variant], x), _turn(peer, written)) for _ in range(rounds + 1)][1:]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+    our_seconds: list[float] = []
+    peer_seconds: list[float] = []
+    for number in range(rounds + 1):
+        pair = _turn(ours[variant], x), _turn(peer, written)
+        if number:  # the first one warms up
+            our_seconds.append(pair[0])
+            peer_seconds.append(pair[1])
+        if float(comm.all_reduce(torch.tensor(float(clear(our_seconds, peer_seconds))), "min")):
+            break
+    return our_seconds, peer_seconds
 
 
 SENT: dict[str, Callable[[int], float]] = {

@@ -103,11 +103,26 @@ def test_a_short_program_is_called_often_enough_for_the_clock_and_never_cold():
 
 
 def test_a_budget_bounds_the_rounds():
-    for seconds, rounds in ((1.0, 5), (0.1, 10), (0.0001, 100)):
+    for seconds, rounds in ((1.0, 5), (0.1, 10), (0.0001, 100)):  # equal programs: no round is saved
         clock, benchmark = Clock(), FakeBenchmark()
         both = program(clock, seconds), program(clock, seconds)
         turns.turns(benchmark, *both, peer_name="peer", budget=2.0, clock=clock)
         assert len(benchmark.stats.stats.data) == rounds
+
+
+@pytest.mark.parametrize(("slowdown", "rounds"), [(1.5, 5), (0.6, 5), (1.05, 100), (1.0, 100)])
+def test_rounds_end_early_only_where_the_difference_is_large(slowdown, rounds):
+    clock, benchmark = Clock(), FakeBenchmark()
+    both = program(clock, 0.001 * slowdown), program(clock, 0.001)
+    turns.turns(benchmark, *both, peer_name="peer", budget=10.0, clock=clock)
+    assert len(benchmark.stats.stats.data) == rounds
+    assert benchmark.extra_info["ratio"] == pytest.approx(slowdown)
+
+
+def test_a_wide_spread_is_not_clear():
+    assert turns.clear([2.0] * 5, [1.0] * 5)
+    assert not turns.clear([2.0] * 4, [1.0] * 4)  # too few to know the spread
+    assert not turns.clear([1.0, 2.0, 3.0, 1.0, 3.0], [1.0] * 5)
 
 
 def test_where_benchmarks_are_disabled_both_still_run_once():
