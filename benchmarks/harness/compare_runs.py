@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minidist.benchmarks.harness import columns, formats, identity, results
+from minidist.benchmarks.harness import columns, formats, identity, machine, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 
@@ -55,6 +55,7 @@ class Comparison:
 
     changes: tuple[Change, ...]
     same_machine: bool
+    earlier: str = ""  # the earlier file's machine, in words
 
     def having(self, verdict: str) -> list[Change]:
         """Return the changes with this verdict."""
@@ -72,7 +73,7 @@ class Comparison:
         kinds = [change.of.partition(" ")[0] for change in self.changes]
         how = [f"{kinds.count(kind)} {words}" for kind, words in KINDS.items() if kind in kinds]
         if not self.same_machine:
-            how.append("times are not compared: the earlier file is from another machine")
+            how.append(f"times are not compared: the earlier file is from another machine, {self.earlier}")
         summary = counts or "nothing to compare"
         return [*told, f"{summary} ({'; '.join(how)})" if how else summary]
 
@@ -80,6 +81,7 @@ class Comparison:
         """Return the comparison for a program to read."""
         return {
             "same_machine": self.same_machine,
+            "earlier_machine": self.earlier,
             "slower": len(self.having("slower")),
             "changes": [asdict(change) for change in self.changes],
         }
@@ -107,7 +109,8 @@ def compare(old: Results, new: Results, measured: Iterable[str], everything: boo
     if everything:
         gone = [entry for name, entry in before.items() if name not in after]
         changes += [_change(entry, "gone") for entry in gone]
-    return Comparison(tuple(change for change in changes if change is not None), same)
+    known = tuple(change for change in changes if change is not None)
+    return Comparison(known, same, machine.title(old["machine_info"]))
 
 
 def judge(old: Entry | None, new: Entry, same_machine: bool = True) -> Change | None:

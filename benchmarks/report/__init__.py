@@ -13,6 +13,7 @@ What is said:
     verdicts           counts comparisons: faster, slower, undecided
     answer             "What should I use?", from the memory model
     ladder             the table of the CUDA ladder
+    side_by_side       the CPU ladder's share of NumPy's speed, on each machine
     chapters           the chapters, and which results belong to each
 The HTML page:
     page               the whole file

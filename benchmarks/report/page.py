@@ -14,7 +14,7 @@ from importlib import resources
 
 from minidist.benchmarks.harness import machine
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import ladder, page_findings
+from minidist.benchmarks.report import ladder, page_findings, page_tables, side_by_side
 from minidist.benchmarks.report.answer import Question
 from minidist.benchmarks.report.findings import findings
 from minidist.benchmarks.report.page_chapters import Machine, cuda_ladder
@@ -43,6 +43,12 @@ def page(machines: Mapping[str, Results]) -> str:
     notes = Notes(dict(machines))
     first = page_findings.findings(findings(machines), notes) + page_findings.what_to_use(Question())
     contents = {"findings": "What was found", "answer": "What should I use?"}
+    if shares := side_by_side.rows(machines):
+        first += (
+            f'<section id="machines">\n<h2>{side_by_side.TITLE}</h2>\n<p>{side_by_side.ABOUT}</p>\n'
+            f"{page_tables.of_shares(shares, notes, 'machines')}</section>\n"
+        )
+        contents["machines"] = "The CPU ladder on each machine"
     body, named = "", set()
     for slug, found in machines.items():
         each = Machine(Shown(slug, found, notes))

@@ -9,11 +9,12 @@ from html import escape
 from minidist.benchmarks.harness import columns
 from minidist.benchmarks.harness.columns import Column, Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import ladder, report
+from minidist.benchmarks.report import ladder, report, side_by_side
 from minidist.benchmarks.report.ladder import Ladder
 from minidist.benchmarks.report.page_html import Cell, Heading, Row, folded, table
 from minidist.benchmarks.report.page_notes import Notes, key
 from minidist.benchmarks.report.report import Section
+from minidist.benchmarks.report.side_by_side import Shares
 
 MOST_ROWS = 12  # a longer table is folded
 KINDS = {"faster": "good", "slower": "bad", "undecided": "undecided"}
@@ -159,3 +160,16 @@ def of_ladder(climbed: Ladder, name: str, shown: Shown | None) -> str:
     headings = [Heading(text, right=index > 0) for index, text in enumerate(ladder.headings(climbed))]
     made = table(name, headings, rows)
     return made + (f'<p class="quiet">{escape(climbed.provenance)}</p>\n' if climbed.provenance else "")
+
+
+def of_shares(found: Sequence[Shares], notes: Notes, labelled_by: str) -> str:
+    """Return the table of the CPU ladder on all machines, each with its own rows."""
+    headings = [*(Heading(product) for product in side_by_side.PRODUCTS), Heading("measured", right=False)]
+    rows = []
+    for each in found:
+        cells = [
+            Cell(text, "right", notes.name(each.slug, each.entries[product]) if text else "")
+            for product, text in zip(side_by_side.PRODUCTS, each.cells(), strict=True)
+        ]
+        rows.append(Row(f"{each.machine}: {each.rung}", [*cells, Cell(each.measured, "wide")]))
+    return table(labelled_by, headings, rows, "machine and rung")

@@ -14,7 +14,7 @@ from rich.text import Text
 from minidist.benchmarks.harness import columns, formats, machine, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import answer, report, verdicts
+from minidist.benchmarks.report import answer, report, side_by_side, verdicts
 from minidist.benchmarks.report.answer import Choice, Question
 from minidist.benchmarks.report.findings import findings
 
@@ -64,6 +64,7 @@ def as_json(machines: Mapping[str, Results]) -> dict[str, Any]:
             }
             for each in findings(machines)
         ],
+        "cpu_ladder": side_by_side.as_json(machines),
         "answer": answer.as_json(Question()),
     }
 
@@ -80,6 +81,10 @@ def markdown(machines: Mapping[str, Results]) -> str:
     lines += ["", "## What should I use?", "", f"{question.text[0].upper()}{question.text[1:]}: "]
     lines[-1] += answer.sentence(question, choices)
     lines += ["", *_table(HEADINGS, [_cells(choice) for choice in choices])]
+    if shares := side_by_side.rows(machines):
+        told = [[f"{row.machine}: {row.rung}", *row.cells(), row.measured] for row in shares]
+        lines += ["", f"## {side_by_side.TITLE}", "", side_by_side.ABOUT, ""]
+        lines += _table(("", *side_by_side.PRODUCTS, "measured"), told)
     for found in machines.values():
         compared = verdicts.strategies(results.newest(found))
         if compared:

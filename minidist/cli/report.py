@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Show benchmark results: print tables and findings, and write a page with figures."""
     from minidist.benchmarks.harness import results as kept
-    from minidist.benchmarks.report import ladder, short_form
+    from minidist.benchmarks.report import ladder, short_form, side_by_side
     from minidist.benchmarks.report import report as tables
 
     if markdown and as_json:
@@ -56,6 +56,7 @@ def report(
             show("This machine has no results yet: run minidist bench. These are another's.", style="yellow")
         tables.show(terminal, found[next(iter(found))])
         ladder.show(terminal, ladder.pick(found))
+        side_by_side.show(terminal, found)
         short_form.show(terminal, found)
         others = list(found)[1:]
         if others:

@@ -136,7 +136,7 @@ def test_another_machines_times_say_nothing():
     new = file_of(entry("a", median=9.0), entry("b", **ratio(1.5)), run="2025-01-02")
     found = compare(old, new, [each["fullname"] for each in new["benchmarks"]], False)
     assert [(change.label, change.verdict) for change in found.changes] == [("b", "slower")]
-    assert "from another machine" in found.lines()[-1]
+    assert "from another machine, Other CPU, 2 cores" in found.lines()[-1]
 
 
 def test_a_quick_run_is_set_beside_the_quick_one():
