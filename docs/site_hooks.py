@@ -56,9 +56,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         names = importlib.import_module(f"minidist.{place}".rstrip(".")).__all__
         content = "".join(f"::: minidist.{place}{name}\n\n" for name in sorted(names) if name not in API)
         files.append(File.generated(config, f"api/{page}.md", content=f"# {page}\n\n{content}"))
+    files.append(File.generated(config, "report.html", content=report()))
     if PYODIDE.exists():
         files.append(File.generated(config, "assets/playground-python.js", content=python_script()))
     return files
+
+
+def report() -> str:
+    """The benchmarks' page, with every machine in benchmarks/results; a reader's own is none of them."""
+    from minidist.benchmarks.harness import results
+    from minidist.benchmarks.report.page import page
+
+    contents = '<nav aria-label="Contents"><ol>'
+    html = page(results.load_all(ROOT / "benchmarks" / "results"))
+    return html.replace(contents, f'{contents}<li><a href="index.html">To the documentation</a></li>', 1)
 
 
 def address(path: Path) -> str:

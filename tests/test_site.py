@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minidist.benchmarks.harness import machine, results
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.deep
 
@@ -32,6 +34,16 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         found = [tag for tag in loads.findall(page.read_text()) if 'rel="canonical"' not in tag]
         assert not found, f"{page.relative_to(site)}: {found}"
+
+
+def test_the_report_is_a_page_with_every_machine_and_leads_back(site: Path) -> None:
+    html = (site / "report.html").read_text()
+    for found in results.load_all(ROOT / "benchmarks" / "results").values():
+        assert f"<h2>{machine.title(found['machine_info'])}</h2>" in html
+    assert 'href="index.html"' in html
+    assert "another machine" not in html  # the reader may sit at any
+    for page in ("index.html", "strategies/zero.html"):
+        assert re.search(r'href="(\.\./)?report\.html"', (site / page).read_text()), page
 
 
 def test_pages_of_strategies_have_their_pictures(site: Path) -> None:
