@@ -31,8 +31,6 @@ from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
 
-pytestmark = pytest.mark.no_finding
-
 RANKS, CASE = 2, Case("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
@@ -52,6 +50,7 @@ def timed(full: bool, worlds: Worlds) -> Measure:
 
 
 @compared(STEPS)
+@pytest.mark.no_finding
 @pytest.mark.parametrize("name", NAMES)
 def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
     """One step: forward, backward, optimizer."""
@@ -70,7 +69,10 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
 
 
 @compared(BUBBLE)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in NAMES else [pytest.mark.no_finding]) for name in SCHEDULES],
+)
 def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> None:
     """The share of time in which ranks wait, and what each rank did when in the median step."""
     message = max(worlds(RANKS).run(message_seconds, CASE))

@@ -18,8 +18,6 @@ from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.kernels.measure.harness import time_in_turns
 from minidist.parallel.training.recompute import recompute
 
-pytestmark = pytest.mark.no_finding
-
 GROUP = "Recomputing activations: a byte GPT of 3 M parameters, {} of 128"
 PARTS: dict[str, list[str] | None] = {"whole layers": None, "attention": ["layers.*.attention"]}
 Steps = dict[str, tuple[list[float], list[float], int]]

@@ -25,7 +25,7 @@ class Watcher:
         self.failed: dict[str, str] = {}  # fullname -> what went wrong
         self.skipped: list[str] = []
         self.left_out: dict[str, str] = {}  # suite -> why it can't be measured here
-        self.without_finding: set[str] = set()  # suites that a quick run leaves out
+        self.without_finding: list[str] = []  # benchmarks that this run leaves out, since they are not named
         self.broken: list[str] = []
         self.crash = ""
         self._group: str | None = None
@@ -84,10 +84,8 @@ class Watcher:
             self.left_out[suite] = _why_skipped(report)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        """Record suites on which no finding rests: their earlier results stay in the file."""
-        self.without_finding |= {
-            item.path.stem.removeprefix("bench_") for item in items if item.get_closest_marker("no_finding")
-        }
+        """Record benchmarks on which no finding rests: their earlier results stay in the file."""
+        self.without_finding += [item.nodeid for item in items if item.get_closest_marker("no_finding")]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Record the benchmarks and their suites' descriptions, and set the bar's length."""

@@ -112,8 +112,8 @@ def run(
     new = _results(passed, info, watcher, full)
     # Read the file only now, since another run may have written it meanwhile.
     old = results.load(path) if path.exists() else None
-    left = {*watcher.left_out, *watcher.without_finding}
-    everything = None if names or keyword else [*watcher.collected, *_left_out(old, left)]
+    kept = [*watcher.collected, *watcher.without_finding, *_left_out(old, {*watcher.left_out})]
+    everything = None if names or keyword else kept
     merged = results.merge(old, new, everything=everything)
     if passed:
         results.save(merged, path)

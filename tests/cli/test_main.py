@@ -323,6 +323,10 @@ def test_bench_merges_a_second_run(suite):
     assert [entry["name"] for entry in found["benchmarks"]] == ["test_good", "test_turns", "test_named"]
     assert len(found["runs"]) == 2
     assert found["benchmarks"][0]["run"] == first
+    (suite / "bench_fake.py").write_text(FAKE_SUITE.replace("test_turns", "test_new"))
+    bench(suite)  # what is left out, since it is not named, stays; what is gone goes
+    found = results.load(suite / "out.json")
+    assert [entry["name"] for entry in found["benchmarks"]] == ["test_named", "test_good", "test_new"]
 
 
 def test_bench_beside_an_earlier_file_says_what_got_slower(capfd, monkeypatch, tmp_path):
