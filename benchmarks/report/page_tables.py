@@ -163,13 +163,17 @@ def of_ladder(climbed: Ladder, name: str, shown: Shown | None) -> str:
 
 
 def of_shares(found: Sequence[Shares], notes: Notes, labelled_by: str) -> str:
-    """Return the table of the CPU ladder on all machines, each with its own rows."""
-    headings = [*(Heading(product) for product in side_by_side.PRODUCTS), Heading("measured", right=False)]
+    """Return the table of the CPU ladder on all machines, each with its own rows, and who measured when."""
+    headings = [Heading(product) for product in side_by_side.PRODUCTS]
     rows = []
     for each in found:
         cells = [
             Cell(text, "right", notes.name(each.slug, each.entries[product]) if text else "")
             for product, text in zip(side_by_side.PRODUCTS, each.cells(), strict=True)
         ]
-        rows.append(Row(f"{each.machine}: {each.rung}", [*cells, Cell(each.measured, "wide")]))
-    return table(labelled_by, headings, rows, "machine and rung")
+        rows.append(Row(f"{each.machine}: {each.rung}", cells))
+    told = "".join(
+        f'<p class="quiet">{escape(line)}</p>\n'
+        for line in dict.fromkeys(f"{each.machine}: {each.measured}." for each in found)
+    )
+    return table(labelled_by, headings, rows, "machine and rung") + told

@@ -89,13 +89,13 @@ def show(console: Console, machines: Mapping[str, Results]) -> None:
 
 
 def _table(own: Sequence[Shares], width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     room = width - 2 - max(len(row.rung) for row in own)
     shown = 0
     for index, product in enumerate(PRODUCTS):
         heading = product.replace(" x ", "\nx ")
-        room -= 3 + max(*map(len, heading.split("\n")), *(len(row.cells()[index]) for row in own))
+        room -= 2 + max(*map(len, heading.split("\n")), *(len(row.cells()[index]) for row in own))
         if room < 0:
             break
         table.add_column(heading, justify="right", no_wrap=True)
