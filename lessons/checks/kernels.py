@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from checks.exercises import Answer, TimeLimit, as_python, line_of_cell
+from checks.answers import Answer, TimeLimit, as_python, line_of_cell
 from checks.unanswered import functions_of
 from checks.verdicts import NeedsMore, Score, wrong
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile

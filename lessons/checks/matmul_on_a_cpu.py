@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from checks.answers import as_python
 from checks.counted import Cache, Counted
-from checks.exercises import Answer, Lesson, as_python
+from checks.exercises import Answer, Lesson
 from checks.verdicts import Right, Tally, compare, wrong
 
 lesson = Lesson(1, "matmul_on_a_cpu")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import minidist as md
-from checks.exercises import Answer, line_of_cell
+from checks.answers import Answer, line_of_cell
 from checks.unanswered import functions_of
 from checks.verdicts import described, wrong
 from minidist import comm

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checks.exercises import Answer
+from checks.answers import Answer
 from checks.ranks import Case, Run, on_ranks
 
 

@@ -21,10 +21,11 @@ LESSONS = Path(__file__).parents[2] / "lessons"
 sys.path.insert(0, str(LESSONS))
 
 import minidist as md  # noqa: E402
-from checks import exercises, figures, progress, ranks  # noqa: E402
+from checks import answers, figures, progress, ranks  # noqa: E402
 from checks.animations import Scene  # noqa: E402
+from checks.answers import Answer  # noqa: E402
 from checks.counted import Cache, Counted  # noqa: E402
-from checks.exercises import Answer, Lesson  # noqa: E402
+from checks.exercises import Lesson  # noqa: E402
 from checks.ranks import Case, on_ranks  # noqa: E402
 from checks.unanswered import is_unanswered  # noqa: E402
 from checks.verdicts import (  # noqa: E402
@@ -180,7 +181,7 @@ def test_an_exception_is_told_with_the_readers_line() -> None:
 
 
 def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "LIMIT", 0.2)
+    monkeypatch.setattr(answers, "LIMIT", 0.2)
     lesson = a_lesson()
 
     def double(x):
@@ -195,8 +196,8 @@ def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_endless_loop_that_swallows_everything_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "LIMIT", 0.1)
-    monkeypatch.setattr(exercises, "LOOK", 0.02)
+    monkeypatch.setattr(answers, "LIMIT", 0.1)
+    monkeypatch.setattr(answers, "LOOK", 0.02)
     lesson, before = a_lesson(), sys.gettrace()
 
     def double(x):
@@ -215,8 +216,8 @@ def test_an_endless_loop_that_swallows_everything_ends(monkeypatch: pytest.Monke
 
 def test_a_list_that_grows_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = iter(range(0, 10**13, 10**9))
-    monkeypatch.setattr(exercises, "_peak", lambda: next(peak))  # a GB more at each look
-    monkeypatch.setattr(exercises, "LOOK", 0.02)
+    monkeypatch.setattr(answers, "_peak", lambda: next(peak))  # a GB more at each look
+    monkeypatch.setattr(answers, "LOOK", 0.02)
 
     def double(x):
         while True:
@@ -229,7 +230,7 @@ def test_a_list_that_grows_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_compiled_endless_loop_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
-    monkeypatch.setattr(exercises, "LIMIT", 0.2)
+    monkeypatch.setattr(answers, "LIMIT", 0.2)
     lesson = a_lesson()
 
     @numba.njit
