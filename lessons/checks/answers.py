@@ -1,8 +1,8 @@
 """Call an answer: it is stopped in time, and its exceptions are told by the line of the reader's cell.
 
-    mine = Answer("shift", shift)
-    mine(x)                  # WrongAnswer where it raises, or takes more time or memory than it may
-    mine.expect(right, x)    # WrongAnswer also where it returns something else, or changes its argument
+mine = Answer("shift", shift)
+mine(x)                  # WrongAnswer where it raises, or takes more time or memory than it may
+mine.expect(right, x)    # WrongAnswer also where it returns something else, or changes its argument
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from checks.unanswered import functions_of
-from checks.verdicts import Verdict, compare, described, first_lines, same, wrong
+from checks.verdicts import Verdict, compare, same, wrong
+from checks.words import described, first_lines
 
 LIMIT = 20.0
 """Seconds that one call of an answer may take in this process."""

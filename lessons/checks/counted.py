@@ -1,4 +1,4 @@
-"""Matrices that count: each read and write of an element, and the cache lines that a small cache fetches.
+"""Matrices and lists that count: each read and write of an element, and the cache lines that a cache fetches.
 
     cache = Cache(lines=24)
     a = Counted(numpy_matrix, cache)
@@ -11,6 +11,7 @@ The cache forgets the line that was not used for the longest time (LRU). A line 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,25 @@ from checks.verdicts import wrong
 
 LINE = 16
 """Elements of float32 in a cache line."""
+
+
+class Seen(list):
+    """A list that counts how often its elements are read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in super().__iter__():
+            self.reads += 1
+            yield value
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.reads += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __deepcopy__(self, memo: Any) -> Seen:
+        return self
 
 
 class Cache:

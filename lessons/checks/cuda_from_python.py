@@ -6,7 +6,8 @@ import numpy as np
 
 from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run
-from checks.verdicts import Right, Score, compare, number, wrong
+from checks.verdicts import Right, Score, compare, wrong
+from checks.words import number
 
 lesson = Lesson(3, "cuda_from_python")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

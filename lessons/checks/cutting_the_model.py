@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from checks.counted import Seen
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, on_ranks, says
-from checks.verdicts import Right, Tally, compare, wrong
+from checks.ranks import says
+from checks.settings import cutting_the_model, driven
+from checks.verdicts import Right, Tally, compare, not_none, unlike, wrong
+from checks.written_schedules import SIZES, listed, schedule_of, simulated, sizes
 from minidist.parallel import schedules
-from minidist.parallel.schedules import Instruction, Simulation
 
 lesson = Lesson(12, "cutting_the_model")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
-
-SIZES = ((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (3, 4), (4, 2), (4, 3), (4, 4), (4, 8))
-"""Ranks and micro-batches of the schedules that are tried."""
-
-
-class Seen(list):
-    """A list that counts how often its elements are read."""
-
-    reads = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for value in super().__iter__():
-            self.reads += 1
-            yield value
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        self.reads += len(found) if isinstance(place, slice) else 1
-        return found
-
-    def __deepcopy__(self, memo: Any) -> Seen:
-        return self
 
 
 @lesson.exercise(
@@ -70,34 +45,21 @@ def fill(answer: Answer, draw: np.random.Generator) -> Right:
 def _check_parts(answer: Answer, weights: list[int], most: int, tally: Tally) -> None:
     call, seen = f"fill({weights}, {most})", Seen(weights)
     got = answer(seen, most)
-    if got is None:
-        wrong(f"{call} is None: does the function end with return?")
+    not_none(got, call)
     right = _filled(weights, most)
     if not isinstance(got, list) or not all(isinstance(part, range) for part in got):
-        wrong(f"{call} should be a list of ranges.", f"  expected {right}", f"  got      {got!r}")
+        unlike(f"{call} should be a list of ranges.", right, repr(got))
     found = [i for part in got for i in part]
     if found != list(range(len(weights))):
-        wrong(
-            f"{call} does not have each layer once, in order.",
-            f"  expected {right}",
-            f"  got      {got}",
-        )
+        unlike(f"{call} does not have each layer once, in order.", right, got)
     for part in got:
         if not part:
-            wrong(f"{call} has an empty part, {part}.", f"  expected {right}", f"  got      {got}")
-        if sum(weights[i] for i in part) > most:
-            weighs = sum(weights[i] for i in part)
-            wrong(
-                f"{call}: the part {part} weighs {weighs}, more than {most}.",
-                f"  expected {right}",
-                f"  got      {got}",
-            )
+            unlike(f"{call} has an empty part, {part}.", right, got)
+        weighs = sum(weights[i] for i in part)
+        if weighs > most:
+            unlike(f"{call}: the part {part} weighs {weighs}, more than {most}.", right, got)
     if got != right:
-        wrong(
-            f"{call}: a part ends although its next layer would fit.",
-            f"  expected {right}",
-            f"  got      {got}",
-        )
+        unlike(f"{call}: a part ends although its next layer would fit.", right, got)
     tally.add("Weights read", seen.reads, len(weights), "add up as you go, and look at each layer once")
 
 
@@ -110,28 +72,6 @@ def _filled(weights: list[int], most: float) -> list[range]:
         else:
             parts.append(range(i, i + 1))
     return parts
-
-
-def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What it returns, and the gradients that it leaves, which do not travel with a module."""
-
-    @functools.wraps(function)
-    def run(stage: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
-        try:
-            result = function(stage, inputs, targets)
-        except (TypeError, AttributeError) as error:
-            if "None" not in str(error):
-                raise
-            text = (
-                f"{error}. Is it x.grad? That is None unless x.requires_grad_() was called after x arrived "
-                "and before stage(x)"
-            )
-            raise type(error)(text).with_traceback(error.__traceback__) from None
-        is_tensor = isinstance(result, Tensor)
-        gradients = [parameter.grad for parameter in stage.parameters()]
-        return (result.detach() if is_tensor else result), is_tensor, gradients
-
-    return run
 
 
 @lesson.exercise(
@@ -151,10 +91,10 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 def step(answer: Answer, draw: np.random.Generator) -> Right:
     """Gradients and loss are those of one process."""
-    wrapped, tally, tried = Answer(answer.name, with_gradients(answer.function)), Tally(), 0
+    tally, tried = Tally(), 0
     for ranks in (1, 2, 3, 4):
-        cases = [_chain_case(draw, ranks, rows, width) for rows, width in ((1, 1), (2, 3), (5, 4))]
-        for run in on_ranks(wrapped, cases, only=("send", "recv")):
+        cases = cutting_the_model.chains(draw, ranks)
+        for run in driven(answer, cutting_the_model.with_gradients, cases, only=("send", "recv")):
             stages = [args[0] for args in run.case.args]
             inputs, targets = run.case.args[0][1:]
             loss = ((nn.Sequential(*stages)(inputs) - targets) ** 2).mean()
@@ -182,22 +122,6 @@ def step(answer: Answer, draw: np.random.Generator) -> Right:
     return Right(tried, tally.scores)
 
 
-def _chain_case(draw: np.random.Generator, ranks: int, rows: int, width: int) -> Case:
-    def tensor(*shape: int) -> Tensor:
-        return torch.from_numpy(draw.uniform(-1, 1, shape))
-
-    stages = [nn.Sequential(nn.Linear(width, width, dtype=torch.float64), nn.Tanh()) for _ in range(ranks)]
-    with torch.no_grad():
-        for stage in stages:
-            for parameter in stage.parameters():
-                parameter.copy_(tensor(*parameter.shape))
-    inputs, targets = tensor(rows, width), tensor(rows, width)
-    return Case(
-        [(stage, inputs, targets) for stage in stages],
-        f"{ranks} rank{'s' * (ranks > 1)} with {rows} row{'s' * (rows > 1)} of {width}",
-    )
-
-
 @lesson.exercise(
     "12.3",
     hints=(
@@ -210,8 +134,8 @@ def _chain_case(draw: np.random.Generator, ranks: int, rows: int, width: int) ->
 def gpipe(answer: Answer, draw: np.random.Generator) -> Right:
     """All forward passes before all backward passes."""
     tried = 0
-    for ranks, micro_batches in _sizes(draw):
-        schedule, call = _schedule_of(answer, ranks, micro_batches, ("forward", "backward"))
+    for ranks, micro_batches in sizes(draw):
+        schedule, call = schedule_of(answer, ranks, micro_batches, ("forward", "backward"))
         for rank, own in enumerate(schedule):
             order = [each.kind for each in own]
             if order != sorted(order, reverse=True):
@@ -221,7 +145,7 @@ def gpipe(answer: Answer, draw: np.random.Generator) -> Right:
                     f"{call}: rank {rank} has {own[first]} before {later}. In GPipe all forward passes come "
                     "first."
                 )
-        _simulated(schedule, call, micro_batches)
+        simulated(schedule, call, micro_batches)
         tried += 1
     return Right(tried)
 
@@ -267,16 +191,16 @@ def bubble(answer: Answer, draw: np.random.Generator) -> Right:
 def one_f_one_b(answer: Answer, draw: np.random.Generator) -> Right:
     """As fast as GPipe, with less to hold."""
     tally, tried = Tally(), 0
-    for ranks, micro_batches in _sizes(draw):
-        schedule, call = _schedule_of(answer, ranks, micro_batches, ("forward", "backward"))
-        found = _simulated(schedule, call, micro_batches)
+    for ranks, micro_batches in sizes(draw):
+        schedule, call = schedule_of(answer, ranks, micro_batches, ("forward", "backward"))
+        found = simulated(schedule, call, micro_batches)
         for rank, held in enumerate(found.peak_activations):
             most = min(micro_batches, ranks - rank)
             if held > most:
                 wrong(
                     f"{call}: rank {rank} holds {held} micro-batches at a time, and {most} "
                     f"{'is' if most == 1 else 'are'} enough.",
-                    f"  its list begins {_listed(schedule[rank])}",
+                    f"  its list begins {listed(schedule[rank])}",
                 )
         idea = "rank r begins with p - 1 - r forward passes, so that nobody after it waits"
         tally.add("Units of time", found.seconds, 3 * (micro_batches + ranks - 1), idea)
@@ -300,9 +224,9 @@ def my_schedule(answer: Answer, draw: np.random.Generator) -> Right:
     """Shorter than 1F1B, with no more to hold."""
     tally, tried = Tally(), 0
     kinds = ("forward", "backward", "backward_input", "backward_weight")
-    for ranks, micro_batches in _sizes(draw):
-        schedule, call = _schedule_of(answer, ranks, micro_batches, kinds)
-        found = _simulated(schedule, call, micro_batches)
+    for ranks, micro_batches in sizes(draw):
+        schedule, call = schedule_of(answer, ranks, micro_batches, kinds)
+        found = simulated(schedule, call, micro_batches)
         plain = 3 * (micro_batches + ranks - 1)
         if ranks > 1 and found.seconds >= plain:
             wrong(
@@ -316,56 +240,3 @@ def my_schedule(answer: Answer, draw: np.random.Generator) -> Right:
         tally.add("Units of time", found.seconds, best.seconds, idea)
         tried += 1
     return Right(tried, tally.scores)
-
-
-def _sizes(draw: np.random.Generator) -> list[tuple[int, int]]:
-    return [*SIZES, (int(draw.integers(2, 7)), int(draw.integers(1, 13)))]
-
-
-def _schedule_of(
-    answer: Answer, ranks: int, micro_batches: int, kinds: tuple[str, ...]
-) -> tuple[list[list[Instruction]], str]:
-    """What it gives, after a look at its form; and how it was called."""
-    call = f"{answer.name}({ranks}, {micro_batches})"
-    got = answer(ranks, micro_batches)
-    if got is None:
-        wrong(f"{call} is None: does the function end with return?")
-    if not isinstance(got, list) or not all(isinstance(own, list) for own in got):
-        wrong(f"{call} should be a list with a list of instructions for each rank; it is {_short(got)}.")
-    if len(got) != ranks:
-        wrong(f"{call} has {len(got)} lists, and should have {ranks}, one for each rank.")
-    for rank, own in enumerate(got):
-        for each in own:
-            if not isinstance(each, Instruction):
-                wrong(f"{call}: rank {rank}'s list has {_short(each)}, which is no Instruction.")
-            if each.kind not in kinds:
-                takes = ", ".join(kinds)
-                wrong(f"{call}: rank {rank} has the kind {each.kind!r}; this exercise takes {takes}.")
-            if each.micro_batch >= micro_batches or each.chunk:
-                wrong(
-                    f"{call}: rank {rank} has {each}; micro-batches are 0 to {micro_batches - 1}, and there "
-                    "is one chunk."
-                )
-    return got, call
-
-
-def _simulated(schedule: list[list[Instruction]], call: str, micro_batches: int) -> Simulation:
-    """The simulation of a schedule that ranks can execute."""
-    fault = ""
-    try:
-        whole = schedules.with_messages(schedule)
-        schedules.check(whole, micro_batches)
-    except ValueError as error:
-        fault = str(error)
-    if fault:
-        wrong(f"{call}: {fault}.")
-    return schedules.simulate(whole)
-
-
-def _listed(own: list[Instruction]) -> str:
-    return " ".join(map(str, own[:10])) + (" ..." if len(own) > 10 else "")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -21,7 +21,8 @@ from typing import Any
 import minidist as md
 from checks.answers import Answer, line_of_cell
 from checks.unanswered import functions_of
-from checks.verdicts import described, wrong
+from checks.verdicts import wrong
+from checks.words import described
 from minidist import comm
 from minidist.comm.launching.supervisor import preload_optimizers
 from minidist.comm.ledgers import Call

@@ -2,100 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from checks.contributions import bounds_of, cases_for, is_typical, story_of_part, story_of_whole, told, whose
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, Run, says
+from checks.ranks import Run, says
 from checks.rounds import in_order, rounds_of
 from checks.settings import driven
-from checks.verdicts import Right, Tally, WrongAnswer, as_array, compare, wrong
+from checks.verdicts import Right, Tally, compare, wrong
 
 lesson = Lesson(8, "ranks_that_talk")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 RANKS = (4, 2, 3, 1)
 TALK = ("send", "recv")
-TYPICAL = "4 ranks with 8 numbers each (all 1 on rank 0, 10 on rank 1, 100 on rank 2, 1000 on rank 3)"
-BY_PART = "4 ranks (rank 0 has 1 1 2 2 3 3 4 4, ranks 1, 2 and 3 have 10, 100 and 1000 times that)"
-
-
-def cases_for(draw: np.random.Generator, ranks: int, by_part: bool = False) -> list[Case]:
-    """Each rank's own tensor; on 4 ranks first one whose digits say who contributed, then random ones.
-
-    by_part: whether the numbers of that first one differ from part to part.
-    """
-    sizes = sorted({0, 1, ranks - 1, ranks, 2 * ranks + 1, int(draw.integers(12, 60))})
-    cases = [
-        Case(
-            [(random_tensor(draw, size),) for _ in range(ranks)],
-            f"{ranks} rank{'s' * (ranks > 1)} with tensors of length {size}",
-        )
-        for size in sizes
-    ]
-    if ranks == 4:
-        ones = torch.arange(1.0, 5.0).repeat_interleave(2) if by_part else torch.ones(8)
-        text = BY_PART if by_part else TYPICAL
-        cases.insert(0, Case([(ones * 10**rank,) for rank in range(4)], text))
-    return cases
-
-
-def random_tensor(draw: np.random.Generator, size: int) -> torch.Tensor:
-    """Whole numbers, so that sums are exact in any order; none is 0."""
-    return torch.from_numpy(draw.integers(1, 100, size).astype(np.float32))
-
-
-def bounds_of(size: int, ranks: int) -> list[tuple[int, int]]:
-    """Where each part of torch.tensor_split begins and ends."""
-    ends = np.cumsum([len(part) for part in torch.empty(size).tensor_split(ranks)]).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _told(got: Any, right: torch.Tensor, what: str, story: Callable[[int, int], str]) -> None:
-    """`compare`; of the first wrong element the story says, from its place and value, where it comes from."""
-    try:
-        compare(got, right, what)
-    except WrongAnswer as error:
-        text = ""
-        if isinstance(got, torch.Tensor) and got.shape == right.shape:
-            at = int(np.argmax(as_array(got) != as_array(right)))
-            if float(got[at]).is_integer() and 0 <= got[at] < 10**4:
-                text = story(at, int(got[at]))
-        wrong(*([str(error), f"  {text}"] if text else [str(error)]))
-
-
-def _whose(value: int) -> str:
-    """In the typical case of 8.1 and 8.3, return the rank that has this number."""
-    return f"{value} is rank {len(str(value)) - 1}'s number." if value in (1, 10, 100, 1000) else ""
-
-
-def _contributions(part: int, value: int) -> str:
-    """In the typical case, return the ranks that a sum lacks or counts twice."""
-    digits = [value // 10**rank % 10 for rank in range(4)]
-    if len(set(digits)) == 1 and 0 < digits[0] <= 4:
-        return f"{value} is the sum of part {digits[0] - 1}, and this is part {part}."
-    times = [digit / (part + 1) for digit in digits]
-    if not set(times) <= {0, 1, 2}:
-        return ""
-    found = []
-    for count, how in ((0, "missing"), (2, "in it twice")):
-        ranks = [rank for rank in range(4) if times[rank] == count]
-        if ranks:
-            found.append(f"{_parts_of(ranks)} {how}")
-    return f"In {value} {', and '.join(found)}."
-
-
-def _parts_of(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}'s part is"
-    return f"the parts of ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
-
-
-def _is_typical(run: Run) -> bool:
-    return run.case.says in (BY_PART, TYPICAL)
 
 
 @lesson.exercise(
@@ -120,7 +43,7 @@ def shift(answer: Answer, draw: np.random.Generator) -> Right:
                 own, before = (run.case.args[each][0] for each in (rank, (rank - 1) % ranks))
                 got, is_x, _ = run.results[rank]
                 what = f"On {where}, rank {rank}'s result"
-                _told(got, before, what, lambda _, value, run=run: _whose(value) if _is_typical(run) else "")
+                told(got, before, what, lambda _, value, run=run: whose(value) if is_typical(run) else "")
                 compare(
                     run.args[rank][0], own, f"On {where}, rank {rank}'s own x, which should stay as it was,"
                 )
@@ -155,7 +78,7 @@ def ring_reduce_scatter(answer: Answer, draw: np.random.Generator) -> Right:
             total = sum(args[0] for args in run.case.args)
             for rank, (start, stop) in enumerate(bounds_of(len(total), ranks)):
                 what = f"On {says(run.case)}, rank {rank}'s part of the sum"
-                _told(run.results[rank][0], total[start:stop], what, _story_of_part(run, rank))
+                told(run.results[rank][0], total[start:stop], what, story_of_part(run, rank))
             _in_a_ring(run)
             for rank, (start, stop) in enumerate(bounds_of(len(total), ranks)):
                 _count(tally, run, rank, ranks - 1, len(total) - (stop - start))
@@ -182,7 +105,7 @@ def ring_all_gather(answer: Answer, draw: np.random.Generator) -> Right:
             bounds = bounds_of(len(run.case.args[0][0]), ranks)
             whole = torch.cat([run.case.args[rank][0][a:b] for rank, (a, b) in enumerate(bounds)])
             for rank in range(ranks):
-                _all_of(run, rank, whole, lambda _, value, run=run: _whose(value) if _is_typical(run) else "")
+                _all_of(run, rank, whole, lambda _, value, run=run: whose(value) if is_typical(run) else "")
             _in_a_ring(run)
             for rank in range(ranks):
                 start, stop = bounds[_next(run, rank)]  # the only part that it never passes on
@@ -208,7 +131,7 @@ def ring_all_reduce(answer: Answer, draw: np.random.Generator) -> Right:
             total = sum(args[0] for args in run.case.args)
             bounds = bounds_of(len(total), ranks)
             for rank in range(ranks):
-                _all_of(run, rank, total, _story_of_whole(run, bounds))
+                _all_of(run, rank, total, story_of_whole(run, bounds))
             _in_a_ring(run)
             lengths = [stop - start for start, stop in bounds]
             for rank in range(ranks):
@@ -242,21 +165,9 @@ def ring_seconds(answer: Answer, draw: np.random.Generator) -> Right:
     return Right(tried)
 
 
-def _story_of_part(run: Run, part: int) -> Callable[[int, int], str]:
-    return lambda _, value: _contributions(part, value) if _is_typical(run) else ""
-
-
-def _story_of_whole(run: Run, bounds: Sequence[tuple[int, int]]) -> Callable[[int, int], str]:
-    def story(at: int, value: int) -> str:
-        part = next(part for part, (start, stop) in enumerate(bounds) if start <= at < stop)
-        return _contributions(part, value) if _is_typical(run) else ""
-
-    return story
-
-
 def _all_of(run: Run, rank: int, whole: torch.Tensor, story: Callable[[int, int], str]) -> None:
     """A rank returned the whole, and has it in its x."""
-    _told(run.results[rank][0], whole, f"On {says(run.case)}, rank {rank}'s result", story)
+    told(run.results[rank][0], whole, f"On {says(run.case)}, rank {rank}'s result", story)
     compare(run.args[rank][0], whole, f"On {says(run.case)}, rank {rank}'s x, which is filled in place,")
 
 

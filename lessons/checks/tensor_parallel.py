@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-import minidist as md
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
+from checks.settings import tensor_parallel as shared
+from checks.settings.tensor_parallel import normal, parts
 from checks.verdicts import Right, Tally, compare, wrong
-from minidist import comm
+from checks.words import plural
 
 lesson = Lesson(13, "tensor_parallel")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 RANKS = (2, 3, 4, 1)
-
-
-def normal(draw: np.random.Generator, *shape: int) -> torch.Tensor:
-    """Normal numbers in float64, so that the order of a sum makes no difference to speak of."""
-    return torch.from_numpy(draw.normal(size=shape))
-
-
-def parts(whole: torch.Tensor, ranks: int, dim: int) -> list[torch.Tensor]:
-    """Each rank's, contiguous."""
-    return [part.contiguous() for part in whole.tensor_split(ranks, dim)]
-
-
-def on(ranks: int) -> str:
-    """The number of ranks in words."""
-    return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
@@ -62,12 +47,16 @@ def shared_mlp_forward(answer: Answer, draw: np.random.Generator) -> Right:
     for ranks in RANKS:
         cases, rights = [], []
         for tokens, width, middle in ((1, 1, ranks), (2, 3, 2 * ranks), (5, 4, 3 * ranks), (0, 2, ranks)):
-            x, a, b = normal(draw, tokens, width), normal(draw, width, middle), normal(draw, middle, width)
+            x, a, b = (
+                normal(draw, tokens, width),
+                normal(draw, width, middle),
+                normal(draw, middle, width),
+            )
             args = list(zip([x] * ranks, parts(a, ranks, 1), parts(b, ranks, 0), strict=True))
-            text = f"{on(ranks)} with x {(tokens, width)}, a {(width, middle)} and b {(middle, width)}"
-            cases.append(Case(args, text))
+            sizes = f"x {(tokens, width)}, a {(width, middle)} and b {(middle, width)}"
+            cases.append(Case(args, f"{plural(ranks, 'rank')} with {sizes}"))
             rights.append(functional.gelu(x @ a) @ b)
-        for run, right in zip(driven(answer, _plain, cases), rights, strict=True):
+        for run, right in zip(driven(answer, shared.plain, cases), rights, strict=True):
             for rank in range(ranks):
                 y, x_after = run.results[rank]
                 same(y, right, f"On {says(run.case)}, rank {rank}'s y")
@@ -76,10 +65,6 @@ def shared_mlp_forward(answer: Answer, draw: np.random.Generator) -> Right:
                 _bytes(tally, run, rank, all_reduce_bytes(right.nbytes, ranks))
             tried += 1
     return Right(tried, tally.scores)
-
-
-def _plain(function: Callable[..., Any], x: torch.Tensor, *others: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    return function(x, *others), x
 
 
 def _bytes(
@@ -109,8 +94,8 @@ def enter(answer: Answer, draw: np.random.Generator) -> Right:
         for shape in ((1,), (3,), (4, 2), (0,)):
             x, w = normal(draw, *shape), normal(draw, *shape)
             args = [(x, w, normal(draw, *shape)) for _ in range(ranks)]
-            cases.append(Case(args, f"{on(ranks)} with x of shape {shape}"))
-        for run in driven(answer, _there_and_back, cases):
+            cases.append(Case(args, f"{plural(ranks, 'rank')} with x of shape {shape}"))
+        for run in driven(answer, shared.there_and_back, cases):
             total = sum(args[2] for args in run.case.args)
             for rank, (x, _, c) in enumerate(run.case.args):
                 y, gradient, beside, forward, after = run.results[rank]
@@ -123,23 +108,6 @@ def enter(answer: Answer, draw: np.random.Generator) -> Right:
                 tally.add("Bytes sent backward", run.sent(rank) - forward, all_reduce_bytes(x.nbytes, ranks))
             tried += 1
     return Right(tried, tally.scores)
-
-
-def _there_and_back(
-    function: Callable[..., Any], x: torch.Tensor, w: torch.Tensor, c: torch.Tensor
-) -> tuple[Any, ...]:
-    """The gradient that arrives is c, and another tensor gets the same one, later."""
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    other = 2 * w
-    with comm.ledger() as ledger:
-        y = function(x)
-    if not isinstance(y, torch.Tensor) or y.shape != c.shape:
-        return y, None, None, 0, x.detach()
-    forward = ledger.bytes_sent
-    seen = y.detach().clone()
-    ((y + other) * c).sum().backward()
-    gradient = torch.zeros_like(x) if x.grad is None else x.grad
-    return seen, gradient, w.grad, forward, x.detach()
 
 
 @lesson.exercise(
@@ -166,12 +134,12 @@ def shared_attention(answer: Answer, draw: np.random.Generator) -> Right:
             cut = [parts(w, ranks, 1) for w in matrices[:3]] + [parts(matrices[3], ranks, 0)]
             args = [(x, *own, head_size, c) for own in zip(*cut, strict=True)]
             text = (
-                f"{on(ranks)} with {tokens} token{'s' * (tokens > 1)} and {ranks * heads} heads "
+                f"{plural(ranks, 'rank')} with {plural(tokens, 'token')} and {ranks * heads} heads "
                 f"of size {head_size}"
             )
             cases.append(Case(args, text))
-            rights.append(_whole_attention(x, matrices, head_size, c))
-        for run, (y, of_x, of_query) in zip(driven(answer, _attention, cases), rights, strict=True):
+            rights.append(shared.whole_attention(x, matrices, head_size, c))
+        for run, (y, of_x, of_query) in zip(driven(answer, shared.attention, cases), rights, strict=True):
             for rank in range(ranks):
                 where = f"On {says(run.case)}, rank {rank}'s"
                 same(run.results[rank][0], y, f"{where} y")
@@ -184,28 +152,6 @@ def shared_attention(answer: Answer, draw: np.random.Generator) -> Right:
                 _bytes(tally, run, rank, par, "enter x once, and use it three times")
             tried += 1
     return Right(tried, tally.scores)
-
-
-def _whole_attention(
-    x: torch.Tensor, matrices: list[torch.Tensor], head_size: int, c: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In one process: y, and the gradients of x and of the queries' matrix where that of y is c."""
-    x, query = x.clone().requires_grad_(), matrices[0].clone().requires_grad_()
-    heads = [(x @ w).unflatten(1, (-1, head_size)).transpose(0, 1) for w in (query, matrices[1], matrices[2])]
-    mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
-    y = mixed.transpose(0, 1).flatten(1) @ matrices[3]
-    of_x, of_query = torch.autograd.grad((y * c).sum(), (x, query))
-    return y.detach(), of_x, of_query
-
-
-def _attention(function: Callable[..., Any], x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-    *matrices, head_size, c = others
-    x, query = x.clone().requires_grad_(), matrices[0].clone().requires_grad_()
-    y = function(x, query, *matrices[1:], head_size)
-    if not isinstance(y, torch.Tensor) or y.shape != c.shape or not y.requires_grad:
-        return (y.detach() if isinstance(y, torch.Tensor) else y), None, None
-    (y * c).sum().backward()
-    return y.detach(), x.grad, query.grad
 
 
 @lesson.exercise(
@@ -239,13 +185,13 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
                 targets[0] = vocabulary - 1 if columns == 1 else 0
                 logits[0, targets[0]] = logits.max() + 1
             args = [(own, targets) for own in parts(logits, ranks, 1)]
-            text = f"{on(ranks)} with {rows} row{'s' * (rows > 1)} and a vocabulary of {vocabulary}"
+            text = f"{plural(ranks, 'rank')} with {plural(rows, 'row')} and a vocabulary of {vocabulary}"
             cases.append(Case(args, text + (", logits far from 0" if shift else "")))
             whole = logits.clone().requires_grad_()
             loss = functional.cross_entropy(whole, targets)
             loss.backward()
             rights.append((loss.detach(), whole.grad))
-        for run, (loss, gradient) in zip(driven(answer, _loss, cases), rights, strict=True):
+        for run, (loss, gradient) in zip(driven(answer, shared.loss, cases), rights, strict=True):
             for rank in range(ranks):
                 (got, kept), where = run.results[rank], f"On {says(run.case)}, rank {rank}'s"
                 if not isinstance(got, tuple | list) or len(got) != 2:
@@ -261,12 +207,6 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
                 _bytes(tally, run, rank, round(par), "three numbers a row: the largest, the sum, the score")
             tried += 1
     return Right(tried, tally.scores)
-
-
-def _loss(function: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> Any:
-    mine = logits.clone(), targets.clone()
-    result = function(*mine)
-    return result, [torch.equal(*pair) for pair in zip(mine, (logits, targets), strict=True)]
 
 
 @lesson.exercise(
@@ -286,9 +226,12 @@ def gather_tokens(answer: Answer, draw: np.random.Generator) -> Right:
         for tokens, width in ((1, 1), (2, 3), (3, 2), (int(draw.integers(4, 8)), 5)):
             args = [(normal(draw, tokens, width), normal(draw, tokens * ranks, width)) for _ in range(ranks)]
             cases.append(
-                Case(args, f"{on(ranks)} with {tokens} of {tokens * ranks} tokens each, {width} wide")
+                Case(
+                    args,
+                    f"{plural(ranks, 'rank')} with {tokens} of {tokens * ranks} tokens each, {width} wide",
+                )
             )
-        for run in driven(answer, _gathered, cases):
+        for run in driven(answer, shared.gathered, cases):
             whole = torch.cat([args[0] for args in run.case.args])
             total = sum(args[1] for args in run.case.args)
             for rank, (x, _) in enumerate(run.case.args):
@@ -298,22 +241,7 @@ def gather_tokens(answer: Answer, draw: np.random.Generator) -> Right:
                 same(gradient, parts(total, ranks, 0)[rank], f"{where} gradient of x")
                 par = (ranks - 1) * x.nbytes
                 tally.add("Bytes sent forward", forward, par)
-                tally.add(
-                    "Bytes sent backward",
-                    run.sent(rank) - forward,
-                    par,
-                    "each rank needs the sum for its own tokens only, which is a reduce-scatter",
-                )
+                idea = "each rank needs the sum for its own tokens only, which is a reduce-scatter"
+                tally.add("Bytes sent backward", run.sent(rank) - forward, par, idea)
             tried += 1
     return Right(tried, tally.scores)
-
-
-def _gathered(function: Callable[..., Any], x: torch.Tensor, c: torch.Tensor) -> tuple[Any, Any, int]:
-    x = x.clone().requires_grad_()
-    with comm.ledger() as ledger:
-        y = function(x)
-    if not isinstance(y, torch.Tensor) or y.shape != (len(x) * md.size(), x.shape[1]):
-        return y, None, 0
-    if y.requires_grad:
-        (y * c).sum().backward()
-    return y.detach(), torch.zeros_like(x) if x.grad is None else x.grad, ledger.bytes_sent

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from checks.words import a_kind_of, around, as_array, digits_for, number
+
 SLACK = 1.5
 """Times par that an answer may cost and still pass: above that, the exercise's idea is missing."""
-SHORT = 8
-"""Elements of an array that are shown; of a longer one, those about the first that is wrong."""
 
 
 class Verdict(Exception):
@@ -127,11 +127,15 @@ def wrong(*lines: str) -> NoReturn:
     raise WrongAnswer("\n".join(lines))
 
 
-def number(value: float, digits: int = 4) -> str:
-    """1 200 for 1200, and 0.25 for a quarter."""
-    if float(value).is_integer():
-        return f"{int(value):,}".replace(",", "\u202f")
-    return f"{value:.{digits}g}"
+def unlike(says: str, expected: Any, got: Any) -> NoReturn:
+    """End a check: a value is wrong; below the sentence stand the right one and what came."""
+    wrong(says, f"  expected {expected}", f"  got      {got}")
+
+
+def not_none(got: Any, what: str) -> None:
+    """WrongAnswer where a function has returned nothing."""
+    if got is None:
+        wrong(f"{what} is None: does the function end with return?")
 
 
 def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -143,8 +147,7 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
         what: names it in the message: "rank 1's result", "the product".
         rtol, atol: as numpy.testing.assert_allclose; NaN equals nothing.
     """
-    if got is None:
-        wrong(f"{what} is None: does the function end with return?")
+    not_none(got, what)
     right = as_array(expected)
     try:
         mine = as_array(got)
@@ -166,22 +169,13 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
     wanted, found = right[first].item(), mine[first].item()
     if right.ndim == 0:
         digits = digits_for(wanted, found, least=4)
-        wrong(
-            f"{what} is wrong.",
-            f"  expected {number(wanted, digits)}",
-            f"  got      {number(found, digits)}",
-        )
+        unlike(f"{what} is wrong.", number(wanted, digits), number(found, digits))
     digits = digits_for(wanted, found)
     place = f"element {first[0]}" if right.ndim == 1 else f"element {list(first)}"
-    lines = [f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."]
+    what = f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."
     if right.ndim == 1:
-        lines += [
-            f"  expected {around(right, first[0], digits)}",
-            f"  got      {around(mine, first[0], digits)}",
-        ]
-    else:
-        lines += [f"  expected {wanted:.{digits}g} there", f"  got      {found:.{digits}g}"]
-    wrong(*lines)
+        unlike(what, around(right, first[0], digits), around(mine, first[0], digits))
+    unlike(what, f"{wanted:.{digits}g} there", f"{found:.{digits}g}")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -200,52 +194,3 @@ def parts(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list)) or (isinstance(value, np.ndarray) and value.ndim == 1):
         return tuple(value)
     return ()
-
-
-def digits_for(one: Any, other: Any, least: int = 5) -> int:
-    """As many digits as it takes to see that two numbers differ."""
-    return next((digits for digits in range(least, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
-
-
-def first_lines(error: BaseException, most: int = 300) -> str:
-    """What an exception says, without the pages that some compilers add."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2])
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def around(array: np.ndarray, place: int = 0, digits: int = 5) -> str:
-    """An array of one dimension as text: all of a short one, else what lies about `place`."""
-    start = max(0, min(place - 1, len(array) - SHORT)) if len(array) > SHORT else 0
-    shown = ", ".join(f"{value:.{digits}g}" for value in array[start : start + SHORT])
-    left = "..., " if start else ""
-    return f"[{left}{shown}{', ...' if start + SHORT < len(array) else ''}]"
-
-
-def as_array(value: Any) -> np.ndarray:
-    """A number, array or tensor as an array."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if str(value.dtype) in ("torch.bfloat16",):
-            value = value.float()
-    return np.asarray(value)
-
-
-def a_kind_of(value: Any) -> str:
-    """What a right value is, in words: a tensor, an array, a number."""
-    if hasattr(value, "detach"):
-        return "a tensor"
-    return "an array" if isinstance(value, np.ndarray) else "a number"
-
-
-def described(value: Any) -> str:
-    """An argument as text, short enough for a message."""
-    if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        if len(value.shape) == 1 and value.shape[0] <= SHORT:
-            return around(as_array(value))
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"{kind} of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-import minidist as md
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, on_ranks, says
-from checks.verdicts import Right, Tally, compare, wrong
-from minidist import comm
+from checks.ranks import Case, says
+from checks.settings import driven, waiting_or_not
+from checks.verdicts import Right, Tally, compare, unlike, wrong
+from checks.words import plural
 
 lesson = Lesson(11, "waiting_or_not")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
-
-PATIENCE = 5.0
-"""Seconds that a slow worker waits for a fast one to finish; with a server that serves both it takes none."""
 
 
 @lesson.exercise(
@@ -54,35 +47,6 @@ def rates(answer: Answer, draw: np.random.Generator) -> Right:
     return Right(len(tried))
 
 
-def with_server(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rank 0 serves the workers in turn; the others work as the answer does, and count its gradients."""
-
-    @functools.wraps(function)
-    def run(x: Tensor, scale: float, steps: int) -> Any:
-        if md.rank() > 0:
-            computed = []
-
-            def gradient(values: Tensor) -> Tensor:
-                computed.append(values.clone())
-                return values * scale
-
-            function(gradient, x, steps)
-            return len(computed)
-        pushes = []
-        for step in range(steps):
-            for worker in range(1, md.size()):
-                comm.send(values_at(step, worker, len(x)), worker)
-                pushes.append((step, worker, comm.recv(torch.empty_like(x), worker)))
-        return pushes
-
-    return run
-
-
-def values_at(step: int, worker: int, size: int) -> Tensor:
-    """What the check's server has for a worker; never the same."""
-    return torch.arange(1, size + 1, dtype=torch.float64) + 10 * worker + 100 * step
-
-
 @lesson.exercise(
     "11.2",
     hints=(
@@ -94,98 +58,24 @@ def values_at(step: int, worker: int, size: int) -> Tensor:
 )
 def work(answer: Answer, draw: np.random.Generator) -> Right:
     """Each push is the gradient of what was pulled just before."""
-    wrapped, tally, tried = Answer(answer.name, with_server(answer.function)), Tally(), 0
+    tally, tried = Tally(), 0
     for ranks in (2, 4):
         cases = []
         for size, steps in ((1, 1), (2, 2), (3, 4)):
             scale = float(draw.integers(2, 9))
             args = (torch.zeros(size, dtype=torch.float64), scale, steps)
-            said = f"{ranks} ranks, {steps} step{'s' * (steps > 1)}, parameters of length {size}"
+            said = f"{ranks} ranks, {plural(steps, 'step')}, parameters of length {size}"
             cases.append(Case([args] * ranks, said))
-        for run in on_ranks(wrapped, cases, only=("send", "recv")):
+        for run in driven(answer, waiting_or_not.with_server, cases, only=("send", "recv")):
             x, scale, steps = run.case.args[0]
             for step, worker, push in run.results[0]:
-                right = values_at(step, worker, len(x)) * scale
+                right = waiting_or_not.values_at(step, worker, len(x)) * scale
                 compare(push, right, f"On {says(run.case)}: push {step} of rank {worker}")
             for worker in range(1, ranks):
                 idea = "compute one gradient for each pull"
                 tally.add("Gradients that a worker computes", run.results[worker], steps, idea)
             tried += 1
     return Right(tried, tally.scores)
-
-
-READS = {"clone", "__add__", "add", "__sub__", "sub", "__rsub__", "__mul__", "mul"}
-WRITES = {"sub_", "add_", "copy_", "mul_", "__isub__", "__iadd__", "__setitem__"}
-
-
-def watched(x: Tensor) -> tuple[Tensor, list[str]]:
-    """x on the same memory, and a list that names an operation in which two threads used it at once.
-
-    Each use of it lasts some milliseconds, as it would with many parameters: without a lock threads meet.
-    """
-    clashes: list[str] = []
-    inside: list[bool] = []  # of each use under way, whether it writes
-
-    class Watched(torch.Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            name = function.__name__
-            used = name in READS | WRITES
-            if used:
-                if inside and (name in WRITES or any(inside)):
-                    clashes.append(name)
-                inside.append(name in WRITES)
-                time.sleep(0.003)
-            try:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return function(*args, **(kwargs or {}))
-            finally:
-                if used:
-                    inside.remove(name in WRITES)
-
-    return x.as_subclass(Watched), clashes
-
-
-def with_workers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rank 0 serves as the answer does; the others pull and push, and keep what they pulled."""
-
-    @functools.wraps(function)
-    def run(x: Tensor, lr: float, steps: int, kind: str, path: str) -> Any:
-        if md.rank() == 0:
-            seen, clashes = watched(x)
-            result = function(seen, lr, steps)
-            return (result.as_subclass(Tensor) if isinstance(result, Tensor) else result), clashes
-        pulled, late = [], False
-        for step in range(steps):
-            comm.recv(x, 0)
-            pulled.append(x.clone())
-            if kind == "slow" and md.rank() == 1 and step == 0:
-                late = not _comes(path)
-            comm.send(_gradient(kind, x), 0)
-        if md.rank() == 2:
-            Path(path).touch()
-        return pulled, late
-
-    return run
-
-
-def _gradient(kind: str, x: Tensor) -> Tensor:
-    if kind == "towards 4":
-        return x - 4
-    own = torch.zeros_like(x)  # each worker has an element of its own
-    own[md.rank() - 1] = 2.0
-    return own
-
-
-def _comes(path: str) -> bool:
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if Path(path).exists():
-            return True
-        time.sleep(0.002)
-    return False
 
 
 @lesson.exercise(
@@ -202,7 +92,7 @@ def _comes(path: str) -> bool:
 )
 def serve(answer: Answer, draw: np.random.Generator) -> Right:
     """Every push is an update at once, and nobody waits for another worker."""
-    wrapped, tried = Answer(answer.name, with_workers(answer.function)), 0
+    tried = 0
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 3, 4):
             cases = []
@@ -213,9 +103,9 @@ def serve(answer: Answer, draw: np.random.Generator) -> Right:
                     continue
                 start = torch.from_numpy(draw.integers(5, 30, 3).astype(np.float64))
                 path = str(Path(folder) / f"{ranks}-{number}")
-                said = f"{ranks} ranks, {steps} step{'s' * (steps > 1)} each"
+                said = f"{ranks} ranks, {plural(steps, 'step')} each"
                 cases.append(Case([(start.clone(), 0.5, steps, kind, path) for _ in range(ranks)], said))
-            for run in on_ranks(wrapped, cases, only=("send", "recv")):
+            for run in driven(answer, waiting_or_not.with_workers, cases, only=("send", "recv")):
                 _check_server(run)
                 tried += 1
     return Right(tried, remark="A fast worker made all its updates while a slow one computed its first.")
@@ -298,11 +188,7 @@ def may_begin(answer: Answer, draw: np.random.Generator) -> Right:
                 if not isinstance(got, (bool, np.bool_)):
                     wrong(f"{call} should be True or False; it is {got!r}.")
                 if bool(got) != right:
-                    wrong(
-                        f"{call}: worker {worker} has finished {clocks[worker]} steps, the slowest "
-                        f"{min(clocks)}.",
-                        f"  expected {right}",
-                        f"  got      {bool(got)}",
-                    )
+                    done = f"worker {worker} has finished {clocks[worker]} steps, the slowest {min(clocks)}"
+                    unlike(f"{call}: {done}.", right, bool(got))
                 tried += 1
     return Right(tried)

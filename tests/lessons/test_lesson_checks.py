@@ -37,8 +37,8 @@ from checks.verdicts import (  # noqa: E402
     Tally,
     WrongAnswer,
     compare,
-    number,
 )
+from checks.words import number  # noqa: E402
 from minidist import comm  # noqa: E402
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, show
 from checks.pictures.threads import picture, write
-from checks.verdicts import number
+from checks.words import number
 
 CELL = 22  # pixels
 LEFT, TOP = 120, 58  # of the sums

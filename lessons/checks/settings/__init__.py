@@ -1,7 +1,8 @@
 """Settings: what a rank sets up around the reader's function, so that a check sees more than its result.
 
-A setting is a function of a checks' module that is called as setting(function, *args) in each rank: it may
-make views, call backward, or count memory, and returns what the check compares.
+A setting is called as setting(function, *args) in each rank. It may make views, call backward, or count
+memory, and returns what the check compares. Beside this file stands a module for each lesson whose settings
+are more than a few lines; it also draws the inputs of all ranks.
 """
 
 from __future__ import annotations
