@@ -20,9 +20,9 @@
 # machine that you sit at. How fast can it compute? How fast can it move numbers? And which of the two will keep
 # a program waiting? A pencil and a minute are enough to tell.
 #
-# This page is a **notebook**: text, and **cells** of Python with what they gave below them. Click on the next
-# cell and press Shift+Enter. It runs, and the cell after it is next. Cells share their variables, so run them
-# from top to bottom. (To start again: *Restart Kernel* in the menu above. Your answers stay.)
+# This page is a **notebook**. It has text, and **cells** of Python code with their output below. Click on the
+# next cell and press Shift+Enter: the cell runs, and the one after it is selected. Cells share their variables,
+# so run them from top to bottom. (To start again: *Restart Kernel* in the menu above. Your answers stay.)
 
 # %%
 from time import process_time
@@ -49,8 +49,8 @@ ladder(0)
 #
 # ## Your first exercise
 #
-# Programs of this course do two things: they compute, and they move numbers between memory and processor. So a
-# program's work is counted twice:
+# The programs of this course do two things: they compute, and they move numbers between memory and processor.
+# So we count a program's work twice:
 #
 # - in **FLOPs**, floating-point operations: each addition and each multiplication is one;
 # - in **bytes** that are read from memory or written to it. A number of the kind float32 has 4 bytes, one of
@@ -60,7 +60,8 @@ ladder(0)
 # place. For arrays of `n` elements, with `itemsize` bytes each, return two numbers: its FLOPs, and the bytes
 # that have to be moved. All of `x` and all of `y` move to the processor, and the new `y` moves back to memory.
 #
-# Replace the three dots by your answer, run the cell, and then the one below it, which checks it.
+# Replace the three dots with your answer and run the cell. Then run the cell below it, which checks your
+# answer.
 
 
 # %% tags=["exercise"]
@@ -74,17 +75,17 @@ check(add_cost)
 
 # %% [markdown]
 # That is how all exercises work. The check tries your function on fresh random inputs. If something is wrong,
-# it says for which input, what was expected, what your function gave, and what it printed.
+# it shows the input, the expected result, your function's result, and anything that your function printed.
 #
-# - **What is given to a function** is its caller's: leave arrays as they are, unless the exercise has you
+# - **A function's arguments belong to its caller.** Leave arrays as they are, unless the exercise tells you to
 #   change them.
 # - **Run All**, in the menu, goes as far as the first exercise without an answer, and stops there.
 # - **Stuck?** `hint()`, in a cell of its own (the + in the bar above makes one), gives the first of three
 #   hints; call it again for the next.
-# - **It takes for ever?** After 20 seconds in your function a check stops it, and says in which line it was.
-#   *Interrupt Kernel* in the menu does so at once.
-# - **No exercise blocks the way.** A cell such as the next takes your function if it has passed, and else the
-#   lesson's own, and says so. All that follows works with either.
+# - **Does it take for ever?** A check stops your function after 20 seconds, and names the line that it was in.
+#   *Interrupt Kernel* in the menu stops it at once.
+# - **No exercise blocks the way.** The next cell takes your function if it has passed. If not, it takes the
+#   lesson's own, and says so. The rest of the lesson works with either.
 # - **Your progress is kept** in a small file, `lessons/.progress.json`; `minidist lessons --progress`, in a
 #   terminal, shows it as a table. Delete the file to start again.
 
@@ -95,7 +96,7 @@ print(f"y += x with a million float32: {flop:,} FLOPs, {moved:,} bytes")
 print(f"{flop / moved:.3f} FLOPs for each byte")
 
 # %% [markdown]
-# Keep that last number in mind. A single addition, for twelve bytes that have to travel.
+# Keep that last number in mind: one addition for every twelve bytes that travel.
 #
 # ## What is inside
 #
@@ -114,10 +115,10 @@ for part, value in about.items():
 # by side. Each place in that row is a **lane**. (The field calls it SIMD: single instruction, multiple data.)
 #
 # Numbers live in **memory**, which is large, and far away: a core could do hundreds of additions while it waits
-# for one number from there. So between the two there are **caches**, small memories that keep what was used
-# last. Each level is larger, farther away and slower than the one before it. Cores share the last level; on some
-# machines a few cores also share the level before it. (Sizes: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB
-# is 1024 MiB. Speeds: 1 GB/s is a billion bytes in a second.)
+# for one number from there. So between the two there are **caches**, small memories that keep the numbers that
+# were used last. Each level is larger, farther away and slower than the one before it. Cores share the last
+# level; on some machines a few cores also share the level before it. (Sizes: 1 KiB is 1024 bytes, 1 MiB is 1024
+# KiB, 1 GiB is 1024 MiB. Speeds: 1 GB/s is a billion bytes in a second.)
 
 # %%
 unit = vector_unit()
@@ -127,12 +128,12 @@ machine_picture(about["cores"], caches(), about["memory_bytes"], unit.name, lane
 # %% [markdown]
 # ## How fast do bytes come?
 #
-# The loop below is `y += x`, over the same two arrays again and again. Small arrays stay in the smallest cache,
-# called L1, from the second round on; larger ones only fit into a larger cache, and the largest into none.
-# (`@njit` compiles the function with Numba, so that Python's own slowness is not what we measure. And
-# `process_time` counts the seconds in which this program had a core: if others run meanwhile, their turns do
-# not count. Of several rounds the best is taken, since a limit is what we are after.) `empty` is like NumPy's,
-# but the memory that it gives begins where a piece of a cache begins, as the end of this lesson explains.
+# The loop below is `y += x`, over the same two arrays again and again. From the second round on, small arrays
+# stay in the smallest cache, called L1. Larger ones fit only into a larger cache, and the largest fit into
+# none. (`@njit` compiles the function with Numba, so that we do not measure Python's own slowness.
+# `process_time` counts only the seconds in which this program had a core, so other programs do not count. We
+# take the best of several rounds, because we look for a limit.) `empty` is like NumPy's, but its memory begins
+# at a multiple of 64 bytes. The end of this lesson says why.
 
 
 # %%
@@ -165,8 +166,8 @@ def gigabytes_per_second(size, rounds=25):
 
 
 # %% [markdown]
-# How many times as fast as from memory do bytes come from the smallest cache? Write your guess below in place
-# of `None`, *before* you run on. There is nothing to win, but after a guess you look at the answer with other
+# Bytes come faster from the smallest cache than from memory. How many times as fast? Write your guess below in
+# place of `None`, *before* you run on. Nobody grades it, but after a guess you look at the answer with other
 # eyes.
 
 # %%
@@ -188,22 +189,22 @@ stairs_figure(
 )
 
 # %% [markdown]
-# Read it from left to right: it goes down like stairs, and a step ends about where a cache does (dotted lines).
-# The edges are not always sharp. A cache is full a little earlier than its size says, because other things live
-# in it too. And where other programs or other cores share a cache or the memory with you, the right part moves
-# from one minute to the next. Run the cell again, and see how much. (With a cache of more than 134 MB the last
-# step is not there.)
+# Read the curve from left to right. It goes down like stairs, and each step ends about where a cache ends
+# (dotted lines). The edges are not always sharp. A cache is full a little earlier than its size says, because
+# other things live in it too. Where other programs or other cores share a cache or the memory with you, the
+# right part moves from one minute to the next. Run the cell again, and see how much. (If your largest cache has
+# more than 134 MB, you do not see the last step.)
 #
 # So one question decides more about speed than any other: **where do the numbers come from?**
 #
 # ## How fast can it compute?
 #
-# The other limit is arithmetic. The fastest instruction of a core is a vector of **fused multiply-adds**:
-# `x * y + z` in every lane at once, which counts as two FLOPs in each. `roofline.measure` has a core do nothing
-# but that, on numbers that never leave it. That is its **peak**, in FLOP/s: operations in a second (a GFLOP/s
-# is a billion of them). It measures the **bandwidth** of the memory, too: bytes in a second, by a loop like
-# yours. (That takes some seconds at the first time; then the result is kept in a file. If it says that other
-# programs ran meanwhile, close them, and measure again: `roofline.measure(fresh=True)`.)
+# The other limit is arithmetic. The fastest instruction of a core is a vector of **fused multiply-adds**: `x *
+# y + z` in every lane at once, which counts as two FLOPs in each. `roofline.measure` makes a core do nothing
+# else, on numbers that never leave the core. The rate is the core's **peak**, in FLOP/s: operations in a second
+# (a GFLOP/s is a billion of them). It also measures the memory's **bandwidth**, the bytes that come in a
+# second, with a loop like yours. (The first time takes some seconds; then the result is kept in a file. If it
+# says that other programs ran meanwhile, close them, and measure again: `roofline.measure(fresh=True)`.)
 
 # %%
 peaks = roofline.measure()
@@ -217,21 +218,21 @@ print(f"{peak / bandwidth:.1f} FLOPs in the time of one byte")
 
 # %% [markdown]
 # A clock of 3 GHz ticks three times in a nanosecond, and most cores start one to four vector multiply-adds at
-# each tick: that is where the first number comes from. The last number is the one to remember. A program that
-# does less than so much work for each byte cannot keep the core busy, however well it is written.
+# each tick: that is where the first number comes from. Remember the last number. A program that does fewer
+# FLOPs than this for each byte cannot keep the core busy, however well it is written.
 #
 # ## Work per byte
 #
-# FLOPs, divided by the bytes that have to be moved for them, are a program's **arithmetic intensity**. For
-# `y += x` you found 1/12 in float32: no program can do better, since each number is used once. The product of two
-# matrices is different.
+# A program's **arithmetic intensity** is its FLOPs, divided by the bytes that it has to move. For `y += x` you
+# found 1/12 in float32: no program can do better, since each number is used once. The product of two matrices
+# is different.
 #
 # `a` has m rows and k columns, `b` has k rows and n columns. Element (i, j) of `c = a @ b` is a sum of k
 # products: `a[i, 0] * b[0, j] + a[i, 1] * b[1, j] + ...`, row i of `a` with column j of `b`.
 #
-# **Exercise 0.2: matmul_cost.** Return the FLOPs and the bytes of `c = a @ b`. As the whole field does, count
-# each of the k products of a sum as one multiplication and one addition. For the bytes, take the best case:
-# each element of `a` and of `b` is read from memory once, and each element of `c` is written once.
+# **Exercise 0.2: matmul_cost.** Return the FLOPs and the bytes of `c = a @ b`. Count one multiplication and one
+# addition for each of the k products of a sum, as the whole field does. For the bytes, take the best case: each
+# element of `a` and of `b` is read from memory once, and each element of `c` is written once.
 
 
 # %% tags=["exercise"]
@@ -262,12 +263,13 @@ for kernel, (flop, moved) in costs.items():
 #
 # ## The roofline
 #
-# Two limits, then. A core does not compute faster than its peak. And with `intensity` FLOPs for each byte, and
-# `bandwidth` bytes in a second, it cannot do more than their product in a second. The lower of the two is the
-# limit (Williams, Waterman and Patterson 2009).
+# So there are two limits. A core cannot compute faster than its peak. Nor can it compute faster than its
+# numbers arrive: with `bandwidth` bytes in a second and `intensity` FLOPs for each byte, it does at most
+# `bandwidth` times `intensity` FLOPs in a second. The lower of the two is the limit (Williams, Waterman and
+# Patterson 2009).
 #
-# **Exercise 0.3: attainable.** The FLOP/s that these two limits leave. `intensity` is a number, or a NumPy
-# array of several: then the result is an array as well.
+# **Exercise 0.3: attainable.** Return the FLOP/s that these two limits allow. `intensity` is a number or a
+# NumPy array. For an array, the result is an array as well.
 
 
 # %% tags=["exercise"]
@@ -288,10 +290,10 @@ for intensity in (1 / 12, 1 / 2, 4, 32, 256):
     )
 
 # %% [markdown]
-# Drawn against the intensity it looks like a roof, which gave it its name: a **roofline**. Its slope is the
-# memory, its flat part is the arithmetic, and the place where they meet is the **ridge point**, peak /
-# bandwidth. Left of it a program is **memory-bound**: a faster core would not help it at all. Right of it it is
-# **arithmetic-bound** (or compute-bound), and faster memory would not help.
+# Drawn against the intensity, this limit looks like a roof, so it is called a **roofline**. Its slope is the
+# memory, its flat part is the arithmetic, and they meet at the **ridge point**, peak / bandwidth. Left of the
+# ridge a program is **memory-bound**: a faster core would not help it at all. Right of the ridge it is
+# **arithmetic-bound** (or compute-bound): faster memory would not help.
 
 # %%
 roofline_figure(
@@ -303,10 +305,10 @@ roofline_figure(
 )
 
 # %% [markdown]
-# **Exercise 0.4: predict.** How long does a program take that does `flop` FLOPs and moves `moved` bytes, if it
-# computes and moves at the same time? Return two things: the seconds, and the string `"memory"` or
-# `"arithmetic"`, whichever takes longer. If both take equally long (it sits on the ridge), say `"arithmetic"`.
-# There are programs with 0 FLOPs (a copy), and programs that move 0 bytes.
+# **Exercise 0.4: predict.** A program does `flop` FLOPs and moves `moved` bytes, and does both at the same
+# time. Return two things: how many seconds it takes, and the string `"memory"` or `"arithmetic"`, whichever
+# takes longer. If both take equally long (the program sits on the ridge), say `"arithmetic"`. Some programs
+# have 0 FLOPs (a copy), and some move 0 bytes.
 
 
 # %% tags=["exercise"]
@@ -399,20 +401,20 @@ roofline_figure(
 # Look at how far each dot is from its ring.
 #
 # - **On the slope** dots lie near the line, or somewhat below it: a loop has to ask for its bytes early enough
-#   to keep the memory busy, and not every loop does. A dot a little above it is no miracle: the memory's speed
-#   changes with what else the machine does, the peaks were taken at another moment, and with a very large cache
-#   a part of these arrays stays in it.
-# - **Under the flat part** the product stays below the peak. Its library reaches much of it, and the rest goes
-#   into fetching: an instruction that loads a number is one that does not compute. In lesson 01 you write such
+#   to keep the memory busy, and not every loop does. A dot may also lie a little above it: the memory's speed
+#   changes with the machine's other work, the peaks were taken at another moment, and a very large cache keeps
+#   a part of these arrays.
+# - **Under the flat part** the product stays below the peak. NumPy's library reaches much of the peak. The rest
+#   goes into fetching: while an instruction loads a number, it does not compute. In lesson 01 you write such
 #   products yourself, and begin far lower. (On Apple's processors it may lie *above* the peak: the library
 #   there uses a unit for matrices, which this peak does not include.)
-# - **Far above the slope** is the small `y += x`. Is the model wrong? It was asked the wrong question. Its
-#   bytes come from the L1 cache, and the slope is that of the memory. A cache has a roof of its own, with a
-#   steeper slope. **A roofline says what limits you only if you count the bytes where they really come from.**
+# - **Far above the slope** is the small `y += x`. Is the model wrong? No, we asked it the wrong question. These
+#   bytes come from the L1 cache, and the slope shows the memory. A cache has a roof of its own, with a steeper
+#   slope. **A roofline says what limits you only if you count the bytes where they really come from.**
 #
 # ## All cores
 #
-# So far it was one core. Two cores have twice the arithmetic. Do they have twice the memory?
+# So far we used one core. Two cores have twice the arithmetic. Do they have twice the bandwidth?
 
 # %%
 roofline_figure(
@@ -429,10 +431,10 @@ for roof in peaks.roofs:
     print(f"  {times_bandwidth:.1f} times its bandwidth")
 
 # %% [markdown]
-# Each core brings its own arithmetic along, and the memory is shared. On machines with many cores a few of them
-# use up all of its bandwidth, and the ridge moves to the right with every core beyond: **the more arithmetic a
+# Each core brings its own arithmetic, but all cores share the memory. On a machine with many cores, a few of
+# them use up all of its bandwidth, and every further core moves the ridge to the right: **the more arithmetic a
 # machine has, the more work per byte it wants.** That sentence is the reason for half of this course. It holds
-# for a GPU more than for a CPU, and for many machines in a network more than for one.
+# even more for a GPU than for a CPU, and even more for many machines in a network than for one.
 #
 # ## What breaks in practice, and how one sees it
 #
@@ -441,18 +443,18 @@ for roof in peaks.roofs:
 # - **A laptop gets hot**, and lowers its clock after some seconds; on battery it may never raise it. Measure
 #   twice, some minutes apart. If all numbers fell by the same factor, it is the clock.
 # - **The first time is slow.** The first call compiles, and the first write to new memory makes the operating
-#   system find that memory. Call once without a clock, then several times: the best for a limit, the median for
-#   what one usually gets.
+#   system find that memory. Call once without a clock, then several times. Take the best time for a limit, and
+#   the median for the usual time.
 # - **Bytes that are easy to forget.** To write to an array that is not in a cache, most processors first *read*
-#   what was there. `z = x + y` then moves 16 bytes for each element and not 12. (`y += x` has read `y` anyway,
+#   the old values. `z = x + y` then moves 16 bytes for each element, not 12. (`y += x` has read `y` anyway,
 #   which is why this lesson uses it.)
-# - **Where an array begins.** Caches hold pieces of 64 bytes. A vector that straddles two of them takes two
-#   accesses in place of one, and NumPy does not promise where an array begins: the same loop may take half as
-#   long again in the next run. Two arrays a multiple of 4096 bytes apart may slow each other down, too. Put
+# - **Where an array begins.** Caches hold pieces of 64 bytes. A vector that lies across two of them takes two
+#   accesses instead of one, and NumPy does not promise where an array begins. So the same loop may take half as
+#   long again in the next run. Two arrays that are a multiple of 4096 bytes apart may slow each other down. Put
 #   `np.ones` into `two_arrays`, and see whether the stairs suffer.
-# - **Cores that are none.** Two hardware threads of one core share its arithmetic, and a container may allow
-#   fewer cores than the machine has. Then twice the workers are not twice as fast. `minidist doctor` says what
-#   is allowed.
+# - **Cores that are not there.** Two hardware threads of one core share its arithmetic, and a container may
+#   allow fewer cores than the machine has. Then twice the workers are not twice as fast. `minidist doctor` says
+#   what is allowed.
 #
 # ## Further reading
 #

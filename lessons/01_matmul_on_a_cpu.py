@@ -69,7 +69,7 @@ check(matmul_loops)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 matmul_loops = or_solution(matmul_loops)
@@ -87,8 +87,8 @@ np.abs(c - a @ b).max()
 
 # %% [markdown]
 # That is as exact as float32 gets. How fast is it? An n x n product has n³ multiply-adds, which are 2 n³
-# floating-point operations, **FLOPs**. A billion of them in a second is one GFLOP/s. (`process_time` counts the
-# seconds in which this program had a core, so that others which run meanwhile do not count.)
+# floating-point operations, **FLOPs**. A billion of them in a second is one GFLOP/s. (`process_time` counts
+# only the seconds in which this program had a core, so other programs do not count.)
 
 
 # %%
@@ -103,10 +103,10 @@ def gflops(matmul, n, *more, rounds=3):
 
 
 # %% [markdown]
-# The rates of all versions go into one table. At the other end of it stands NumPy, which calls a library that
-# people have tuned for decades (BLAS). On one core: how many times the rate of your Python loops will it have?
-# Write down your guess before you run the next cell. (It times NumPy and all later versions at n = 512, and the
-# loops at n = 64, where their rate is about the same: at 512 you would wait for a minute.)
+# The rates of all versions go into one table. At its other end stands NumPy, which calls a library that people
+# have tuned for decades (BLAS). How many times as fast as your Python loops is NumPy, on one core? Write down
+# your guess before you run the next cell. (The lesson times NumPy and all later versions at n = 512. It times
+# the Python loops at n = 64: their rate is about the same there, and at 512 you would wait for a minute.)
 
 # %%
 prediction = None  # your guess, such as 100; None draws no guess
@@ -124,9 +124,9 @@ print(f"NumPy is {rates['NumPy, one core'] / rates['Python loops']:,.0f} times a
 # %% [markdown]
 # ## 1. Compile it
 #
-# For each multiply-add Python fetches two boxed numbers, finds out what `*` and `+` mean for them, makes new
-# boxes, and throws the old ones away. **Numba** compiles the very same loops to machine code: it sees that
-# every value is a machine number, and nothing is boxed any more. You change nothing.
+# Python keeps each number in an object, a *box*. For each multiply-add it fetches two boxes, finds out what `*`
+# and `+` mean for them, makes new boxes, and throws the old ones away. **Numba** compiles the very same loops
+# to machine code. It sees that every value is a plain number, so it needs no boxes. You change nothing.
 
 # %%
 compiled_loops = njit(matmul_loops)
@@ -140,11 +140,11 @@ print(f"{rates['compiled']:.2f} GFLOP/s")
 # ## 2. How many bytes for how much work?
 #
 # **Arithmetic intensity** is work per byte: FLOPs, divided by the bytes that have to come from memory or go to
-# it. A matrix product is special. It has m k n multiply-adds, but only m k + k n + m n elements: each element
-# that comes could be used many times.
+# it. A matrix product is special. It has m k n multiply-adds, but only m k + k n + m n elements. So each
+# element could be used many times once it is there.
 #
-# **Exercise 1.2: intensity.** FLOPs per byte of an m x k times k x n product, if `a` and `b` are read once and `c`
-# is written once. An element has `itemsize` bytes.
+# **Exercise 1.2: intensity.** Return the FLOPs per byte of an m x k times k x n product, if `a` and `b` are
+# read once and `c` is written once. An element has `itemsize` bytes.
 
 
 # %% tags=["exercise"]
@@ -175,16 +175,16 @@ for n in (1, 16, 64, 512, 4096):
 walks_animation("ijp")
 
 # %% [markdown]
-# Your loops walk *down a column* of `b`. Each step lands in another line, fetches all of it, uses one element, and
-# the line is gone before its neighbours are wanted. Swap the two inner loops, and the same products are
-# done in another order:
+# Your loops walk *down a column* of `b`. Each step lands in another line, fetches all of it, and uses one
+# element. The line is gone before its other elements are wanted. Swap the two inner loops, and you do the same
+# products in another order:
 
 # %%
 walks_animation("ipj")
 
 # %% [markdown]
-# Now each line is used to its end. There is a second gift: the inner loop now adds to n *separate* sums side by
-# side, so that the compiler may do 8 or 16 of them at once with one **SIMD** instruction. (It may not do that with
+# Now each line is used to its end. There is a second gain: the inner loop now adds to n *separate* sums side by
+# side, so the compiler may do 8 or 16 of them at once with one **SIMD** instruction. (It may not do that with
 # one long sum: it would add in another order, and round differently.)
 #
 # **Exercise 1.3: matmul_rows.** The product again, with j in the innermost loop. A sum is complete only when the
@@ -218,10 +218,10 @@ print(f"{rates['rows']:.2f} GFLOP/s")
 # every row of `c` fetches all of `b` from memory anew. The remedy is a **block** of `b` that does fit: a few of its
 # rows. Use it for all rows of `a`, and only then go on to the next block.
 #
-# **Exercise 1.4: matmul_blocks.** As `matmul_rows`, but `size` rows of `b` at a time, for all rows of `a`. The last
-# block may have fewer.
+# **Exercise 1.4: matmul_blocks.** As in `matmul_rows`, but take only `size` rows of `b` at a time, and use them
+# for all rows of `a`. The last block may have fewer rows.
 #
-# Par: again cache lines, for a product whose `b` does not fit into the cache, but one block does.
+# Par: again cache lines, with a cache that is too small for `b` but large enough for one block.
 
 
 # %% tags=["exercise"]
@@ -236,10 +236,10 @@ def matmul_blocks(a, b, c, size):
 check(matmul_blocks)
 
 # %% [markdown]
-# Blocks can only win where `b` does not fit. At n = 512 it has 1 MB, and most machines have a cache for that. So the
-# next cell asks for the caches of *your* machine, and makes a `b` that is at least twice as large as the largest of
-# them. (512 MB at most: a few servers have caches beyond that, and there blocks win less.) `a` has 32 rows, so that
-# you do not wait.
+# Blocks win only where `b` does not fit into a cache. At n = 512 `b` has 1 MB, and most machines have a cache
+# for that. So the next cell looks up the caches of *your* machine, and makes a `b` at least twice as large as
+# the largest of them. (512 MB at most: a few servers have caches beyond that, and there blocks win less.) `a`
+# has 32 rows, so that you do not wait.
 
 # %%
 matmul_blocks = or_solution(matmul_blocks)
@@ -276,9 +276,9 @@ for size in (4, 8, 16, 64, 256):
 wide_a = wide_b = wide_c = None  # their memory is free again
 
 # %% [markdown]
-# The large `b` costs your rows much of their rate, and blocks win most of it back. A block of 16 rows has 256 kB, so
-# it stays in a second cache while all rows of `a` use it. Blocks can be too large: then they do not fit either. They
-# can be too small as well: each block goes through all of `c` once more.
+# The large `b` costs your rows much of their rate, and blocks win most of it back. A block of 16 rows has 256
+# kB, so it stays in a second cache while all rows of `a` use it. A block can be too large: then it does not fit
+# either. It can also be too small: each further block goes through all of `c` once more.
 #
 # ## 5. Stay in the registers
 #
@@ -291,10 +291,10 @@ wide_a = wide_b = wide_c = None  # their memory is free again
 # *two* rows of `c`, and *four* products are added to an element of `c` at a time. That is 6 reads and 2 writes for 8
 # multiply-adds.
 #
-# **Exercise 1.5: matmul_tile.** Fill `c` with the product, 2 rows of `a` and 4 columns of it at a time. m is a
-# multiple of 2 and k of 4, so that nothing is left over.
+# **Exercise 1.5: matmul_tile.** Fill `c` with the product. Take 2 rows and 4 columns of `a` at a time. m is a
+# multiple of 2 and k of 4, so nothing is left over.
 #
-# Par: the reads and writes above, with those of the 8 elements of `a`, and of the zeros.
+# Par: the reads and writes above, the reads of the 8 elements of `a`, and the writes of the zeros.
 
 
 # %% tags=["exercise"]
@@ -319,8 +319,8 @@ print(f"{rates['tile']:.2f} GFLOP/s")
 # ## Where you are, and where the top is
 #
 # `minidist.kernels` has the same ladder, rung by rung, as files to read. Its sixth rung goes to the end of this
-# road. It keeps a tile of `c` in registers, as large as they allow, and is written in the processor's vector
-# instructions. It first copies (*packs*) blocks of `a` and `b` into the order in which the tile reads them.
+# road. It keeps a tile of `c` in registers, as large as possible, and uses the processor's vector instructions
+# directly. It first copies (*packs*) blocks of `a` and `b` into the order in which the tile reads them.
 
 # %%
 from minidist.kernels import rung
@@ -330,10 +330,11 @@ top.matmul(*matrices(64))  # the first call compiles
 rates["minidist, rung 6"] = gflops(top.matmul, N)
 
 # %% [markdown]
-# How does that compare with NumPy? NumPy calls a BLAS library, which picks one of its kernels by the name of your
-# processor. Rung 6 finds out what your processor can do, and so do the best of those kernels: then the two differ
-# by a few per cent. Where rung 6 is far ahead, the library took a kernel for an older processor (the next cell
-# prints which). Where it is far behind, the library uses instructions that rung 6 does not know.
+# How does that compare with NumPy? NumPy calls a BLAS library, which picks one of its kernels by the name of
+# your processor. Rung 6 finds out what your processor can do. If the library's kernel suits your processor as
+# well, the two differ by a few per cent. If rung 6 is far ahead, the library took a kernel for an older
+# processor (the next cell prints which). If it is far behind, the library uses instructions that rung 6 does
+# not know.
 
 # %%
 library = next((each for each in threadpool_info() if each["user_api"] == "blas"), {})
@@ -367,14 +368,14 @@ bars(
 )
 
 # %% [markdown]
-# The scale is logarithmic: each grid line to the right is ten times the one before. The story that it tells is the
-# story of the counts. Every bar has the same multiply-adds. All the rest shrinks: the interpreter's work, the cache
-# lines, the reads and the writes for each of them. (The two bars for a large `b` are about another product, whose
-# `b` comes from memory.)
+# The scale is logarithmic: each grid line to the right is ten times the one before. The bars tell the story of
+# the counts. Every bar has the same multiply-adds. All the rest shrinks: the interpreter's work, the cache
+# lines, and the reads and writes for each multiply-add. (The two bars for a large `b` are about another
+# product, whose `b` comes from memory.)
 #
-# What does such a factor mean for a real model? Llama 3 405B (Grattafiori and others 2024) has layers that multiply
-# a batch by a matrix of 16,384 x 53,248. It was trained on sequences of 8,192 tokens. One such product, of the
-# many in a step:
+# What does such a factor mean for a real model? Llama 3 405B (Grattafiori and others 2024) has layers that
+# multiply a batch by a matrix of 16,384 x 53,248. It was trained on sequences of 8,192 tokens. Here is one of
+# the many such products in a step:
 
 # %%
 flops = 2 * 8192 * 16_384 * 53_248
@@ -385,19 +386,20 @@ print(f"{'one H100':18}{flops / 989e12:14.3f} seconds at the peak of its data sh
 # %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
-# - **Compiled loops check no index.** In Python `a[i, p]` past the end is an `IndexError`; compiled it reads what lies
-#   there, or crashes. Run new loops in Python first, as the checks here do, or with `njit(boundscheck=True)`.
-# - **An index that may be negative.** `c[i, j0 + j]` makes Numba ask for each element whether it counts from the end, as
-#   Python's negative indices do, and SIMD is gone: the same loop is then many times slower. Loops over
-#   `range(n)`, or a slice taken before the loop, keep it simple. One sees it only by measuring.
+# - **Compiled loops check no index.** In Python `a[i, p]` past the end is an `IndexError`. Compiled code reads
+#   whatever lies there, or crashes. Run new loops in Python first, as the checks here do, or with
+#   `njit(boundscheck=True)`.
+# - **An index that may be negative.** Python's negative indices count from the end. For `c[i, j0 + j]` Numba
+#   tests each index for that, and then it cannot use SIMD: the same loop is many times slower. Loop over
+#   `range(n)`, or take a slice before the loop. Only a measurement shows it.
 # - **The first call compiles.** Time the first call and you time the compiler. Call once, then measure, and take
 #   the best or the median of several rounds.
 # - **Sizes that are powers of two** can be slow with columns: the elements of a column then fall into the same
 #   few places of a cache and push each other out. Compare n = 512 with n = 520 in `compiled_loops`.
 # - **Other orders give other bits.** `rows` adds one product after the other, `tile` four at a time: results differ
 #   in the last digits, and both are right. Compare with a tolerance, never with `==`.
-# - **All cores at once.** NumPy takes all cores unless told otherwise; then a comparison with one-core code means
-#   nothing. `threadpool_limits` (above) or `OMP_NUM_THREADS=1` limits it to one core.
+# - **All cores at once.** NumPy uses all cores unless you tell it otherwise. Then a comparison with one-core
+#   code means nothing. `threadpool_limits` (above) or `OMP_NUM_THREADS=1` limits it to one core.
 #
 # ## Further reading
 #

@@ -55,8 +55,8 @@ ladder(2)
 #
 # **Exercise 2.1: vector_cost.** Return two numbers for an (m, k) matrix times a (k, n) matrix on such a unit:
 # the instructions, and the reads of both matrices together. The last piece of a row may fill only some of the
-# lanes: it is an instruction like any other, but reads only those elements of `b` that there are. (In Python
-# `-(-n // lanes)` is n / lanes, rounded up.)
+# lanes. It takes an instruction like any other piece, but it reads only as many elements of `b` as it has. (In
+# Python `-(-n // lanes)` is n / lanes, rounded up.)
 
 
 # %% tags=["exercise"]
@@ -70,7 +70,7 @@ check(vector_cost)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 vector_cost = or_solution(vector_cost)
@@ -83,14 +83,15 @@ for lanes in (1, 4, 16, 64, 512):
     )
 
 # %% [markdown]
-# Look at the last column. From 2 it falls to 1, and there it stays, however wide the vector is. Only the
-# element of `a` is shared. Every lane still needs an element of `b` of its own, each time. With sixteen times
+# Look at the last column. It falls from 2 towards 1 and stays there, however wide the vector is. The lanes
+# share only the element of `a`. Each lane still needs its own element of `b`, every time. With sixteen times
 # the arithmetic, more than eight times as many elements have to come in a tick. A vector saves *instructions*;
 # it hardly saves *reads*. (Your register tile of lesson 01 saved reads of both, by software: it kept several
 # rows at a time. Remember that thought.)
 #
-# How wide is yours? The width is fixed in bytes, so smaller numbers mean more lanes, and more speed. Peaks are
-# measured, as in lesson 00 (which takes some seconds if they are not kept yet):
+# How wide are the vectors of your machine? Their width is fixed in bytes, so smaller numbers mean more lanes,
+# and more speed. The next cell measures the peaks, as in lesson 00 (this takes some seconds if it has not been
+# done before):
 
 # %%
 unit, peaks = vector_unit(), roofline.measure()
@@ -101,15 +102,15 @@ for dtype in ("float64", "float32"):
     )
 
 # %% [markdown]
-# Half the bytes, twice the lanes, twice the arithmetic: one reason for which networks are trained in smaller
+# Half the bytes, twice the lanes, twice the arithmetic. This is one reason why networks are trained in smaller
 # and smaller numbers. (Lesson 06 goes down to 16 bits, and the first TPU multiplied 8.)
 #
 # ## A warp at a time: SIMT
 #
-# A **GPU** has vector units, too, and very many of them, but they are programmed differently. You write a
-# program for *one* lane, called a **thread**; the hardware takes 32 threads, a **warp**, and has all of them do
-# the same instruction at a time. (SIMT: single instruction, multiple threads; Lindholm and others 2008.) It
-# looks as if each thread went its own way. Does it? Here is what a warp does with an `if`:
+# A **GPU** also has vector units, and very many of them, but you program them differently. You write a program
+# for *one* lane, called a **thread**. The hardware takes 32 threads, a **warp**, and makes all of them do the
+# same instruction at a time. (SIMT: single instruction, multiple threads; Lindholm and others 2008.) It looks
+# as if each thread went its own way. Does it? Here is what a warp does with an `if`:
 
 
 # %%
@@ -126,20 +127,20 @@ print("first half takes the if: ", steps_of(threads < 512), "steps of warps")
 print("every second thread does:", steps_of(threads % 2 == 0), "steps of warps")
 
 # %% [markdown]
-# Threads of one warp that disagree go *both* ways, one after the other, and those whose way it is not wait.
-# That is called **divergence**, and is the price. What a GPU buys with it is company: it keeps dozens of warps
+# If threads of one warp disagree, the warp goes *both* ways, one after the other, and on each way the other
+# threads wait. That is called **divergence**. It is the price of SIMT. The gain: a GPU keeps dozens of warps
 # ready on each unit, and while one waits for memory, it works on another. A CPU spends its chip on caches and
-# on guessing what comes next, so that *one* program seldom waits. A GPU spends it on lanes and registers, so
-# that waiting does not matter. Lessons 03 to 06 are about it.
+# on guessing what comes next, so that *one* program seldom waits. A GPU spends its chip on lanes and registers,
+# so that waiting does not matter. Lessons 03 to 06 are about GPUs.
 #
-# But the lanes of a warp read as much as those of any vector. The question is still open.
+# But the lanes of a warp read as much as those of any vector. So the question is still open.
 #
 # ## A matrix at a time: the systolic array
 #
-# Count again, for a *grid* of multipliers, r rows and c columns. If an element of `a` served a whole row of the
-# grid, and an element of `b` a whole column, then r + c elements would do for r c multiply-adds. A vector is a
-# grid with one row. A square grid of 128 x 128 needs 256 new elements for 16384 multiply-adds, and the larger,
-# the better.
+# Count again, for a *grid* of multipliers with r rows and c columns. If an element of `a` served a whole row of
+# the grid, and an element of `b` a whole column, then r + c elements would be enough for r c multiply-adds. A
+# vector is a grid with one row. A square grid of 128 x 128 needs 256 new elements for 16384 multiply-adds, and
+# a larger grid does even better.
 #
 # To send a number to 128 places at once takes long wires, and long wires are slow. Kung and Leiserson had a
 # better idea in 1978: let each multiplier hand it on *to its neighbour*. Numbers then pulse through the grid,
@@ -147,21 +148,21 @@ print("every second thread does:", steps_of(threads % 2 == 0), "steps of warps")
 # their adders and a few registers, are called **processing elements**, PEs.
 #
 # Below is one that multiplies two matrices of 3 x 3. Elements of `a` come from the left and go right, those of
-# `b` come from above and go down. Where they meet they are multiplied, and the PE adds the product to its sum.
-# Step through it, and follow one sum.
+# `b` come from above and go down. Where two elements meet, the PE multiplies them and adds the product to its
+# sum. Step through it, and follow one sum.
 
 # %%
 systolic_animation("output")
 
 # %% [markdown]
-# No address was sent. No PE knows its own place. Each does the same dull thing in every tick: take what the left
-# and the upper neighbour held, multiply, add. The product comes out right only because of *when* numbers enter:
-# row 1 one tick after row 0, row 2 one later. Then `a[i, p]` and `b[p, j]`, and only those with the same p,
-# meet in PE (i, j). That delay is called **skewing**.
+# No address was sent. No PE knows its own place. Each does the same dull thing in every tick: take what the
+# left and the upper neighbour held, multiply, add. The product comes out right only because of *when* numbers
+# enter: row 1 one tick after row 0, row 2 one later. Then `a[i, p]` meets `b[p, j]` in PE (i, j), and elements
+# with different p never meet there. That delay is called **skewing**.
 #
-# **Exercise 2.2: skew.** `x` has m rows of k elements. Return an array with m rows and m + k - 1 columns: what
-# enters row i of the grid in each tick. Row i has i zeros first, then row i of `x`, then zeros again. `x` has
-# at least one row and one column.
+# **Exercise 2.2: skew.** `x` has m rows of k elements. Return an array with m rows and m + k - 1 columns. Its
+# row i lists the numbers that enter row i of the grid, tick by tick: first i zeros, then row i of `x`, then
+# zeros again. `x` has at least one row and one column.
 
 
 # %% tags=["exercise"]
@@ -180,16 +181,15 @@ skew(np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
 
 # %% [markdown]
 # Read it column by column: in tick 0 only a 1 enters, in row 0. In tick 1 a 2 enters there, and a 4 in row 1.
-# (A zero does no harm: what is multiplied by it adds nothing.) For `b`, whose *columns* are delayed, it is
-# `skew(b.T).T`.
+# (A zero does no harm: its products add nothing.) For `b` you delay the *columns* instead: `skew(b.T).T`.
 #
 # **Exercise 2.3: systolic_step.** One tick of the grid. `a`, `b` and `sums` have its shape (rows, columns) and
 # say what each PE holds. `left` has an element for each row, `top` has one for each column.
 #
-# First everything moves: `a` one place to the right (what was in the last column is gone, `left` is the new
-# first column), `b` one place down (`top` is the new first row). Then every PE multiplies the two numbers that
-# it holds *now*, and adds the product to its sum. Return the new `a`, `b` and `sums`. You may change the arrays
-# that you were given.
+# First everything moves: `a` one place to the right (the last column leaves the grid, `left` is the new first
+# column), `b` one place down (the last row leaves, `top` is the new first row). Then every PE multiplies the
+# two numbers that it holds *now*, and adds the product to its sum. Return the new `a`, `b` and `sums`. You may
+# change the arrays that you were given.
 
 
 # %% tags=["exercise"]
@@ -208,13 +208,12 @@ a, b, sums = systolic_step(a, b, sums, np.array([5, 0]), np.array([7, 0, 0]))
 print(sums)  # in the corner the first two have met
 
 # %% [markdown]
-# The grid is there, and so is what enters it. Now run it.
+# You have the grid and its inputs. Now run it.
 #
 # **Exercise 2.4: systolic_matmul.** Multiply `x` (m, k) by `y` (k, n) on a grid of m rows and n columns, and
-# return the product. All PEs begin with zeros. `step` is a function like your `systolic_step`, to be called
-# once for each tick; use that, so that the ticks can be counted. When all elements are in, nothing but zeros
-# enters, and `step` wants those, too: `np.pad(z, ((0, 0), (0, 5)))` is `z` with five columns of zeros behind
-# it.
+# return the product. All PEs begin with zeros. `step` is a function like your `systolic_step`. Call it once for
+# each tick, so that the check can count the ticks. When all elements are in, only zeros enter, and `step` needs
+# those as well: `np.pad(z, ((0, 0), (0, 5)))` is `z` with five columns of zeros behind it.
 #
 # Par: no tick after the last multiply-add.
 
@@ -231,7 +230,7 @@ check(systolic_matmul)
 
 # %% [markdown]
 # How busy is it? A PE **works** in a tick if it holds an element of `a` and one of `b`. Here elements are never
-# 0, so that one can tell.
+# 0, so that the zeros of the padding can be told apart.
 
 # %%
 systolic_matmul = or_solution(systolic_matmul)
@@ -283,8 +282,8 @@ print(f"counted:   {len(worked)} ticks, {worked.sum() / (20 * len(worked)):.1%} 
 # %% [markdown]
 # ## Predict, then count
 #
-# A grid of 16 x 16 PEs multiplies a (16, k) matrix by a (k, 16) matrix. For small k it does little but fill and
-# run empty. How large must k be, for its PEs to be busy for 90% of the time? Guess first, or work it out.
+# A grid of 16 x 16 PEs multiplies a (16, k) matrix by a (k, 16) matrix. For small k it does little more than
+# fill and run empty. How large must k be so that its PEs are busy 90% of the time? Guess first, or work it out.
 
 # %%
 prediction = None  # your guess, such as 16; None draws no guess
@@ -311,17 +310,16 @@ utilisation_figure(
 )
 
 # %% [markdown]
-# Here the prediction is exact: nothing in such an array depends on luck. There are no cache misses and no guesses
-# at branches. A compiler knows the tick in which each number arrives, and that is a good part of why the
-# machine around it can be simple.
+# Here the prediction is exact: nothing in such an array depends on luck. There are no cache misses and no
+# guesses at branches. A compiler knows the tick in which each number arrives. This is one reason why the
+# machine around the array can be simple.
 #
 # ## The TPU does it the other way round
 #
-# In your array the sums stay, and both matrices move: that is called **output-stationary**. When the sums are
-# complete they still have to get out, which takes m ticks more. The matrix unit of Google's TPU is
-# **weight-stationary** (Jouppi and others 2017): the elements of `b`, which are the weights of a network, are
-# loaded first and stay. `a` goes right as before, and now the *sums* go down, and grow on their way. They leave
-# at the bottom, complete.
+# In your array the sums stay, and both matrices move. That is called **output-stationary**. The complete sums
+# still have to get out, which takes m more ticks. The matrix unit of Google's TPU is **weight-stationary**
+# (Jouppi and others 2017): it loads the elements of `b`, the weights of a network, first, and they stay. `a`
+# goes right as before. Now the *sums* go down, and grow on their way. They leave at the bottom, complete.
 
 # %%
 systolic_animation("weight")
@@ -330,8 +328,8 @@ systolic_animation("weight")
 # Which is better? A network's weights are used for every example. If they stay, the rows of `a` can stream by
 # for as long as there are examples, and nothing has to be filled or emptied in between.
 # `minidist.kernels.systolic` has both. It takes products that are larger than the array, cuts them into tiles,
-# and counts the ticks for loading and draining as well. Beside them stand the scalar processor and the vector
-# unit of this lesson's beginning:
+# and counts the ticks for loading and draining as well. The table also has the scalar processor and the vector
+# unit from the beginning of this lesson:
 
 # %%
 arrays = [
@@ -346,9 +344,9 @@ for each in comparison.rows:
     )
 
 # %% [markdown]
-# The last column is the answer to the question of this lesson: the multiply-adds that an element is good for
-# each time that it is read or written (`print(comparison)` says which and how often). The array does sixteen
-# thousand multiply-adds in a tick, and is fed by a few hundred elements. And it is busy: filling and emptying
+# The last column answers this lesson's question. It says how many multiply-adds the machine does each time that
+# it reads or writes an element (`print(comparison)` lists these reads and writes). The array does sixteen
+# thousand multiply-adds in a tick, and a few hundred elements feed it. It is also busy: filling and emptying
 # cost little now.
 #
 # Your own array, beside that of `minidist`:
@@ -365,11 +363,11 @@ print(
 # %% [markdown]
 # ## Why it matters: energy
 #
-# Reads are not only slow: they also heat the chip. Horowitz gave rough numbers for one technology (45 nm,
-# 2014), in picojoules: 4.6 for a multiplication and an addition of float32; 10 for a float32 from a cache of 32
-# kB; 70 for all that an instruction takes beside its arithmetic (to fetch it, decode it, and keep track of it).
-# From main memory a float32 takes 650 or more. The same counts, now in energy (an array gets one instruction a
-# tick, for all its PEs):
+# Reads are not only slow, they also heat the chip. Horowitz (2014) gave rough numbers for one technology (45
+# nm), in picojoules. A multiplication takes 3.7 and an addition 0.9, in float32. An instruction takes about 70
+# besides its arithmetic (to fetch it, decode it, and keep track of it). 64 bits from a cache of 32 kB take 20,
+# and from main memory 1300 or more; a float32 is half of that. Here are the same counts as energy (an array
+# gets one instruction a tick, for all its PEs):
 
 
 # %%
@@ -398,20 +396,21 @@ bars(
 )
 
 # %% [markdown]
-# The scalar processor spends a twentieth of its energy on arithmetic. The vector shares the instruction, and
-# now reads dominate. The array shares both, and little is left *but* arithmetic. Do not take the numbers
-# further than they go: registers, the hops between neighbours and the clock are left out, and smaller
-# transistors have made arithmetic cheaper faster than wires. So reads weigh *more* today.
+# The scalar processor spends a twentieth of its energy on arithmetic. The lanes of a vector share the
+# instruction, and now reads dominate. The array shares instructions and reads, and little is left *but*
+# arithmetic. Do not take the numbers further than they go. They leave out registers, the hops between
+# neighbours, and the clock. Smaller transistors have also made arithmetic cheaper faster than wires, so reads
+# weigh *more* today.
 #
-# A GPU's tensor cores (lesson 06) are the same thought in a small format: one instruction of a warp multiplies
-# whole tiles, so that each element that is fetched is used many times.
+# A GPU's tensor cores (lesson 06) use the same idea on a small scale: one instruction of a warp multiplies
+# whole tiles, and so uses each fetched element many times.
 #
 # ## Three machines under their roofs
 #
-# How fast are they? The roofline of lesson 00 says: at most the lower one of peak, and bandwidth times
-# intensity. Jouppi and others (2017, table 2) published both numbers for the first TPU, and for the CPU and the
-# GPU that Google had in its data centres then. The CPU is a Haswell of 18 cores, the GPU one of the two chips
-# of a K80. The TPU's are operations on int8, those of the others on float32.
+# How fast are they? The roofline of lesson 00 gives the limit: the peak, or bandwidth times intensity,
+# whichever is lower. Jouppi and others (2017, table 2) published both numbers for the first TPU, and for the
+# CPU and the GPU in Google's data centres at that time. The CPU is a Haswell with 18 cores, the GPU one of the
+# two chips of a K80. The TPU's operations are on int8, those of the other two on float32.
 
 # %%
 published = {
@@ -429,10 +428,10 @@ roofline_figure(
 )
 
 # %% [markdown]
-# The TPU has by far the most arithmetic, *and* the slowest memory. Left of their ridges it is the slowest of
-# the three! An array that needs few reads earns its keep only if each number that comes from memory is used
-# very often. For a layer of a network, with as many multiplications for each weight as there are examples in
-# the batch, the ridge says **how large the batch has to be**:
+# The TPU has by far the most arithmetic, *and* the slowest memory. Left of the ridges it is the slowest of the
+# three! Such an array is worth its price only if each number that comes from memory is used very often. For a
+# layer of a network, with as many multiplications for each weight as there are examples in the batch, the ridge
+# says **how large the batch has to be**:
 
 # %%
 today = {
@@ -450,35 +449,37 @@ for machine, (peak, bandwidth, itemsize) in today.items():
     print(f"{machine:34} ridge {ridge:6.0f}, batch of {ridge * itemsize / 2:6.0f}")
 
 # %% [markdown]
-# (H100: NVIDIA's data sheet, without the sparsity that doubles its figure. TPU v4: Jouppi and others 2023.
-# Yours is measured, as in lesson 00.)
+# (H100: NVIDIA's data sheet, without the sparsity that doubles its figure. TPU v4: Google's Cloud TPU
+# documentation. Yours is measured, as in lesson 00.)
 #
-# This table is the reason for much that follows. Such a chip wants hundreds of examples at a time, in each layer.
-# So it is fed with large batches (lesson 09 spreads them over ranks) and large matrices. A server that generates
-# text for one reader, one word after the other, leaves nearly all of its arithmetic idle.
+# This table is the reason for much that follows. Such a chip needs hundreds of examples at a time, in each
+# layer. So people feed it large batches (lesson 09 spreads them over ranks) and large matrices. A server that
+# generates text for one reader, one word after the other, leaves nearly all of its arithmetic idle.
 #
 # ## Other machines
 #
-# A GPU and a TPU are not the only answers. Each machine below feeds its multipliers in another way. Peaks are for
-# 16-bit numbers, without sparsity.
+# GPUs and TPUs are not the only answers. Each machine below feeds its multipliers in another way. Peaks are for
+# 16-bit numbers, without sparsity, as the makers state them.
 #
 # | Machine | How it feeds its multipliers | Peak, TFLOP/s | Memory | Bandwidth, TB/s | Source |
 # |---|---|---|---|---|---|
 # | NVIDIA H100 | threads, and tensor cores in each multiprocessor | 989 | 80 GB HBM | 3.35 | data sheet |
-# | Google TPU v4 | systolic arrays of 128 x 128 | 275 | 32 GB HBM | 1.2 | Jouppi and others 2023 |
-# | AWS Trainium, Inferentia2 | two cores; each has a systolic array beside a vector unit | 190 | 32 GiB HBM | 0.88 | AWS Neuron documentation |
+# | Google TPU v4 | systolic arrays of 128 x 128 | 275 | 32 GiB HBM | 1.2 | Google, Cloud TPU documentation |
+# | AWS Trainium, Inferentia2 | two cores; each has a systolic array beside a vector unit | 190 | 32 GiB HBM | 0.82 | AWS, Neuron documentation |
 # | SambaNova SN40L | **dataflow**: 1,040 compute and 1,040 memory units, wired anew for each network | 638 | 520 MB on the chip, 64 GB HBM, 1.5 TB DDR | 1.6 (HBM) | Prabhakar, Hot Chips 2024 |
 # | Graphcore GC200 | 1,472 cores, **each with its own memory** | 250 | 0.9 GB on the chip | 47.5 | Knowles, Hot Chips 2021 |
-# | Tesla Dojo D1 | 354 cores in a mesh, each with its own memory; 25 chips make a tile | 362 | 0.44 GB on the chip | 10 (the mesh) | Tesla AI Day 2021 |
-# | Cerebras WSE-2 | **a whole wafer**: 850,000 cores, each with its own memory | 7,500 | 40 GB on the wafer | 20,000 | Lie 2023 |
+# | Tesla Dojo D1 | 354 cores in a mesh, each with 1.25 MB of its own; 25 chips make a tile | 362 | 0.44 GB on the chip | 10 (the mesh) | Tesla AI Day 2021 |
+# | Cerebras WSE-2 | **a whole wafer**: 850,000 cores, each with its own memory | 7,500 (unverified) | 40 GB on the wafer | 20,000 | Cerebras's announcement, 2021 |
 #
-# (The peak of the wafer is reckoned: 850,000 cores, each with 4 multiply-adds a cycle, at 1.1 GHz.)
+# (Cerebras's announcement names no peak. Ours is reckoned: 850,000 cores, each with 4 multiply-adds a cycle, at
+# 1.1 GHz. AWS gives Trainium's bandwidth as 820 GB/s on one page and as 820 GiB/s, which is 0.88 TB/s, on
+# another.)
 
 # %%
 others = {
     "H100": (989e12, 3.35e12),
     "TPU v4": (275e12, 1.2e12),
-    "Trainium": (190e12, 0.88e12),
+    "Trainium": (190e12, 0.82e12),
     "SN40L": (638e12, 1.6e12),
     "GC200": (250e12, 47.5e12),
     "WSE-2": (7.5e15, 20e15),
@@ -494,29 +495,31 @@ roofline_figure(
 )
 
 # %% [markdown]
-# Two families. Four machines have a large memory beside the chip, and their ridge lies at hundreds of operations
-# per byte. GC200, Dojo and WSE-2 have their memory beside each core. Their ridge lies far to the left, so that even a
-# weight that is used once keeps the multipliers busy. The price is room: a GC200 holds 0.9 GB, and an H100 80.
+# There are two families. Four machines have a large memory beside the chip, and their ridge lies at hundreds of
+# operations per byte. GC200, Dojo and WSE-2 have memory beside each core. Their ridge lies far to the left, so
+# they need to use each number only a few times to keep the multipliers busy. The price is room: a GC200 holds
+# 0.9 GB, and an H100 80.
 #
-# Some work has no use for any matrix unit. A decision tree compares, and jumps to an address that depends on the
-# answer; the next comparison has to wait for it. A search for nearest neighbours in a tree does the same. (To
-# compare *all* pairs of points is a matrix product again.) Machines are built for such work as well: Anton 3 (Shaw
-# and others 2021) simulates molecules. It spends its chip on units that match pairs of atoms which are close.
+# Some work has no use for any matrix unit. A decision tree compares, and jumps to an address that depends on
+# the answer; the next comparison has to wait for it. A search for nearest neighbours in a tree does the same.
+# (To compare *all* pairs of points is a matrix product again.) There are machines for such work as well. Anton
+# 3 (Shaw and others 2021) simulates molecules: its chip has units that find the pairs of atoms which are close
+# to each other, and units that compute the forces between them.
 #
 # ## What breaks in practice, and how one sees it
 #
 # - **One column too many.** An array of 128 columns takes two passes for 129, the second with one column busy.
 #   See for yourself: `SystolicArray(128, 128).counts(512, 129, 512).utilisation`. Hence the habit of sizes that
 #   are multiples of 128 (of 8 or 16 for tensor cores): a vocabulary of 50257 is padded to 50304.
-# - **A batch that is too small.** The chip is at 100% "in use" and at 2% of its peak. A tool that shows only
-#   how long it was busy does not tell. Compute FLOP/s, and divide by the peak.
+# - **A batch that is too small.** The chip is at 100% "in use" and at 2% of its peak. A tool that only shows
+#   how long the chip was busy does not show that. Compute FLOP/s, and divide by the peak.
 # - **A data sheet's peak.** It may assume matrices that are half zeros (sparsity), the highest clock, and
 #   another number format than yours. Compare in the same format, dense.
 # - **Everything that is not a product.** Normalising, softmax, adding: each reads and writes everything for few
-#   FLOPs, and an array of multipliers does not help. If it takes a third of the time, a ten times faster array
-#   makes the whole at most 2.5 times as fast (Amdahl's law).
-# - **Fewer bits, other results.** int8 and bfloat16 round more. Products are summed in 32 bits for that reason;
-#   what it does to training is in lessons 06 and 14.
+#   FLOPs, and an array of multipliers does not help. If these take a third of the time, an array that is ten
+#   times as fast makes the whole at most 2.5 times as fast (Amdahl's law).
+# - **Fewer bits, other results.** int8 and bfloat16 round more. For that reason products are summed in 32 bits.
+#   Lesson 06, and later the lesson on ZeRO, show what small numbers do to training.
 #
 # ## Further reading
 #

@@ -16,10 +16,10 @@
 # **Time:** about 1.5 hours. **Builds on:** lesson 02.
 #
 # A GPU has thousands of small arithmetic units, and runs tens of thousands of threads on them at a time. In
-# this lesson you write programs for it, in Python: one small function, which all of these threads run at once.
-# You need no GPU for it. An emulator executes your compiled program, instruction by instruction, finds the
-# mistakes that a GPU would pass over in silence, and counts what the program does. The counts are the same on
-# every machine; where there is a GPU, some cells time the programs on it as well.
+# this lesson you write programs for it in Python: one small function, which all of these threads run at once.
+# You need no GPU. An emulator executes your compiled program, instruction by instruction. It finds the mistakes
+# that a GPU would pass over in silence, and counts what the program does. The counts are the same on every
+# machine. If there is a GPU, some cells also time the programs on it.
 
 # %%
 import numpy as np
@@ -39,15 +39,14 @@ ladder(3)
 
 # %% [markdown]
 # **The question.** Two programs double each element of the same matrix, with as many threads and as many
-# instructions. One of them moves several times the bytes of the other. How can that be, and how does one see
-# it?
+# instructions. One of them moves several times the bytes of the other. How can that be, and how can you see it?
 #
 # ## A thread for each element
 #
-# A function that runs on a GPU is called a **kernel**. It is called once and run by many **threads**: each of
-# them executes the whole function, and the only difference between them is a number that each is given,
-# `cuda.grid(1)`. Where a Python program has a loop over the elements of `x`, a kernel has a thread for each
-# element. `@cuda.jit` is Numba's: it compiles the function below it for a GPU.
+# A function that runs on a GPU is called a **kernel**. You call it once, and many **threads** run it. Each of
+# them executes the whole function, and they differ only in one number, `cuda.grid(1)`. Where a Python program
+# has a loop over the elements of `x`, a kernel has a thread for each element. `@cuda.jit` comes from Numba, and
+# compiles the function below it for a GPU.
 
 
 # %%
@@ -93,15 +92,15 @@ except Fault as fault:
     print(in_words(fault))
 
 # %% [markdown]
-# The emulator says which thread did it, and where. A GPU as a rule does not: it reads and writes whatever lies
-# behind the array, and goes on. So kernels have a **guard**, an `if` that lets only those threads work that
-# have an element.
+# The emulator says which thread did it, and where. A GPU usually says nothing: it reads and writes whatever
+# lies behind the array, and goes on. So kernels have a **guard**, an `if` that lets a thread work only if it
+# has an element.
 #
 # **Exercise 3.1: add.** `z = x + y`, for three arrays of the same length. The kernel is launched with at least
 # as many threads as there are elements, and often with more. `x.size` is the number of elements of `x`.
 #
-# Par: 2 reads and 1 write for each element. (Par is what the lesson's own kernel costs. Up to 1.5 times par an
-# answer passes; above that it misses the idea, and does not.)
+# Par: 2 reads and 1 write for each element. (Par is the cost of the lesson's own kernel. An answer that costs
+# up to 1.5 times par passes. One that costs more does not pass, because it misses the idea.)
 
 
 # %% tags=["exercise"]
@@ -116,7 +115,7 @@ check(add)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# kernel where it has passed, and the lesson's own where it has not, so that all that follows works.
+# kernel if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 add = or_solution(add)
@@ -131,7 +130,8 @@ print(z)
 #
 # Threads do not run one by one. The hardware takes the threads of a block in groups of 32, which are called
 # **warps**: threads 0 to 31, 32 to 63, and so on. A warp executes *one instruction for all 32 threads* at a
-# time. So time goes by the instructions of warps, not of threads, and a profiler counts those.
+# time. So the time depends on the instructions of warps, not of threads, and a profiler counts instructions of
+# warps.
 #
 # `profile` runs a kernel as `launch` does, and returns what it did. Here are 1024 threads, which are 32 warps:
 
@@ -141,15 +141,15 @@ counts = profile(double, 4, 256, x)
 print(counts)
 
 # %% [markdown]
-# 32 loads and 32 stores, one each for a warp. (What "sectors" are comes in a minute. "Copied into shared
-# memory" and "matrix instructions" are for later lessons.) The other instructions reckon `i` and the address of
-# `x[i]`. The last rows say the same for each line of the kernel. (The number with .py is Jupyter's name of the
-# cell.)
+# There are 32 loads and 32 stores, one of each for every warp. (The next section explains "sectors", and later
+# lessons explain "copied into shared memory" and "matrix instructions".) The other instructions compute `i` and
+# the address of `x[i]`. The last rows show the same counts for each line of the kernel. (The number with .py is
+# Jupyter's name of the cell.)
 #
-# What if threads of one warp take different ways at an `if`? There is only one instruction at a time for all of
-# them. So the warp goes *both* ways, one after the other, and the threads that do not belong there wait. This
-# is called **divergence**. Below half of all threads go one way and half the other, always; `group` says how
-# many neighbours go together.
+# What if threads of one warp take different ways at an `if`? All of them have to execute the same instruction.
+# So the warp goes *both* ways, one after the other, and on each way the threads that did not choose it wait.
+# This is called **divergence**. In the kernel below, half of all threads always go one way and half the other;
+# `group` says how many neighbours go together.
 
 
 # %%
@@ -172,28 +172,28 @@ for group in (1, 4, 16, 32, 64):
     print(f"{group:3} neighbours together: {counts.total.instructions:7,} instructions")
 
 # %% [markdown]
-# From 32 on each warp has only one way to go, and nearly half of the instructions are gone. The work of the
-# threads was the same all the time. So an `if` is cheap where whole warps agree; a guard is, since only the
-# last warp can be of two minds.
+# From 32 on, each warp has only one way to go, and nearly half of the instructions are gone. The threads did
+# the same work all the time. So an `if` is cheap where whole warps agree. A guard is cheap too, because only
+# the threads of the last warp can disagree.
 #
 # ## Memory comes in sectors
 #
 # Memory does not hand out single numbers. It moves **sectors** of 32 bytes, which begin at multiples of 32:
 # eight elements of float32. When a warp executes a load, the hardware looks at the 32 addresses that its
-# threads ask for, and fetches every sector in which one of them lies, once. The rest of
-# that sector comes with it, asked for or not. Press Play, or go step by step:
+# threads ask for. It finds the sectors in which they lie, and fetches each of these sectors once. A sector
+# always comes as a whole, even if only one of its elements was asked for. Press Play, or go step by step:
 
 # %%
 sectors_of_a_load()
 
 # %% [markdown]
-# Threads that are neighbours should read elements that are neighbours: the 32 elements of a warp are then 128
-# bytes, 4 sectors, and each byte that comes is used. Such an access is called **coalesced**. In the worst case
+# So neighbouring threads should read neighbouring elements. Then the 32 elements of a warp are 128 bytes, which
+# are 4 sectors, and each byte that comes is used. Such an access is called **coalesced**. In the worst case
 # there are 32 sectors, for the same 128 bytes.
 #
-# **Exercise 3.2: sectors.** Predict it. Thread t of a warp, t from 0 to 31, reads the element of 4 bytes at the
-# address `first + t * stride`. Both are in bytes and multiples of 4; `stride` may be 0, or negative. How many
-# sectors does this load touch?
+# **Exercise 3.2: sectors.** Predict the number of sectors. Thread t of a warp, t from 0 to 31, reads the
+# element of 4 bytes at the address `first + t * stride`. Both are in bytes, and multiples of 4; `stride` may be
+# 0 or negative. How many sectors does this load touch?
 
 
 # %% tags=["exercise"]
@@ -219,9 +219,9 @@ sectors(4096, 4), sectors(4100, 4)
 # %% [markdown]
 # ## Predict, then measure
 #
-# Matrices have two dimensions, and so may grids: `cuda.grid(2)` gives a thread's place in x and in y. In a
-# block of `(32, 8)` threads x counts fastest: **a warp is 32 threads that are neighbours in x**, with the same
-# y. Here are the two programs of the question. A matrix lies in memory row by row.
+# Matrices have two dimensions, and a grid can have two as well: `cuda.grid(2)` gives a thread's place in x and
+# in y. In a block of `(32, 8)` threads, x counts fastest: **a warp is 32 threads that are neighbours in x**,
+# with the same y. Here are the two programs of the question. A matrix lies in memory row by row.
 
 
 # %%
@@ -240,8 +240,8 @@ def by_columns(m):
 
 
 # %% [markdown]
-# The matrix has 256 x 256 elements of 4 bytes. How many times the bytes of `by_rows` does `by_columns` move?
-# Write down your guess, and only then run on.
+# The matrix has 256 x 256 elements of 4 bytes. `by_columns` moves more bytes than `by_rows`. How many times as
+# many? Write down your guess, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
@@ -263,9 +263,9 @@ for counts in (rows, columns):
     )
 
 # %% [markdown]
-# The same number of instructions, and 8 times the bytes. Your `sectors` could have told you: elements of a
-# column are a row apart, 1024 bytes, and `sectors(0, 1024)` over `sectors(0, 4)` is 32 / 4. The next cell has
-# the emulator count other strides, and draws them beside your function.
+# The same number of instructions, and 8 times the bytes. Your `sectors` could have told you: the elements of a
+# column lie a row apart, 1024 bytes, and `sectors(0, 1024)` over `sectors(0, 4)` is 32 / 4. In the next cell
+# the emulator counts other strides. The cell after it draws these counts beside your function.
 
 
 # %%
@@ -287,11 +287,11 @@ predicted = [sectors(0, 4 * stride) for stride in strides]
 strides_figure(strides, counted, predicted, prediction)
 
 # %% [markdown]
-# Model and count agree exactly, since both follow the same rule. (The emulator applies it to the addresses that
-# your threads really ask for.) Neither knows of **caches**. The 32 sectors of a column hold the next seven
-# columns too, and if another warp asks for those soon enough, a cache still has them, and memory is not asked
-# again. So the time on a GPU grows with the sectors, but not by a factor of 8. The factor depends on the GPU
-# and on the matrix. The next cell times both kernels where there is a GPU.
+# Model and count agree exactly, because both follow the same rule. (The emulator applies it to the addresses
+# that your threads really ask for.) Neither knows about **caches**. The 32 sectors of a column also hold the
+# next seven columns. If another warp asks for those soon enough, a cache still has them, and nothing has to
+# come from memory. So the time on a GPU grows with the sectors, but not by a factor of 8. The factor depends on
+# the GPU and on the matrix. The next cell times both kernels where there is a GPU.
 
 # %%
 large = np.zeros((8192, 8192), np.float32)  # takes no memory before it is used
@@ -302,16 +302,16 @@ for kernel in (by_rows, by_columns):
 # %% [markdown]
 # ## Which index goes first?
 #
-# Now a whole matrix product, a thread for each element of the result. It has one loop left of three, the sum.
-# The other two have become the grid.
+# Now write a whole matrix product, with a thread for each element of the result. Of the three loops one is
+# left, the sum. The grid replaces the other two.
 #
 # **Exercise 3.3: matmul.** `c = a b`, for float32 matrices: `a` has m rows and k columns, `b` k rows and n
 # columns. Any of these sizes may be 1, and k may be 0. The blocks are `(32, 8)`, and the grid has at least
-# max(m, n) threads in x and in y, so that you are free to choose which of the two counts the rows. Let the sum
-# begin as `float32(0)`: a plain `0.0` is a float64, with which many GPUs are many times slower.
+# max(m, n) threads in x and in y. So you are free to choose which of the two counts the rows. Begin the sum
+# with `float32(0)`: a plain `0.0` is a float64, and many GPUs are many times slower with those.
 #
-# Par: 2.5 sectors for a warp's load: 4 for one of `a` and `b`, and 1 for the other. 4 for a store. Each thread
-# reads 2 k elements, and writes 1.
+# Par: 2.5 sectors for a warp's load on average (4 for one of `a` and `b`, 1 for the other), and 4 for a store.
+# Each thread reads 2 k elements and writes 1.
 
 
 # %% tags=["exercise"]
@@ -332,20 +332,20 @@ counts = profile(matmul, (2, 8), (32, 8), a, a, c)
 np.allclose(c, a @ a), counts.sectors_per_load
 
 # %% [markdown]
-# Look at one step of the sum, in one warp. All 32 threads read the *same* `a[i, p]`: one sector for all. And
-# they read 32 neighbours `b[p, j]`: four sectors. With the other choice they would read 32 elements of a column
-# of `a`: the same result, the same instructions, and 33 sectors in place of 5. This is the most common mistake
-# of all, since no test of the result finds it.
+# Look at one step of the sum, in one warp. All 32 threads read the *same* `a[i, p]`: one sector. They also read
+# 32 neighbours `b[p, j]`: four sectors. With the other choice of index they would read 32 elements of a column
+# of `a`: the same result and the same instructions, but 33 sectors instead of 5. This mistake is the most
+# common of all, because no test of the result finds it.
 #
 # ## Fewer threads than elements
 #
-# A grid need not have a thread for each element. To add up an array, say, each thread adds up a share of it,
-# and only the threads' sums are left to be added. But *which* share? On a CPU each thread would get a piece of
-# the array: the first thread the first piece, and so on.
+# A grid does not need a thread for each element. For example, to add up an array, each thread can add up a
+# share of it; then you only have to add the threads' sums. But *which* share? On a CPU each thread would get a
+# piece of the array: the first thread the first piece, and so on.
 #
 # **Exercise 3.4: sums.** Each thread adds up its share of `x`, in float32, and writes the sum to its own
 # element of `partial`, which has as many elements as the grid has threads. `x` has any number of elements, and
-# all of them have to be in exactly one share. A thread that has no share writes 0. `cuda.gridsize(1)` is the
+# each element has to be in exactly one share. A thread without elements writes 0. `cuda.gridsize(1)` is the
 # number of threads in the grid.
 #
 # Par: 4 sectors for each load of a warp, and 1 load for 32 elements. (Think of the first step of the loop:
@@ -364,8 +364,8 @@ check(sums)
 
 # %% [markdown]
 # The loop that reaches par is called a **grid-stride loop** (Harris 2013). It works with any grid and any size,
-# so it needs no guard, and a kernel with it can be launched with as many blocks as a GPU runs at a time. Here
-# it is beside the way in which a CPU would do it:
+# so it needs no guard, and a kernel with it can be launched with as many blocks as a GPU runs at a time. The
+# next cell compares it with the way a CPU would do it:
 
 # %%
 sums = or_solution(sums)
@@ -392,11 +392,11 @@ for kernel in (sums, sums_of_pieces):
     )
 
 # %% [markdown]
-# A pattern that suits a CPU's core is bad for a warp. A core walks through its piece alone, and its cache line
-# holds the elements that it reads next. In a warp 32 threads walk at the same time. All that counts is which
-# elements they read *together*.
+# So a pattern that suits a CPU's core is bad for a warp. A core walks through its piece alone, and its cache
+# line holds the elements that it reads next. In a warp 32 threads walk at the same time, and only one thing
+# matters: which elements they read *together*.
 #
-# How many threads is that in a real GPU? An H100 has 132 multiprocessors, and each holds up to 2,048 threads:
+# How many threads does a real GPU run? An H100 has 132 multiprocessors, and each holds up to 2,048 threads:
 # 270,336 threads at a time, in 8,448 warps. A model such as Llama 3 405B was trained on 16,384 such GPUs, four
 # billion threads. Each of them ran kernels like yours.
 #
@@ -411,14 +411,16 @@ for kernel in (sums, sums_of_pieces):
 #   race; a GPU says nothing, and the result changes from run to run. Give each thread an element of its own, as
 #   `partial` does.
 # - **float64 by accident.** A literal such as `0.5`, or an integer times a float32, makes the expression
-#   float64 in Numba. Results are fine, and it is slow. `float32(0.5)` and `float32(i)` keep it as it was.
-# - **A launch is not the end.** On a GPU a launch returns at once, and the kernel runs later. Measure
-#   time around it without waiting (`cuda.synchronize()`), and you time nothing. An error turns up at some later call.
+#   float64 in Numba. The results are fine, but the kernel is slow. `float32(0.5)` and `float32(i)` keep it in
+#   float32.
+# - **A launch is not the end.** On a GPU a launch returns at once, and the kernel runs later. If you do not
+#   wait for it (`cuda.synchronize()`) before you stop the clock, you time nothing. An error turns up at some
+#   later call.
 #
 # ## Further reading
 #
 # - Nickolls, Buck, Garland and Skadron, *Scalable Parallel Programming with CUDA*, 2008: grids, blocks and
-#   threads, by those who made them, with the reasons.
+#   threads, and the reasons for them, by the people who made them.
 # - NVIDIA, *CUDA C++ Best Practices Guide*, 2007 to today: the section "Coalesced Access to Global Memory" is
 #   what you counted.
 # - Harris, *CUDA Pro Tip: Write Flexible Kernels with Grid-Stride Loops*, 2013: the loop of the last exercise.

@@ -15,10 +15,11 @@
 #
 # **Time:** about 2 hours. **Builds on:** lesson 03.
 #
-# In lesson 3 each thread fetched all of its numbers from memory by itself. In a matrix product many threads need
-# the same numbers. Here the threads of a block fetch them together, once, and put them on the chip, where all of
-# them can read them. You will write that kernel, and count how much it saves. You will also meet the two things
-# that go wrong with shared memory: threads that do not wait for each other, and threads that want the same bank.
+# In lesson 3 each thread fetched all of its numbers from memory by itself. In a matrix product many threads
+# need the same numbers. Here the threads of a block fetch these numbers together, once, and put them into
+# memory on the chip, where all threads of the block can read them. You will write that kernel, and count how
+# much it saves. You will also meet the two things that go wrong with shared memory: threads that do not wait
+# for each other, and threads that want the same bank.
 
 # %%
 import numpy as np
@@ -33,8 +34,8 @@ from minidist.kernels.cuda.emulator import Fault, launch, profile
 ladder(4)
 
 # %% [markdown]
-# **The question.** Multiplying two n x n matrices takes 2 n^3 operations, with only 2 n^2 numbers. How often
-# does each number have to be fetched from memory?
+# **The question.** The product of two n x n matrices takes 2 n^3 operations, but there are only 2 n^2 numbers.
+# How often does each number have to be fetched from memory?
 #
 # ## How often is an element read?
 #
@@ -67,27 +68,27 @@ print(
 # Each element is read n times: `a[i, p]` by the n threads that compute row i of c, `b[p, j]` by the n threads
 # of column j.
 #
-# How fast can that be? Each step of the sum does 2 operations (**FLOP**: floating-point operations,
-# one multiplication and one addition) for 8 bytes that it asks for. 2 / 8 = 0.25 FLOP for each byte is the
-# **arithmetic intensity** of this kernel. A GPU can do far more arithmetic than that in the time in which a
-# byte arrives. NVIDIA's data sheet gives an H100 (SXM) 67 TFLOP/s in float32, and a memory of 3.35 TB/s:
+# How fast can that be? Each step of the sum does 2 operations (**FLOP**: floating-point operations, here one
+# multiplication and one addition), and asks for 8 bytes. 2 / 8 = 0.25 FLOP for each byte is the **arithmetic
+# intensity** of this kernel. A GPU can do far more arithmetic than that in the time in which a byte arrives.
+# NVIDIA's data sheet gives an H100 (SXM) 67 TFLOP/s in float32, and a memory of 3.35 TB/s:
 
 # %%
 print(f"{67e12 / 3.35e12:.0f} FLOP for each byte, to keep the arithmetic units busy")
 
 # %% [markdown]
-# So memory is what limits the naive kernel. (Caches help it: some of those reads find what another thread
-# has just fetched. How much they help depends on the GPU.) The remedy is to fetch once, and use often.
+# So memory limits the naive kernel. (Caches help: some of its reads find a number that another thread has just
+# fetched. How much they help depends on the GPU.) The remedy is to fetch once, and use often.
 #
 # ## Memory that a block shares
 #
-# Each multiprocessor of a GPU has some fast memory on the chip, in the order of 100 KB, and each block
-# gets a piece of it: **shared memory**. All threads of the block can read and write it; other blocks
-# cannot, and when the block ends it is gone. In a kernel, `cuda.shared.array(128, float32)` is *one* array for
-# the whole block, not one for each thread. Its size has to be a constant. What is in it at the beginning is
-# undefined.
+# Each multiprocessor of a GPU has some fast memory on the chip, about 100 KB, and each block gets a piece of
+# it: **shared memory**. All threads of the block can read and write it; other blocks cannot, and when the block
+# ends it is gone. In a kernel, `cuda.shared.array(128, float32)` is *one* array for the whole block, not one
+# for each thread. Its size has to be a constant. Its contents are undefined at the beginning.
 #
-# A first example: each thread writes an element to shared memory, and reads the one that another thread wrote.
+# In a first example, each thread writes one element to shared memory, and reads an element that another thread
+# wrote.
 
 
 # %%
@@ -106,17 +107,17 @@ except Fault as fault:
     print(in_words(fault))
 
 # %% [markdown]
-# A **race**: the 128 threads are four warps, and nothing says that warp 3 has written before warp 0 reads. On a
-# GPU the result would be right on some days and wrong on others, without a word. The emulator keeps account of
-# each write, and of each wait.
+# This is a **race**: the 128 threads are four warps, and nothing makes warp 3 write before warp 0 reads. On a
+# GPU the result would be right on some days and wrong on others, without any message. The emulator keeps track
+# of each write and each wait.
 #
 # `cuda.syncthreads()` is a **barrier**: a thread waits there until *all* threads of its block have come to it.
 # After the barrier every thread can read what any of them wrote before it.
 #
 # **Exercise 4.1: backwards.** The kernel below turns each piece of 128 elements around: `y[0]` is `x[127]`,
-# `y[127]` is `x[0]`, `y[128]` is `x[255]`, and so on. Only its barriers are missing. Put them in. A block takes
-# several pieces, one after the other, and uses the same `tile` for all. (The length of `x` is a multiple of
-# 128.)
+# `y[127]` is `x[0]`, `y[128]` is `x[255]`, and so on. Only its barriers are missing. Add them. A block takes
+# several pieces, one after the other, and uses the same `tile` for all of them. (The length of `x` is a
+# multiple of 128.)
 #
 # Par: 2 barriers for each piece.
 
@@ -146,27 +147,28 @@ launch(backwards, 1, 128, x, y)
 print(y[:3], y[-3:])
 
 # %% [markdown]
-# Two kinds of waiting: *the data is there* (before it is read) and *no thread needs it any more* (before it is
-# overwritten). Nearly every kernel with shared memory has this pair in its loop.
+# A thread waits for two different things. Before it reads, *the data has to be there*. Before it overwrites,
+# *no other thread may still need the old data*. Nearly every kernel with shared memory has this pair of waits
+# in its loop.
 #
 # ## Tiles
 #
-# Now the product. Cut c into square **tiles**; a block of as many threads computes one of them, an element
-# each. For this the block needs some rows of a and some columns of b, which are too long for shared memory. So
-# it takes them a tile at a time. Press Play, or go step by step:
+# Now the product. Cut c into square **tiles**. A block computes one tile, and has a thread for each of its
+# elements. For this it needs some rows of a and some columns of b, which are too long for shared memory. So it
+# takes them a tile at a time. Press Play, or go step by step:
 
 # %%
 tiles_animation()
 
 # %% [markdown]
-# A whole row of threads, or a whole column, uses each element that the block fetched. With tiles of T x T, that
-# makes T uses. (The idea is older than GPUs: lesson 1 does the same for caches. Lam, Rothberg and Wolf 1991
-# tell when it works.)
+# A whole row or a whole column of threads uses each element that the block fetched. With tiles of T x T, each
+# element is used T times. (The idea is older than GPUs: lesson 1 does the same for caches. Lam, Rothberg and
+# Wolf 1991 explain when it works.)
 #
-# **Exercise 4.2: reads.** Predict how much that saves. `a` has m x k elements, `b` k x n, and the tiles are
-# `tile` x `tile`. Each block fetches, once, every element that its tile of c depends on. Where sizes are no
-# multiples of `tile`, the last tiles are smaller: what lies beyond the edges is not fetched. How many elements
-# do all blocks together read? (`tile` = 1 is the naive kernel.)
+# **Exercise 4.2: reads.** Predict how much that saves. `a` has m x k elements, `b` has k x n, and the tiles are
+# `tile` x `tile`. Each block fetches once every element that its tile of c depends on. If a size is not a
+# multiple of `tile`, the last tiles are smaller: nothing beyond the edges is fetched. How many elements do all
+# blocks together read? (`tile` = 1 is the naive kernel.)
 
 
 # %% tags=["exercise"]
@@ -184,16 +186,17 @@ for tile in (1, 4, 16, 32):
     print(f"tiles of {tile:2} x {tile:2}: {reads(n, n, n, tile):9,} elements read")
 
 # %% [markdown]
-# **Global memory** is the name of the large memory outside of the chip, where arrays are that you pass to a
-# kernel.
+# The large memory outside of the chip is called **global memory**. The arrays that you pass to a kernel lie
+# there.
 #
 # **Exercise 4.3: tiled_matmul.** `c = a b` for float32 matrices, `a` m x k and `b` k x n, of any size, k = 0
 # too. The blocks are `(TILE, TILE)`, and there is one for each tile of c. Thread (x, y) of a block fetches
 # element [y, x] of each tile. At the edges of the matrices, put `float32(0)` into the tiles, which adds
-# nothing. Let no thread leave before the last barrier.
+# nothing. No thread may leave before the last barrier.
 #
-# Par: 2 reads of global memory by each thread for each step from tile to tile, 2 barriers, no bank conflicts.
-# (Bank conflicts come below; a warp that reads along the rows of `tile_b` has none.) Sum in float32.
+# Par: for each step from tile to tile, every thread makes 2 reads of global memory and waits at 2 barriers;
+# there are no bank conflicts. (The lesson explains bank conflicts below; a warp that reads along the rows of
+# `tile_b` has none.) Sum in float32.
 
 # %%
 TILE = 16
@@ -225,14 +228,14 @@ print(f"{reads(n, n, n, 16):,} predicted")
 # ## Predict, then measure
 #
 # The naive kernel does 0.25 FLOP for each byte that its threads ask for. How many does yours do with tiles of
-# 32 x 32? (`reads` knows, but guess first.) Write down your guess, and only then run on.
+# 32 x 32? (`reads` could tell you, but guess first.) Write down your guess, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
 
 # %% [markdown]
 # `with_constants(tiled_matmul, TILE=8)` is your kernel compiled for another `TILE`. The next cell counts two
-# things for each: the bytes that threads *asked* for, and those that *moved*, in whole sectors of 32 bytes.
+# things for each size: the bytes that threads *asked* for, and the bytes that *moved*, in whole sectors of 32.
 
 # %%
 sides, flop = [1, 4, 8, 16, 32], 2 * n**3
@@ -253,14 +256,14 @@ model = [flop / (4 * reads(n, n, n, side)) for side in sides]
 intensity(sides, asked, moved, model, prediction)
 
 # %% [markdown]
-# The bytes that threads ask for follow the formula: T / 4 FLOP for each byte. The bytes that move differ at the
-# left end, for reasons that you know from lesson 3. In the naive kernel 32 threads ask for the *same* element
-# of a, and one sector answers all. In a tile of 4 x 4 a row has 16 bytes, and the other half of its sector
-# comes for nothing. From 8 on a row of a tile fills whole sectors, and both agree.
+# The bytes that threads ask for follow the formula: T / 4 FLOP for each byte. The bytes that move differ from
+# it at the left end, for reasons that you know from lesson 3. In the naive kernel 32 threads ask for the *same*
+# element of a, and one sector answers all of them. In a tile of 4 x 4 a row has 16 bytes, so half of its sector
+# is never used. From 8 on, a row of a tile fills whole sectors, and both counts agree.
 #
-# 8 FLOP for each byte, with the largest tile that a block of 1024 threads can have, is still below the 20 that
-# an H100 asks for. Caches close part of the gap. Lesson 5 gets past it with larger tiles, in which each thread
-# has several elements. Where there is a GPU, the next cell times the kernels.
+# A block of 1024 threads can have tiles of 32 x 32 at most. That gives 8 FLOP for each byte, still below the 20
+# that an H100 needs. Caches close part of the gap. Lesson 5 closes the rest with larger tiles, in which each
+# thread has several elements. If there is a GPU, the next cell times the kernels.
 
 # %%
 large = np.zeros((2048, 2048), np.float32)
@@ -279,10 +282,10 @@ for label, kernel, block in (
 # %% [markdown]
 # ## Banks
 #
-# Shared memory is fast since it can serve all 32 threads of a warp at once. To do that it is built of 32
-# **banks**. Its words of 4 bytes are dealt out to them like cards: word w lies in bank w % 32. In one **pass**
-# each bank hands out one word. Where the threads of a warp want different words of the *same* bank, they get
-# them one after the other, in as many passes: a **bank conflict**. Threads that want the same word share it, at
+# Shared memory is fast because it can serve all 32 threads of a warp at once. To do that it consists of 32
+# **banks**. It deals out its words of 4 bytes to them like cards: word w lies in bank w % 32. In one **pass**
+# each bank hands out one word. If threads of a warp want different words of the *same* bank, they get them one
+# after the other, and each word takes a pass: a **bank conflict**. Threads that want the same word share it, at
 # no cost.
 #
 # **Exercise 4.4: passes.** A warp loads from shared memory: thread t, from 0 to 31, reads word `t * stride`. How
@@ -299,7 +302,7 @@ def passes(stride):
 check(passes)
 
 # %% [markdown]
-# The same, counted: one warp fills a tile and reads it with a stride.
+# Now count the same thing: one warp fills a tile and reads it with a stride.
 
 # %%
 passes = or_solution(passes)
@@ -323,7 +326,7 @@ for stride in (0, 1, 2, 3, 4, 8, 16, 24, 31, 32, 33):
 
 # %% [markdown]
 # A stride of 32 is the worst, and the most common: it is a *column* of a tile of 32 x 32. A stride of 33 has no
-# conflicts. So give each row one word more than it needs: this is called **padding**.
+# conflicts. So give each row one more word than it needs. This is called **padding**.
 
 # %%
 banks_picture()
@@ -331,9 +334,10 @@ banks_picture()
 # %% [markdown]
 # ## A transpose
 #
-# `out = a.T` is a small kernel that needs all of this. It computes nothing. But a warp that reads a along
-# rows has to write out along columns, 32 sectors for each store, or the other way round. The remedy is to turn the
-# tile in shared memory: read a tile of a along its rows, and write it to out along the rows of out.
+# `out = a.T` is a small kernel that needs all of this. It computes nothing. But a warp that reads `a` along
+# rows has to write `out` along columns, with 32 sectors for each store. If it writes along rows, it has to read
+# along columns. The remedy is to turn the tile in shared memory: read a tile of `a` along its rows, and write
+# it along the rows of `out`.
 #
 # **Exercise 4.5: transpose.** `a` is m x n, `out` n x m, both of any size. Blocks are `(32, 32)`; there is one
 # for each tile of a, with `blockIdx.x` counting tiles along the rows of a. `tile` may have another shape.
@@ -355,7 +359,7 @@ def transpose(a, out):
 check(transpose)
 
 # %% [markdown]
-# Compare it with two others: one without shared memory, and one without padding.
+# Compare it with two other kernels: one without shared memory, and one without padding.
 
 # %%
 transpose = or_solution(transpose)
@@ -393,8 +397,8 @@ for kernel in (straight, unpadded, transpose):
 # %% [markdown]
 # ## What limits it now?
 #
-# Back to the product. Its multiply-adds have their numbers on the chip now. But how do they get from there into
-# the arithmetic units?
+# Back to the product. Its numbers are on the chip now. But how do they get from there into the arithmetic
+# units?
 
 # %%
 counts = profile(wide, (n // 32, n // 32), (32, 32), a, b, c)
@@ -402,28 +406,29 @@ adds, loads = (counts.instructions[kind] for kind in ("multiply-add", "load shar
 print(f"{adds:,} multiply-adds of warps, {loads:,} loads from shared memory")
 
 # %% [markdown]
-# Two numbers for each multiply-add, which `tile_a[y, q] * tile_b[q, x]` says as well. (On its way from PTX to a
-# GPU's own code the assembler may join loads of neighbours, so there may be fewer.) A multiprocessor can do
-# several multiply-adds in the time of one load from shared memory. So now *shared memory* is the limit. The remedy
-# is the same once more, one level up: fetch a number into a register, and use it for several results.
+# Each multiply-add loads two numbers, as the line `tile_a[y, q] * tile_b[q, x]` shows. (The assembler that
+# turns PTX into a GPU's own code may join loads of neighbours, so a GPU may do fewer.) A multiprocessor can do
+# several multiply-adds in the time of one load from shared memory. So now *shared memory* is the limit. The
+# remedy is the same as before, one level up: fetch a number into a register, and use it for several results.
 #
-# Tiles in shared memory are also the idea of FlashAttention (Dao and others 2022). Attention of GPT-2 medium read
-# and wrote 40.3 GB of an A100's memory, and 4.4 GB with tiles. It took 41.7 ms before, and 7.3 ms after, although it
-# does *more* FLOPs.
+# Tiles in shared memory are also the idea of FlashAttention (Dao and others 2022). On an A100, the attention of
+# GPT-2 medium moved 40.3 GB from and to memory, and took 41.7 ms. With tiles it moves 4.4 GB and takes 7.3 ms,
+# although it does *more* FLOPs, 75.2 billion instead of 66.6 (figure 2 of that paper).
 #
 # ## What breaks in practice, and how one sees it
 #
 # - **A missing barrier.** Results are wrong, sometimes, and never when you look. The emulator names both lines;
 #   on a GPU it is `compute-sanitizer --tool racecheck`.
-# - **A barrier that not all threads reach.** An early `return`, or a barrier within an `if`: the others wait
-#   for ever, or the hardware does something undefined. Guard what touches memory, never the barrier. The
-#   emulator says which thread waits at which line.
-# - **Edges of tiles that no thread wrote.** Shared memory holds what the block before left there. The emulator
-#   faults on reading it; put zeros where there is no element.
-# - **Bank conflicts.** The result is right, and it takes longer. Only counts show it, here or in Nsight
-#   Compute. Pad rows, or turn the loop.
-# - **Too much of it.** A block that takes half of the shared memory of a multiprocessor leaves room for one
-#   more, and while these two wait, no other can work. The share of threads that fit is called **occupancy**.
+# - **A barrier that not all threads reach.** After an early `return`, or with a barrier inside an `if`, the
+#   other threads wait for ever, or the hardware does something undefined. Guard the lines that touch memory,
+#   never the barrier. The emulator says which thread waits at which line.
+# - **Edges of tiles that no thread wrote.** Shared memory still holds the numbers of an earlier block. The
+#   emulator reports a fault when you read them. Put zeros where there is no element.
+# - **Bank conflicts.** The result is right, but the kernel takes longer. Only counts show it, here or in Nsight
+#   Compute. Pad the rows, or turn the loop.
+# - **Too much shared memory.** A block that takes half of a multiprocessor's shared memory leaves room for only
+#   one more. While these two wait, no other block can work. The share of threads that fit is called
+#   **occupancy**.
 #
 # ## Further reading
 #

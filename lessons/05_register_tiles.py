@@ -15,10 +15,10 @@
 #
 # **Time:** about 2 hours. **Builds on:** lesson 04.
 #
-# Lesson 4 brought the numbers onto the chip. Its kernel still reads two of them from shared memory for each
-# multiply-add, and that is what it waits for now. Here each thread computes a small tile of its own, in
-# **registers**. Then you move 16 bytes where you moved 4, and copy the next tile while the kernel multiplies this
-# one. As before, an emulator runs your kernels, names their faults, and counts.
+# Lesson 4 brought the numbers onto the chip. But its kernel still reads two of them from shared memory for each
+# multiply-add, and now it waits for those reads. Here each thread computes a small tile of its own, in
+# **registers**. Then you move 16 bytes at a time instead of 4, and copy the next tile while the kernel
+# multiplies this one. As before, an emulator runs your kernels, names their faults, and counts.
 
 # %%
 import numpy as np
@@ -46,20 +46,20 @@ ladder(5)
 #
 # ## How much slower is shared memory?
 #
-# Take an H100 once more. Each of its multiprocessors has 128 units for float32: in one cycle of its clock they
-# do 128 multiply-adds, which are those of *four* warps' instructions. In the same cycle its shared memory does
-# *one* pass: at most 32 words, for one warp. So all units can only be busy if a warp needs no more than **a
+# Take an H100 once more. Each of its multiprocessors has 128 units for float32. In one cycle of its clock they
+# do 128 multiply-adds, which is the work of *four* warps' instructions. In the same cycle its shared memory
+# does *one* pass: at most 32 words, for one warp. So all units are busy only if a warp needs no more than **a
 # quarter of a pass for each multiply-add**.
 #
-# The tiled kernel of lesson 4 needs two: `total += tile_a[y, q] * tile_b[q, x]`. It can keep an eighth of the
-# units busy. (Other GPUs have other numbers, and the same problem.)
+# The tiled kernel of lesson 4 needs two passes: `total += tile_a[y, q] * tile_b[q, x]`. So it can keep an
+# eighth of the units busy. (Other GPUs have other numbers, but the same problem.)
 #
 # ## A tile for each thread
 #
 # Where does `total` lie? In a **register**: a word right beside the arithmetic units, which belongs to one
-# thread. Each instruction takes its numbers from registers, and reading them takes no time of its own. So what
-# is in a register can be used again and again for nothing. But with a single sum nothing is used again. Let a
-# thread have *several* sums, a small rectangle of c. Press Play, or go step by step:
+# thread. Each instruction takes its numbers from registers, and these reads take no extra time. So a thread can
+# use a number in a register again and again at no cost. But with a single sum, no number is used again. So give
+# a thread *several* sums, a small rectangle of c. Press Play, or go step by step:
 
 # %%
 register_tiles()
@@ -80,7 +80,7 @@ check(loads_per_multiply_add)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 loads_per_multiply_add = or_solution(loads_per_multiply_add)
@@ -90,17 +90,17 @@ for rows, columns in ((1, 1), (4, 1), (8, 1), (4, 4), (8, 8), (16, 16)):
     print(f"{rows:2} x {columns:2}: {loads:5.3f} loads, {registers:3} registers")
 
 # %% [markdown]
-# A square does best, and 8 x 8 gets to the quarter. Why not 16 x 16? A thread can have 255 registers at most,
-# and needs some for addresses too. And a multiprocessor has 65,536 of them for all of its threads together:
-# where each takes many there are few threads, and more often none that can go on while the others wait. 8 x 8
-# is a common choice. (Volkov 2010 showed how far few threads can get that have much to do each.)
+# Squares do best, and 8 x 8 reaches the quarter. Why not 16 x 16? A thread can have 255 registers at most, and
+# needs some for addresses as well. And all threads of a multiprocessor share its 65,536 registers. If each
+# thread takes many, there are few threads, and more often none of them can go on while the others wait. 8 x 8
+# is a common choice. (Volkov 2010 showed how fast a few threads can be if each has much to do.)
 #
 # ## A product with register tiles
 #
 # Blocks have 16 x 16 threads, and a thread computes `OWN` x `OWN` elements. So a block computes a tile of c of
-# `SIDE` x `SIDE`, for which it fetches `DEPTH` columns of a and as many rows of b at a time. The fetching is
-# done for you: `fetch` is a function for kernels to call (`device=True`). Its threads go through the tile in
-# strides, as in lesson 3.
+# `SIDE` x `SIDE`. For this it fetches `DEPTH` columns of a and as many rows of b at a time. The function
+# `fetch` does this for you. Kernels can call it (`device=True`). The threads go through the tile in strides, as
+# in lesson 3.
 
 # %%
 OWN = 4
@@ -120,19 +120,20 @@ def fetch(tile, matrix, i0, j0):
 
 
 # %% [markdown]
-# Which elements are a thread's own? Not `OWN` neighbours: thread (x, y) has rows y, y + 16, y + 32, ... of its
-# block's tile, and columns x, x + 16, x + 32, ... Then 16 threads side by side read 16 neighbours of `tile_b`,
-# which lie in 16 banks. If each had `OWN` neighbours, they would read every fourth word, or every eighth, and
-# some of those share a bank.
+# Which elements belong to a thread? They are not `OWN` neighbours: thread (x, y) has rows y, y + 16, y + 32,
+# ... of its block's tile, and columns x, x + 16, x + 32, ... Then 16 threads side by side read 16 neighbours of
+# `tile_b`, which lie in 16 banks. If each thread had `OWN` neighbours, the threads would read every fourth
+# word, or every eighth, and some of those share a bank.
 #
-# `cuda.local.array((OWN, OWN), float32)` is an array of a thread's own. It lies in registers, on one condition:
-# registers have no addresses, so the compiler must know each index. It does where loops have a constant length,
-# like `range(OWN)`, since it then writes them out (**unrolling**). Otherwise the array lies in **local
-# memory**, which is a piece of global memory, and slow.
+# `cuda.local.array((OWN, OWN), float32)` is an array that belongs to one thread. It lies in registers, on one
+# condition: registers have no addresses, so the compiler must know each index. It does if loops have a constant
+# length, like `range(OWN)`, because it then writes out every round (**unrolling**). Otherwise the array lies in
+# **local memory**, which is a piece of global memory, and slow.
 #
 # **Exercise 5.2: register_tile.** `c = a b` for float32 matrices of any size; k may be 0. There is a block for
-# each tile of c. Two parts are missing: the `DEPTH` steps of the sums, and writing them to c. In each step load
-# `OWN` numbers of `tile_a` into `column`, as many of `tile_b` into `row`, and multiply each with each.
+# each tile of c. Two parts are missing: the `DEPTH` steps that add to the sums, and the lines that write the
+# sums to c. In each step load `OWN` numbers of `tile_a` into `column`, as many of `tile_b` into `row`, and
+# multiply each with each.
 #
 # Par: 2 / `OWN` loads from shared memory for each multiply-add, no bank conflicts, no local memory.
 
@@ -175,15 +176,16 @@ np.allclose(c, a @ b)
 # %% [markdown]
 # ## Predict, then measure
 #
-# Lesson 4's kernel takes 2 passes through shared memory for each multiply-add. How many does yours take with
-# 8 x 8 sums in a thread? (Do loads cause all of them?) Write down your guess, and only then run on.
+# Lesson 4's kernel takes 2 passes through shared memory for each multiply-add. How many does yours take with 8
+# x 8 sums in a thread? (Are loads the only cause of passes?) Write down your guess, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 0.5; None draws no guess
 
 # %% [markdown]
-# The next cell counts, for your kernel compiled with several `OWN`. For global memory it counts the FLOP for
-# each byte that threads ask for, as in lesson 4: tiles of `SIDE` x `SIDE` do `SIDE` / 4.
+# The next cell compiles your kernel for several values of `OWN`, and counts these passes. It also counts the
+# FLOP for each byte that threads ask for from global memory, as in lesson 4: tiles of `SIDE` x `SIDE` do `SIDE`
+# / 4.
 
 # %%
 owns = [1, 2, 4, 8]
@@ -210,16 +212,16 @@ levels(
 )
 
 # %% [markdown]
-# One change serves both levels. With 8 x 8 sums a block's tile is 128 x 128, and does 32 FLOP for each byte:
-# more than the 20 that the memory of an H100 asks for.
+# One change helps on both levels. With 8 x 8 sums a block's tile is 128 x 128, and does 32 FLOP for each byte.
+# That is more than the 20 that an H100 needs.
 #
-# On the right the dots lie a little above the formula. It counts loads only, but each tile has to be *stored*
-# in shared memory before: `SIDE` x `DEPTH` numbers each of a and of b, for `SIDE` x `SIDE` x `DEPTH`
-# multiply-adds. That is 2 / `SIDE` more, 1/64 with 8 x 8 sums, and with it formula and count agree. So shared
-# memory lets the units be busy in 16 cycles of 17.
+# On the right the dots lie a little above the formula. The formula counts loads only, but each tile first has
+# to be *stored* in shared memory: `SIDE` x `DEPTH` numbers of a and as many of b, for `SIDE` x `SIDE` x `DEPTH`
+# multiply-adds. That adds 2 / `SIDE`, which is 1/64 with 8 x 8 sums, and then formula and count agree. So
+# shared memory lets the units be busy in 16 of 17 cycles.
 #
-# Neither picture shows the other instructions. For each multiply-add there are a few more, mostly for addresses,
-# and they take time as well. The ladder's kernels, further down, need fewer of them.
+# Neither picture shows the other instructions. For each multiply-add there are a few others, mostly for
+# addresses, and they take time as well. The project's own kernels, further down, need fewer of them.
 #
 # What does this step gain on a real GPU? Boehm (2022) measured the same ladder on an A6000, in per cent of the rate
 # of NVIDIA's own library: 13% with tiles in shared memory, 36% with a column of 8 sums in a thread, 69% with 8 x 8
@@ -239,10 +241,10 @@ for own in (1, 4, 8):
 # %% [markdown]
 # ## Sixteen bytes at a time
 #
-# A load takes an instruction, whether it brings 4 bytes to each thread or 16. GPUs have instructions for both
-# (a **vector load**). In Numba one writes the second kind by a function of this project's:
-# `load_128(into, i, source, j)` copies 128 bits, from `source[j]` on, to `into[i]` on. `into` is a local array:
-# that is, four registers. `store_128` goes the other way.
+# A load takes one instruction, whether it brings 4 bytes to each thread or 16. GPUs have instructions for both;
+# the second is called a **vector load**. In Numba you write it with a function of this project: `load_128(into,
+# i, source, j)` copies 128 bits, four elements, from `source[j]` and the next ones to `into[i]` and the next
+# ones. `into` is a local array, so the elements go to four registers. `store_128` goes the other way.
 
 
 # %%
@@ -274,8 +276,8 @@ for counts in (
     )
 
 # %% [markdown]
-# The sectors are the same, since the same bytes move, and a quarter of the loads and stores is enough. There
-# are as many additions as before. There is a price: the 16 bytes must begin at a multiple of 16. This is called
+# The sectors are the same, because the same bytes move, but a quarter of the loads and stores is enough. There
+# are as many additions as before. The price: the 16 bytes must begin at a multiple of 16. This is called
 # **alignment**.
 
 # %%
@@ -285,17 +287,16 @@ except Fault as fault:
     print(in_words(fault))
 
 # %% [markdown]
-# This is one mistake that a GPU does not pass over: the kernel stops with "misaligned address". Element
-# `[i, j]` of a matrix lies `i * columns + j` elements from its beginning, so where 4 divides j, it is aligned
-# in *all* rows only if 4 also divides `columns`. Libraries copy matrices that do not fit, or take 4 bytes at a
-# time there.
+# A GPU does not pass over this mistake: the kernel stops with "misaligned address". Element `[i, j]` of a
+# matrix lies `i * columns + j` elements from its beginning. So even if 4 divides j, the element is aligned in
+# *all* rows only if 4 also divides `columns`. For other matrices, libraries make a copy that fits, or take 4
+# bytes at a time.
 #
-# **Exercise 5.3: axpy.** `y = alpha x + y`, for arrays of n elements, any n. (The name is that of the same
-# function in BLAS, the oldest library of linear algebra.) The arrays themselves begin at multiples of 16 bytes.
-# There are at least n / 4 threads, and thread i takes elements 4 i to 4 i + 3. Mind the last one to three
-# elements.
+# **Exercise 5.3: axpy.** `y = alpha x + y`, for arrays of n elements, any n. (The name comes from BLAS, an old
+# library of linear algebra.) The arrays begin at multiples of 16 bytes. There are at least n / 4 threads, and
+# thread i takes elements 4 i to 4 i + 3. Be careful with the last one to three elements.
 #
-# Par: where 128 divides n, 2 loads of a warp for each 128 elements, and 1 store.
+# Par, if 128 divides n: 2 loads and 1 store of a warp for each 128 elements.
 
 
 # %% tags=["exercise"]
@@ -317,30 +318,32 @@ launch(axpy, 1, 32, np.float32(2), x, y)
 print(y)
 
 # %% [markdown]
-# In the product, vector loads save instructions at both ends. Four neighbours of a row of b come in one
-# instruction, and go into shared memory in another one. And the inner loop reads its 8 numbers of `tile_b` by
-# two loads. (A thread's own columns then are two groups of four neighbours. And `tile_a` has to lie turned, so
-# that a thread finds its *rows* side by side.)
+# In the product, vector loads save instructions in two places. One instruction brings four neighbours of a row
+# of b, and another puts them into shared memory. And the inner loop reads its 8 numbers of `tile_b` with two
+# loads. (A thread's columns are then two groups of four neighbours. And `tile_a` has to be stored transposed,
+# so that a thread finds its *rows* side by side.)
 #
-# It does not save passes. Shared memory still hands out 32 words in each, so a warp's load of 16 bytes takes
-# four.
+# Vector loads do not save passes. Shared memory still hands out 32 words in each pass, so a warp's load of 16
+# bytes for each thread takes four.
 #
 # ## Copies that go on by themselves
 #
 # One kind of waiting is left. A number from global memory takes hundreds of cycles to arrive. Our kernel
-# fetches a tile and waits for it, then multiplies, while memory waits; then it fetches again. Could it fetch
-# the *next* tile while it multiplies this one?
+# fetches a tile and waits for it. Then it multiplies while the memory has nothing to do. Then it fetches again.
+# Could it fetch the *next* tile while it multiplies this one?
 #
-# GPUs since 2020 (Ampere) have an instruction for it, an **asynchronous copy**. A thread begins to copy 16
-# bytes from global to shared memory, and goes on with something else at once:
+# GPUs since 2020 (Ampere) have an instruction for this, an **asynchronous copy**. A thread begins to copy 16
+# bytes from global to shared memory, and at once goes on with something else:
 #
-# - `cp_async_16(shared, i, source, j)` begins to copy 16 bytes of `source[j]` on to `shared[i]` on;
+# - `cp_async_16(shared, i, source, j)` begins to copy 16 bytes from `source[j]` and the next elements to
+#   `shared[i]` and the next ones;
 # - `cp_async_commit()` makes a **group** of all copies that this thread began since the last commit;
-# - `cp_async_wait(g)` waits until at most g of its groups are still under way: the g youngest. g is a constant.
+# - `cp_async_wait(g)` waits until at most g of its groups are still under way, namely the g latest. g is a
+#   constant.
 #
-# Below 128 threads turn 512 elements around, as in lesson 4. Each copies 16 bytes, 4 elements, and then writes
-# 4. (`alignment=16` has the shared array begin at a multiple of 16 bytes: vector loads need that, and so do
-# these.)
+# In the next kernel 128 threads turn 512 elements around, as in lesson 4. Each thread copies 4 elements (16
+# bytes), and then writes 4 of them. (`alignment=16` makes the shared array begin at a multiple of 16 bytes.
+# Vector loads need that, and these copies need it too.)
 
 # %%
 PIECE = 512  # elements: 16 bytes for each of 128 threads
@@ -364,27 +367,30 @@ except Fault as fault:
     print(in_words(fault))
 
 # %% [markdown]
-# The barrier waits for *threads*, not for copies. A `cp_async_wait(0)` before it is what is missing. It can't
-# take the barrier's place either: a thread waits for *its own* copies only, and reads what others have copied.
-# So it takes both, in this order: **each thread waits for its own copies, then all wait for each other.**
+# The barrier waits for *threads*, not for copies. The kernel lacks a `cp_async_wait(0)` before the barrier.
+# That wait cannot replace the barrier: a thread waits only for *its own* copies, but reads elements that others
+# have copied. So you need both, in this order: **each thread waits for its own copies, then all wait for each
+# other.**
 #
 # ## A ring of slots
 #
-# To copy ahead, one needs more than one place to copy to. Take several **slots**, and use them in turns:
+# To copy ahead, you need more than one place to copy to. Take several **slots**, and use them in turn:
 
 # %%
 ring_of_slots()
 
 # %% [markdown]
-# Lesson 4 had two barriers in each round, "the data is there" and "no thread needs it any more". Here one says
-# both. This is called a **software pipeline**. With `SLOTS` slots there are up to `SLOTS` - 1 copies under way.
+# Lesson 4 had two barriers in each round, one for "the data is there" and one for "no thread needs the old data
+# any more". Here one barrier is enough for both. This scheme is called a **software pipeline**. With `SLOTS`
+# slots there are up to `SLOTS` - 1 copies under way.
 #
 # **Exercise 5.4: ring_backwards.** One block of 128 threads turns each piece of 512 elements of x around, into
 # y, as `backwards` did in lesson 4, and copies `SLOTS` - 1 pieces ahead. Piece p goes to slot `p % SLOTS`,
-# which is `ring[p % SLOTS * PIECE]` and on. There may be fewer pieces than slots. When a piece is waited for,
-# the copies of the next `PENDING` = `SLOTS` - 2 pieces may still be under way.
+# which begins at `ring[p % SLOTS * PIECE]`. There may be fewer pieces than slots. When a thread waits for a
+# piece, the copies of the next `PENDING` = `SLOTS` - 2 pieces may still be under way.
 #
-# Mind the end: `cp_async_wait` counts *groups*. It counts right if each round commits one, even an empty one.
+# Be careful at the end: `cp_async_wait` counts *groups*. The count is right if each round commits one group,
+# even an empty one.
 #
 # Par: 1 barrier for each piece, and no wait for a piece that is not needed yet.
 
@@ -413,9 +419,9 @@ counts = profile(ring_backwards, 1, 128, x, y)
 print(y[:3], y[-3:], f"{counts.counts.copied_bytes:,} bytes copied asynchronously")
 
 # %% [markdown]
-# You have met all of the pieces of a fast product. The project's ladder puts them together, one a file, in
-# `minidist/kernels/cuda`. Here are four of its rungs, counted. "Requests" are instructions that go to shared
-# memory. Instructions, requests and passes are for each multiply-add of a warp.
+# You now know all the parts of a fast product. The project's ladder of kernels puts them together in
+# `minidist/kernels/cuda`, one more in each file. Here are the counts of four of its rungs. "Requests" are
+# instructions that go to shared memory. Instructions, requests and passes are for each multiply-add of a warp.
 
 # %%
 print(f"{'':20}instructions  requests  passes  barriers")
@@ -429,11 +435,11 @@ for number in (3, 5, 6, 7):
     )
 
 # %% [markdown]
-# `s3_shared_tile` is lesson 4. `s5_thread_tile_2d` has 8 x 8 sums: about an eighth of its requests, and of its
-# passes. `s6_vector_loads` has about a quarter of those requests, but as many passes, as you know.
-# `s7_async_copy` has four slots, and half the barriers. It has a few *more* instructions than rung 6: counts do
-# not show what it is good for, which is waiting that does not happen. That is what a clock is for, and it takes
-# a GPU.
+# `s3_shared_tile` is the kernel of lesson 4. `s5_thread_tile_2d` has 8 x 8 sums: it needs about an eighth of
+# the requests and passes of rung 3. `s6_vector_loads` needs about a quarter of the requests of rung 5, but as
+# many passes, as you know. `s7_async_copy` has four slots, and half the barriers. It has a few *more*
+# instructions than rung 6, and its gain is that it waits less. Counts do not show that: you need a clock, and a
+# GPU.
 
 # %%
 for number in (3, 5, 6, 7):
@@ -442,25 +448,25 @@ for number in (3, 5, 6, 7):
 # %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
-# - **A local array that is not in registers.** One index that is not known when compiling, and the whole array
-#   lies in local memory. Results are right. The emulator's counts have "load local"; on a GPU the compiler
-#   reports "spill" and "stack frame".
+# - **A local array that is not in registers.** If the compiler does not know one index, the whole array lies in
+#   local memory. The results are right, but the kernel is slow. The emulator's counts then have "load local";
+#   on a GPU the compiler reports "spill" and "stack frame".
 # - **Too many registers.** With more than 255 the compiler spills some into local memory; with somewhat fewer,
 #   only one block fits a multiprocessor. Try other sizes of tile, and measure.
-# - **Misaligned address.** It works for sizes that 4 divides, and stops for others. Test with ragged sizes, and
-#   with arrays that begin in the middle of another one.
-# - **A wait that counts wrong.** A commit within an `if`, and near the end the last pieces are read too early.
-#   On a GPU this goes well nearly always, since the copy mostly has arrived. The emulator carries out copies as
-#   late as they may be, so that it always shows.
-# - **A ring that is too deep.** Slots are shared memory, and what a block takes other blocks do not have. Three
-#   or four slots are common.
+# - **Misaligned address.** The kernel works for sizes that 4 divides, and stops for others. Test with sizes
+#   that 4 does not divide, and with arrays that begin in the middle of another one.
+# - **A wait that counts wrong.** With a commit inside an `if`, the kernel reads the last pieces too early. On a
+#   GPU this nearly always goes well, because the copy has mostly arrived. The emulator carries out each copy as
+#   late as the rules allow, so the mistake always shows.
+# - **A ring that is too deep.** Slots take shared memory, and then other blocks do not have it. Three or four
+#   slots are common.
 #
 # ## Further reading
 #
 # - Volkov, *Better Performance at Lower Occupancy*, 2010: why a thread should have much to do, with registers
 #   as the fastest memory.
 # - NVIDIA, *CUTLASS: Efficient GEMM in CUDA*, 2017 to today: tiles of blocks, warps and threads, and the
-#   software pipeline, in the words of those who make the library.
+#   software pipeline, explained by the makers of the library.
 # - NVIDIA, *CUDA C++ Programming Guide*, 2007 to today: the section "Asynchronous Data Copies".
 #
 # Next: lesson 06 leaves the multiply-adds to a unit that does 2048 of them in one instruction.

@@ -15,10 +15,10 @@
 #
 # **Time:** about 2 hours. **Builds on:** lesson 05.
 #
-# Lesson 5 fed the arithmetic units as well as they can be fed. Since 2017 NVIDIA's GPUs have had units of another
-# kind beside them: **tensor cores**, which do nothing but multiply small matrices. In this lesson you lay the
-# matrices out in a warp's registers by hand, and multiply them with one instruction. Then you find out how much
-# accuracy it costs that their numbers have only 16 bits.
+# Lesson 5 fed the arithmetic units as well as they can be fed. Since 2017 NVIDIA's GPUs have had units of
+# another kind beside them: **tensor cores**, which do nothing but multiply small matrices. In this lesson you
+# put the matrices into a warp's registers by hand, and multiply them with one instruction. Their numbers have
+# only 16 bits. So you also find out how much accuracy that costs.
 
 # %%
 import numpy as np
@@ -38,21 +38,22 @@ ladder(6)
 
 # %% [markdown]
 # **The question.** A multiply-add instruction of a warp does 32 multiply-adds, one in each thread. Another
-# instruction does 2048. Where do its numbers come from, and how exact is what it computes?
+# instruction does 2048. Where do its numbers come from, and how exact are its results?
 #
 # ## One instruction
 #
-# It computes **D = A x B + C**, where A has 16 x 16 elements, B has 16 x 8, and C and D have 16 x 8. Its name
-# says so: `mma.m16n8k16`, for *matrix multiply-add*. That is 16 * 8 * 16 = 2048 multiply-adds. The elements of
-# A and B are **float16**: floating-point numbers of 16 bits; more about them below. C and D are float32.
+# The instruction computes **D = A x B + C**, where A has 16 x 16 elements, B has 16 x 8, and C and D have 16 x
+# 8. These sizes are in its name: `mma.m16n8k16`, for *matrix multiply-add*. That is 16 * 8 * 16 = 2048
+# multiply-adds. The elements of A and B are **float16**: floating-point numbers of 16 bits; more about them
+# below. C and D are float32.
 #
-# All operands are in registers. But in which thread's? A, B and C would fill 320 registers, more than a thread
-# has. So it is an instruction of the *whole warp*: each of its 32 threads, which are called **lanes** here,
-# holds a few elements of A, a few of B and a few of C, and gets a few of D. Such a share is called a
-# **fragment**. A register has 32 bits and holds two float16: elements 2 r and 2 r + 1 are in register r. So a
-# lane has 8 elements of A in 4 registers, 4 of B in 2 registers, and 4 of C in 4.
+# All operands are in registers. But in the registers of which thread? A, B and C would fill 320 registers, more
+# than a thread has. So the *whole warp* executes the instruction together. Each of its 32 threads, which are
+# called **lanes** here, holds a few elements of A, a few of B and a few of C, and gets a few of D. Such a share
+# is called a **fragment**. A register has 32 bits and holds two float16: elements 2 r and 2 r + 1 are in
+# register r. So a lane has 8 elements of A in 4 registers, 4 of B in 2 registers, and 4 of C in 4.
 #
-# Which ones? There is no freedom: the hardware lays it down. Press Play, or go step by step. NVIDIA's manual
+# Which elements are in which lane? The hardware decides that. Press Play, or go step by step. NVIDIA's manual
 # writes g for `lane // 4`, and t for `lane % 4`.
 
 # %%
@@ -78,8 +79,8 @@ def element_of_c(lane, i):
 [element_of_b(5, i) for i in range(4)], [element_of_c(5, i) for i in range(4)]
 
 # %% [markdown]
-# **Exercise 6.1: element_of_a.** The same for A: in which row and column is element `i`, from 0 to 7, of lane
-# `lane`? The picture has all that you need.
+# **Exercise 6.1: element_of_a.** Now the same for A: return the row and column of element `i`, from 0 to 7, of
+# lane `lane`. The picture shows all that you need.
 
 
 # %% tags=["exercise"]
@@ -94,7 +95,7 @@ check(element_of_a)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 element_of_a = or_solution(element_of_a)
@@ -103,10 +104,10 @@ element_of_a = or_solution(element_of_a)
 # %% [markdown]
 # ## By hand
 #
-# With the three maps you can use a tensor core. The kernel below does not know what a matrix is. It is run by
-# one warp, and each lane gets a row of `a`, of `b` and of `c`: its fragments.
-# `mma_m16n8k16_f16(c, ci, a, ai, b, bi)` is the instruction, as a function of this project's: it takes 4 words
-# of the local array `a`, from `ai` on, 2 of `b`, and adds to 4 of `c`.
+# With the three maps you can use a tensor core. The kernel below does not know what a matrix is. One warp runs
+# it, and each lane gets a row of `a`, of `b` and of `c`: its fragments. `mma_m16n8k16_f16(c, ci, a, ai, b, bi)`
+# is this project's function for the instruction. It takes 4 words of the local array `a`, from index `ai` on,
+# and 2 words of `b`, and adds to 4 words of `c`.
 
 
 # %%
@@ -126,8 +127,8 @@ def one_mma(a, b, c):
 
 
 # %% [markdown]
-# The rest is Python: deal out, multiply, collect. `view(np.uint32)` takes two neighbours of float16 as one
-# word.
+# The rest is Python: deal out the elements, multiply, and collect the result. `view(np.uint32)` takes two
+# neighbours of float16 as one word.
 
 # %%
 rng = np.random.default_rng(0)
@@ -151,16 +152,17 @@ np.array_equal(D, A.astype(np.float32) @ B + C)
 # %% [markdown]
 # ## A product
 #
-# Larger matrices are a matter of loops. One warp computes 16 x 8 elements of c, in 4 registers of each lane; in
-# each round it takes the next 16 columns of a, and the next 16 rows of b.
+# Larger matrices need a loop. One warp computes 16 x 8 elements of c, in 4 registers of each lane. In each
+# round it takes the next 16 columns of a, and the next 16 rows of b.
 #
 # **Exercise 6.2: tensor_matmul.** c has m x n elements of float32, and there is a block of *one warp* for each
 # 16 x 8 of them. a and b come as words of two float16 each, which lie side by side in a row: `a[i, w]` holds
-# columns 2 w and 2 w + 1 of row i. b comes **transposed**, so that the two elements of a lane that are one
-# below the other in B lie side by side: `b[j, w]` holds rows 2 w and 2 w + 1 of column j. m and k are multiples
-# of 16, n of 8; k may be 0.
+# columns 2 w and 2 w + 1 of row i. b comes **transposed**: `b[j, w]` holds rows 2 w and 2 w + 1 of column j. So
+# two elements that a lane needs together, one below the other in B, lie side by side in memory. m and k are
+# multiples of 16, n of 8; k may be 0.
 #
-# Par: 1 matrix instruction for each 16 x 8 x 16 multiply-adds, and 6 loads of the warp for it.
+# Par: 1 matrix instruction for each 16 x 8 x 16 multiply-adds, and 6 loads of the warp for each of those
+# instructions.
 
 
 # %% tags=["exercise"]
@@ -194,26 +196,27 @@ print(
 
 # %% [markdown]
 # (**FLOP** are multiplications and additions: 4096 in each of these instructions, 64 in a warp's multiply-add.)
-# This counts work for an instruction. How long the unit takes for it is another matter; NVIDIA's data sheet
-# promises 989 TFLOP/s in float16 for an H100 (SXM), and 67 in float32 without tensor cores.
+# These counts say how much work an instruction does, not how long it takes. NVIDIA's data sheet promises 989
+# TFLOP/s in float16 for an H100 (SXM), and 67 in float32 without tensor cores.
 #
 # ## Loading a fragment
 #
-# A unit that does so much in an instruction is hard to feed. Our kernel has 6 loads for each, straight from
-# global memory, 4 bytes a lane. Real kernels bring tiles to shared memory first, as in lessons 4 and 5, and
-# load fragments from there by an instruction that knows the layout: **ldmatrix**.
+# A unit that does so much in one instruction is hard to feed. Our kernel has 6 loads for each instruction,
+# straight from global memory, 4 bytes a lane. Real kernels first bring tiles to shared memory, as in lessons 4
+# and 5. Then they load fragments with an instruction that knows the layout: **ldmatrix**.
 #
 # It loads four matrices of 8 x 8 float16 at once: in our case the quarters of A, one for each register. A row
-# of such a matrix has 8 elements, 16 bytes. The 32 lanes give the addresses of the 32 rows: lanes 0 to 7 give
-# those of the first matrix, from which all lanes get register 0; lanes 8 to 15 those of the second matrix, for
-# register 1, and so on. So what a lane *gives* has nothing to do with what it *gets*.
+# of such a matrix has 8 elements, 16 bytes. The 32 lanes give the addresses of the 32 rows. Lanes 0 to 7 give
+# the rows of the first matrix, which fills register 0 of all lanes; lanes 8 to 15 give those of the second
+# matrix, for register 1, and so on. So the row that a lane *gives* has nothing to do with the elements that it
+# *gets*.
 
 # %%
 quarters()
 
 # %% [markdown]
-# **Exercise 6.3: row_for_ldmatrix.** Lane `lane` gives the address of 8 elements of A that lie side by side. In
-# which row and column of A do they begin?
+# **Exercise 6.3: row_for_ldmatrix.** Lane `lane` gives the address of 8 elements of A that lie side by side.
+# Return the row and the column of A where they begin.
 
 
 # %% tags=["exercise"]
@@ -226,7 +229,7 @@ def row_for_ldmatrix(lane):
 check(row_for_ldmatrix)
 
 # %% [markdown]
-# In the next kernel rows of the tile begin `PITCH` elements apart, for a reason that comes below.
+# In the next kernel, rows of the tile begin `PITCH` elements apart. You will soon see why.
 
 # %%
 row_for_ldmatrix = or_solution(row_for_ldmatrix)
@@ -253,7 +256,7 @@ launch(load_fragment, 1, 32, A.view(np.uint16), starts, words)
 np.array_equal(words.view(np.float16), held_a)
 
 # %% [markdown]
-# One instruction in place of four, and it brings whole rows. In one pass shared memory delivers the 8 rows of a
+# One instruction replaces four, and it reads whole rows. In one pass shared memory delivers the 8 rows of a
 # matrix, 128 bytes, if they lie in different banks. Do they? You know the question from lesson 4.
 
 # %%
@@ -263,12 +266,13 @@ for pitch in (16, 24, 32, 40):
     print(f"rows {2 * pitch:2} bytes apart: {counts.shared_conflicts:2} bank conflicts")
 
 # %% [markdown]
-# With rows 32 bytes apart, every fourth row begins in the same bank: two passes for each of the four matrices,
-# where one would do. Padding helps, as it did then. (Rung 9 of the ladder has no padding; it exchanges pieces
-# of 16 bytes within a row, by an XOR with the row's number, so that no memory is lost.)
+# With rows 32 bytes apart, every fourth row begins in the same bank. So each of the four matrices takes two
+# passes, where one would be enough. Padding helps, as it did in lesson 4. (Rung 9 of the project's ladder of
+# kernels has no padding. It exchanges pieces of 16 bytes within a row, by an XOR with the row's number, and so
+# wastes no memory.)
 #
-# Put all together, the ring of lesson 5, ldmatrix and mma, and you have `s9_tensor_core` of the project's
-# ladder. Here it is beside rung 7, which has plain multiply-adds, for 128 x 128 x 128.
+# Put together the ring of lesson 5, ldmatrix and mma, and you have `s9_tensor_core`, rung 9 of that ladder. The
+# next cell compares it with rung 7, which has plain multiply-adds, for 128 x 128 x 128.
 
 # %%
 x, y = (rng.random((128, 128), dtype=np.float32) for _ in range(2))
@@ -282,18 +286,19 @@ for number, dtype in ((7, "float32"), (9, "float16")):
 # %% [markdown]
 # ## Small numbers
 #
-# Why float16? A multiplier's area grows with the square of the number of bits, and a number of 16 bits needs
-# half of the memory, and of the time to fetch it. Tensor cores take several formats:
+# Why float16? A multiplier's area grows with the square of the number of bits. And a number of 16 bits needs
+# half the memory of one with 32, and half the time to fetch it. Tensor cores take several formats:
 
 # %%
 formats()
 
 # %% [markdown]
-# The **exponent** decides how large and how small numbers may be, the **fraction** how fine. A number is
-# **rounded** to the nearest one that the format has. With b significant bits it moves by a factor between 1 -
-# 2^-b and 1 + 2^-b, no more, as long as it is within range. **bfloat16** (of Google Brain) has the range of
-# float32 and only 8 significant bits; float16 has 11 of them, and a small range. **TF32** is how tensor cores
-# take float32: they ignore its last 13 bits, and so it should be rounded to 11 bits before.
+# The **exponent** decides how large and how small numbers may be. The **fraction** decides how fine they are. A
+# number is **rounded** to the nearest one that the format has. With b significant bits, rounding multiplies a
+# number by a factor between 1 - 2^-b and 1 + 2^-b, as long as the number is within range. **bfloat16** (from
+# Google Brain) has the range of float32, but only 8 significant bits. float16 has 11 of them, but a small
+# range. **TF32** is the format in which tensor cores take float32: they ignore its last 13 bits, so round it to
+# 11 bits before.
 
 # %%
 for value in (1 / 3, 1000.25, 70_000.0, 1e-8):
@@ -303,13 +308,13 @@ for value in (1 / 3, 1000.25, 70_000.0, 1e-8):
     )
 
 # %% [markdown]
-# 70,000 is beyond float16, and becomes infinite; 1e-8 becomes 0. (In training, small gradients are lost that
-# way. Lesson 14 has the remedy.)
+# 70,000 is too large for float16, and becomes infinite. 1e-8 becomes 0. (In training, small gradients are lost
+# that way. The lesson on ZeRO has the remedy.)
 #
-# **Exercise 6.4: rounded.** Round an array of float32 to `bits` significant bits, from 1 to 24: to the nearest
-# number that has no more, and halfway between two of them to the **even** one, whose last bit is 0. The result
-# is float32 again, as if it had come from a smaller format. (The range of exponents is left as it is.)
-# `np.frexp` and `np.ldexp` take numbers apart and put them together.
+# **Exercise 6.4: rounded.** Round an array of float32 to `bits` significant bits, from 1 to 24. Take the
+# nearest number with at most that many bits; halfway between two of them take the **even** one, whose last bit
+# is 0. The result is float32 again, as if it had come from a smaller format. (Leave the range of exponents as
+# it is.) `np.frexp` and `np.ldexp` take numbers apart and put them together.
 
 
 # %% tags=["exercise"]
@@ -331,7 +336,7 @@ print(rounded(np.array([1 / 3, 1000.25], np.float32), 11).tolist())
 # ## What a tensor core computes
 #
 # The product of two numbers of 11 bits has 22 at most, and float32 has room for 24: so **products are exact**.
-# They are added in float32. All that is lost is lost when the factors are rounded, and in the sums:
+# They are added in float32. So accuracy is lost only when the factors are rounded, and in the sums:
 
 
 # %%
@@ -353,10 +358,10 @@ print(
 )
 
 # %% [markdown]
-# Your kernel's result is your model's, but for the order in which float32 sums were added. Both are off from
-# the exact product by hundreds of times more: that comes from rounding a and b.
+# Your kernel and your model agree, except for the order in which they add float32 sums. Both differ from the
+# exact product by hundreds of times more, because a and b were rounded.
 #
-# Why are the *sums* float32, when the factors are not? Add up ones:
+# Why are the *sums* float32 if the factors are not? Add up ones:
 
 # %%
 for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -366,20 +371,20 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32):
     print(f"5000 ones in {dtype!s:15} {total.item():g}")
 
 # %% [markdown]
-# At 2048 float16 has no more bits for the ones: 2049 would take 12 bits, is rounded to even, and that is 2048
-# again. The sum is stuck. (bfloat16, with 8 bits, is stuck at 256.) A *product* of two numbers suffers from its
-# small format once, a *sum* with every term. That is why D = A x B + C has two kinds of numbers in it.
+# At 2048 float16 has no bits left for the ones: 2049 would take 12 bits, so it is rounded to even, which is
+# 2048 again. The sum is stuck. (bfloat16, with 8 bits, is stuck at 256.) A *product* is rounded once, but a
+# *sum* is rounded with every term. That is why D = A x B + C uses two kinds of numbers.
 #
 # ## How large can the error be?
 #
-# One can say that before measuring. Follow one product through its life: each time it is rounded, alone or
-# within a sum, to b bits, it moves by a factor of at most 1 + 2^-b. (The book on this is Higham's *Accuracy and
+# You can compute that before you measure. Follow one product: each time it is rounded to b bits, alone or
+# within a sum, it changes by a factor of at most 1 + 2^-b. (The book on this is Higham's *Accuracy and
 # Stability of Numerical Algorithms*, 2002.)
 #
-# **Exercise 6.5: error_bound.** All elements of a and b are positive. They are rounded to `bits` bits; products
-# are exact; beginning with 0, the k products are added one after the other, and after each addition the sum is
-# rounded to the 24 bits of float32. If all of these factors are as large as they can be and go the same way, by
-# what fraction of itself is the result too large? With `bits` = 11 and k = 1 it is about 0.001.
+# **Exercise 6.5: error_bound.** All elements of a and b are positive. They are rounded to `bits` bits. The
+# products are exact. Beginning with 0, the k products are added one after the other, and after each addition
+# the sum is rounded to the 24 bits of float32. Suppose that each rounding makes its number as much too large as
+# it can. By what fraction of itself is the result too large? With `bits` = 11 and k = 1 it is about 0.001.
 
 
 # %% tags=["exercise"]
@@ -399,20 +404,21 @@ for name, bits in (("float16", 11), ("TF32", 11), ("bfloat16", 8)):
     )
 
 # %% [markdown]
-# The length of the sum changes little: float32's part is small. What counts are the bits of the factors.
+# The length of the sum changes little, because float32's share of the error is small. The bits of the factors
+# decide.
 #
 # ## Predict, then measure
 #
-# The same random matrices, with factors in bfloat16 and in float16. How many times as large are the errors with
-# bfloat16? Write down your guess, and only then run on.
+# Multiply the same random matrices twice, with factors in bfloat16 and in float16. How many times as large are
+# the errors with bfloat16? Write down your guess, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
 
 
 # %% [markdown]
-# For comparison there is a third way: sums in float16 as well. Its bound is that of `error_bound`, with 2^-11 in
-# place of 2^-24, and one rounding more, of the product.
+# For comparison there is a third way, with sums in float16 as well. Its bound is like `error_bound`, but with
+# 2^-11 in place of 2^-24, and with one more rounding, that of the product.
 
 
 # %%
@@ -458,20 +464,20 @@ curves(
 )
 
 # %% [markdown]
-# No dot is above its line: a bound holds. And the ratio of the two is about 8, since bfloat16 has three bits
-# less: 2^3.
+# No dot is above its line: the bounds hold. And the errors differ by a factor of about 8 = 2^3, because
+# bfloat16 has three bits less.
 #
-# But the dots *fall* where the lines are flat. A bound supposes that all roundings go the same way. They do
-# not: about as many go up as down, and in a long sum they nearly cancel. With k terms the error relative to the
-# sum falls about as 1 / sqrt(k). Sums in float16 are another matter. As soon as a sum is so large that a term
-# is less than half of its last bit, this term is lost, and so is the next. That is the sum of ones once more.
+# But the dots *fall* where the lines are flat. The bound assumes that all roundings go the same way. In fact
+# about as many go up as down, and in a long sum they nearly cancel. With k terms the error relative to the sum
+# falls about as 1 / sqrt(k). Sums in float16 are another matter. As soon as a term is less than half of the
+# sum's last bit, this term is lost, and so are the next ones. The sum of ones showed that.
 #
 # ## What real units do
 #
-# Your model, and the emulator, round each float32 sum to the nearest. Real tensor cores are a little coarser:
-# they shift a block of products to the largest exponent, *cut off* what lies below, and add them all at once.
-# NVIDIA does not document it; Fasi and others found it out by experiments. `minidist.kernels.tpu.tensor_core` has
-# models of three GPUs after them:
+# Your model, and the emulator, round each float32 sum to the nearest. Real tensor cores are a little coarser.
+# They shift a block of products to the largest exponent, *cut off* the bits below, and add all products at
+# once. NVIDIA does not document this; Fasi and others found it out by experiments.
+# `minidist.kernels.tpu.tensor_core` models three GPUs after their results:
 
 # %%
 a, b = (
@@ -484,10 +490,10 @@ for unit in ("float32", "V100", "A100", "H100"):
     print(f"{unit:8} error of the sums {error:.1e}")
 
 # %% [markdown]
-# These are errors of the *sums* alone, since the factors are float16 here to begin with. Cutting always goes
+# These are errors of the *sums* alone, because the factors are float16 from the start. Cutting always goes
 # down, so such errors do not cancel. They are still far below the 0.001 that rounding two factors may cost. But
-# no two kinds of GPU agree to the last bit, and no program may count on it. The next cell times rung 9 where
-# there is a GPU.
+# these three kinds of GPU do not agree to the last bit, so a program must not count on it. If there is a GPU,
+# the next cell times rung 9.
 
 # %%
 for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "float16")):
@@ -497,9 +503,9 @@ for number, dtype in ((7, "float32"), (9, "float32"), (9, "bfloat16"), (9, "floa
 # %% [markdown]
 # ## Where a data sheet's peak comes from
 #
-# **Exercise 6.6: tensor_core_peak.** A GPU has so many `multiprocessors`, with so many tensor `cores` in each. In
-# each cycle of the clock a core multiplies an m x k matrix by a k x n matrix, and adds the product to its sums.
-# `clock` is in cycles a second. How many FLOPs can the GPU do in a second?
+# **Exercise 6.6: tensor_core_peak.** A GPU has `multiprocessors` multiprocessors, with `cores` tensor cores in
+# each. In each cycle of the clock a core multiplies an m x k matrix by a k x n matrix, and adds the product to
+# its sums. `clock` is in cycles a second. How many FLOPs can the GPU do in a second?
 
 
 # %% tags=["exercise"]
@@ -522,25 +528,25 @@ for gpu, about in {
     print(f"{gpu:24}{tensor_core_peak(*about) / 1e12:6.0f} TFLOP/s")
 
 # %% [markdown]
-# NVIDIA's data sheets say 125, 312 and 989. The chip of a V100 has 84 multiprocessors, and 4 of them are switched
-# off when it is sold, so that a chip with a few faults can be sold as well. In three generations the rate grew
-# eightfold, and the clock hardly changed: a multiprocessor does four times as much in a cycle, and there are more of
-# them. (A100 and H100: NVIDIA's white papers give the multiply-adds of a core and cycle, 256 and 512; the three sizes
-# here are one way to write that.)
+# NVIDIA's data sheets say 125, 312 and 989. The chip of a V100 has 84 multiprocessors, but 80 are switched on,
+# so that NVIDIA can also sell chips with a few faults. Over three generations the rate grew eightfold, and the
+# clock hardly changed: a multiprocessor does four times as much in a cycle, and there are more of them.
+# (NVIDIA's white papers give the multiply-adds of a core in a cycle: 64 for a V100, 256 for an A100, and twice
+# that for an H100. The three sizes in the cell are one way to write that.)
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **A wrong map.** Elements in wrong lanes give a result that has the right size and wrong numbers. Multiply
-#   by an identity matrix: what comes out of place shows which register is wrong. With random matrices one sees
-#   nothing.
+# - **A wrong map.** Elements in wrong lanes give a result with the right shape and wrong numbers. Multiply by
+#   an identity matrix: each element that comes out in a wrong place shows which register is wrong. Random
+#   matrices show nothing.
 # - **Not all lanes there.** mma and ldmatrix are instructions of the whole warp. In an `if` that only some
 #   lanes take, the result is undefined; the emulator names the lanes.
-# - **Infinities.** float16 ends at 65504, and a single larger element makes infinity or NaN of all that it
-#   touches. Look for them (`torch.isfinite`); use bfloat16, or scale.
-# - **Float32 that is not.** PyTorch has TF32 for products of float32 on request
+# - **Infinities.** float16 ends at 65504. A single larger element turns all results that depend on it into
+#   infinity or NaN. Look for them (`torch.isfinite`); use bfloat16, or scale.
+# - **Float32 that is not.** On request PyTorch uses TF32 for products of float32
 #   (`torch.set_float32_matmul_precision("high")`). Results then agree to three digits, not to seven.
-# - **A test that asks for too much.** Another GPU, another order of sums, other last bits. Compare within the
-#   error bound, not for equality, and not within a number that just happens to pass.
+# - **A test that asks for too much.** Another GPU adds in another order, and gets other last bits. Compare
+#   within the error bound. Do not test for equality, and do not pick a tolerance that just happens to pass.
 #
 # ## Further reading
 #

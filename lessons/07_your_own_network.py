@@ -15,9 +15,9 @@
 #
 # **Time:** about 2 hours. **Builds on:** lesson 01.
 #
-# You have built fast matrix products. Here they learn to read: a network of two layers, forward and backward,
-# with every product on the rung of the ladder that you choose. No autograd, no ready-made layers: when it is
-# done you have written everything between the pixels and the answer.
+# You have built fast matrix products. Here you use them to build a network of two layers that learns to read
+# digits, forward and backward. Every product runs on the rung of the ladder that you choose. There is no
+# autograd and no ready-made layer: in the end you have written everything between the pixels and the answer.
 
 # %%
 import time
@@ -42,13 +42,13 @@ threadpool_limits(1)  # one core, NumPy's library too
 ladder(7)
 
 # %% [markdown]
-# **The question.** What does a network do besides multiplying matrices, and how much does it gain when you make
-# the products ten times as fast?
+# **The question.** What else does a network do besides multiplying matrices? And how much faster does it get if
+# you make the products ten times as fast?
 #
 # ## What is to be learned
 #
-# 1797 handwritten digits, 8 x 8 pixels each, as rows of 64 numbers from 0 (paper) to 1 (ink). One in five is
-# held out: the network never learns from these, so they show what it has understood.
+# The data are 1797 handwritten digits of 8 x 8 pixels, as rows of 64 numbers from 0 (paper) to 1 (ink). One
+# digit in five is held out. The network never learns from these, so they show what it has understood.
 
 # %%
 data = digits()
@@ -60,9 +60,10 @@ print(f"{len(x)} to learn from, {len(test_x)} held out")
 # %% [markdown]
 # ## Choose your matmul
 #
-# Any function from two matrices to their product will do: a rung of minidist's ladder, by its name (from
-# `s1_python_loops` to `s7_threads`), or one of your own. For one of lesson 1, write a function that makes an
-# empty `c`, calls `compiled_rows(a, b, c)`, and returns `c`. Change it here, and run everything again.
+# Use any function that returns the product of two matrices: a rung of minidist's ladder, by its name (from
+# `s1_python_loops` to `s7_threads`), or one of your own. To use yours from lesson 1, write a function that
+# makes an empty `c`, calls `compiled_rows(a, b, c)`, and returns `c`. Change the cell below, and run everything
+# again.
 
 # %%
 matmul = rung("s6_register_tile").matmul
@@ -73,9 +74,9 @@ matmul(np.eye(2), np.array([[1.0, 2.0], [3.0, 4.0]]))  # the first call compiles
 #
 # A **linear layer** multiplies its rows by a matrix of **weights** and adds a **bias**: `y = x w + b`. With m
 # rows of k numbers, `w` is k x n, `b` has n numbers, and `y` is m x n. Between two such layers stands a
-# **ReLU**: max(0, y), element by element. (Without it, two linear layers would be no more than one: `(x w1) w2
-# = x (w1 w2)`.) The second layer gives ten numbers a row, the **logits**: the larger the one at place d, the
-# more the network holds the digit for a d. The 128 columns in the middle are called **units**.
+# **ReLU**: max(0, y), element by element. (Without it, two linear layers would do no more than one: `(x w1) w2
+# = x (w1 w2)`.) The second layer gives ten numbers for each row, the **logits**. The larger number d is, the
+# surer the network is that the digit is a d. The 128 columns in the middle are called **units**.
 
 
 # %%
@@ -105,14 +106,15 @@ f"{accuracy(new_network(), test_x, test_y):.0%} right before anything is learned
 # ## Which way is down?
 #
 # Learning needs one number that says how bad the answers are: the **loss**. Its **gradient** says for every
-# weight how much the loss changes when that weight changes a little. Against the gradient, the loss falls. The
-# honest way to find it is to *try*: a little up, a little down, and look. For a loss f of one number x, that is
-# (f(x + h) - f(x - h)) / 2h. With *both* sides the error shrinks with h², with one side only with h.
+# weight how much the loss changes when that weight changes a little. If you move the weights against the
+# gradient, the loss falls. The simplest way to find the gradient is to *try*: move a weight a little up and a
+# little down, and look at the loss. For a loss f of one number x, the slope is (f(x + h) - f(x - h)) / 2h. With
+# *both* sides the error shrinks with h². With one side it shrinks only with h.
 #
 # **Exercise 7.1: numerical_gradient.** `loss()` takes no argument: it computes with what is in the array `x`
-# now. Change one element of `x` at a time, by h up and down, and return an array like `x` of the slopes.
-# Afterwards `x` is as it was, to the last bit. (`np.ndindex(x.shape)` goes through all places, none where `x` is
-# empty; `x[i]` is the element at one.)
+# now. Change one element of `x` at a time, by h up and down, and return the slopes in an array like `x`.
+# Afterwards `x` has to be as it was, to the last bit. (`np.ndindex(x.shape)` goes through all indices, and
+# `x[i]` is the element at index i. If `x` is empty, there are none.)
 #
 # Par: two calls of `loss` for each element.
 
@@ -132,7 +134,7 @@ check(numerical_gradient)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 numerical_gradient = or_solution(numerical_gradient)
@@ -140,16 +142,17 @@ numbers = np.array([1.0, 2.0, 3.0])
 numerical_gradient(lambda: (numbers**2).sum(), numbers)
 
 # %% [markdown]
-# That is 2x, as it should be. Trying needs no mathematics, and is hopeless to train with: this network has 9610
-# parameters, so one gradient takes 19 220 forward passes. We keep it as the *judge* of what comes now.
+# That is 2x, as it should be. This method needs no mathematics, but it is far too slow for training: this
+# network has 9610 parameters, so one gradient takes 19 220 forward passes. We keep it as the *judge* of a
+# faster method.
 #
 # ## Backward
 #
 # **Backpropagation** finds all slopes in one walk back (Rumelhart, Hinton and Williams 1986). Each operation
-# gets `g`, the gradient of the loss by its *result* (one says *with respect to*: how the loss changes with each
-# element of it), and returns the gradient by its *inputs*. No operation needs to know what comes after it: all
-# of that is in `g`. Always the same question: if this input rises a little, how much does the result change,
-# and how much does the loss, then?
+# gets `g`, the gradient of the loss by its *result*: how much the loss changes with each element of the result.
+# (Books say the gradient *with respect to* the result.) It returns the gradient by its *inputs*. No operation
+# needs to know what comes after it: `g` contains all of that. The question is always the same: if this input
+# rises a little, how much does the result change, and how much does the loss change then?
 #
 # Press Play, or go step by step, and look at the shapes.
 
@@ -157,8 +160,8 @@ numerical_gradient(lambda: (numbers**2).sum(), numbers)
 there_and_back()
 
 # %% [markdown]
-# **Exercise 7.2: relu_backward.** Forward was `np.maximum(x, 0)`. `g`, of the same shape, is the gradient by
-# its result. Return the gradient by `x`. At exactly 0 take 0.
+# **Exercise 7.2: relu_backward.** The forward pass was `np.maximum(x, 0)`. `g` has the same shape, and is the
+# gradient by its result. Return the gradient by `x`. Where `x` is exactly 0, let the slope be 0.
 
 
 # %% tags=["exercise"]
@@ -176,9 +179,9 @@ relu_backward(np.array([-2.0, -1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.3, 0.4]))
 
 # %% [markdown]
 # Now the linear layer. Element (i, j) of y is the sum over p of `x[i, p] * w[p, j]`, plus `b[j]`. How much does
-# the loss change with `w[p, j]`? That weight is used in *every row* i, each time times `x[i, p]`. So its
+# the loss change with `w[p, j]`? *Every row* i uses that weight, and multiplies it by `x[i, p]`. So its
 # gradient is the sum over the rows i of `x[i, p] * g[i, j]`. Look at that sum again: it is an element of a
-# matrix product. Which one? The same walk leads to the gradient by x.
+# matrix product. Which one? The same steps lead to the gradient by x.
 #
 # | | shape |
 # |---|---|
@@ -187,10 +190,10 @@ relu_backward(np.array([-2.0, -1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.3, 0.4]))
 # | `y`, and `g` | m x n |
 # | `b`, and the gradient by it | n |
 #
-# **Exercise 7.3: linear_backward.** Return three gradients: by `x`, by `w` and by `b`. Both products go through
-# `matmul(a, b)`, which takes transposed views such as `w.T` as they are. Rows may be 0.
+# **Exercise 7.3: linear_backward.** Return three gradients: by `x`, by `w` and by `b`. Use `matmul(a, b)` for
+# both products; it also takes transposed views such as `w.T`. There may be 0 rows.
 #
-# Par: 2 products, and in each as many FLOPs as forward has.
+# Par: 2 products, each with as many FLOPs as the forward product.
 
 
 # %% tags=["exercise"]
@@ -208,17 +211,17 @@ a, b, g = np.ones((4, 3)), np.ones((3, 2)), np.ones((4, 2))
 [gradient.shape for gradient in linear_backward(a, b, g, matmul)]
 
 # %% [markdown]
-# So a layer is three products of one size: one forward, two backward. Nearly all the work of training is in
-# them, which is why this course began where it began.
+# So a layer takes three products of the same size: one forward, two backward. They are nearly all the work of
+# training. That is why this course began with them.
 #
 # ## The loss
 #
-# From ten logits to ten probabilities: exp makes all of them positive, division by their sum makes them add up
-# to 1. This is the **softmax**. The loss of a row is -log of the probability that the right digit got, the
-# **cross-entropy**: 0 for a network that is sure and right, large for one that is sure and wrong. A guess
-# among ten costs log 10 = 2.3.
+# The **softmax** turns ten logits into ten probabilities: exp makes all of them positive, and the division by
+# their sum makes them add up to 1. The loss of a row is -log of the probability of the right digit. This is the
+# **cross-entropy**: 0 for a network that is sure and right, large for one that is sure and wrong. A pure guess
+# among ten digits costs log 10 = 2.3.
 #
-# Written down just so, it breaks:
+# If you compute it in just this way, it breaks:
 
 # %%
 with np.errstate(all="ignore"):
@@ -226,19 +229,19 @@ with np.errstate(all="ignore"):
     print(np.exp(logits), np.exp(logits) / np.exp(logits).sum())
 
 # %% [markdown]
-# exp(100) is more than any float32 holds: infinity, and infinity by infinity is **NaN**, not a number. One NaN
-# in the loss is NaN in every gradient, and after one step in every weight. The remedy is exact, not
-# approximate: softmax does not change when the same number is taken from all logits of a row. Take the row's
-# largest from all. Then the largest exp is 1, the sum is at least 1, and neither it nor its log can go wrong:
+# exp(100) is larger than any float32, so it becomes infinity. Infinity divided by infinity is **NaN**, not a
+# number. One NaN in the loss makes every gradient NaN, and after one step every weight. The remedy is exact:
+# softmax does not change if you subtract the same number from all logits of a row. Subtract the row's largest
+# logit. Then the largest exp is 1 and the sum is at least 1, and neither the sum nor its log can go wrong:
 #
 # -log softmax(z)[t] = log(sum of exp(z - max z)) - (z[t] - max z)
 #
 # The gradient by the logits is simple and worth remembering: **the probabilities, minus 1 at the right digit**.
-# With the mean over m rows, all of it divided by m.
+# For the mean over m rows, divide all of it by m.
 #
 # **Exercise 7.4: softmax_cross_entropy.** `logits` is m x c, `targets` has the right class of each row. Return
-# the mean loss over the rows, one number, and its gradient by the logits, in their dtype. Both are finite for
-# any finite logits. (`logits[np.arange(m), targets]` picks one element of each row.)
+# the mean loss over the rows, one number, and its gradient by the logits, in their dtype. Both have to be
+# finite for any finite logits. (`logits[np.arange(m), targets]` picks one element of each row.)
 
 
 # %% tags=["exercise"]
@@ -260,8 +263,8 @@ softmax_cross_entropy(
 # %% [markdown]
 # ## All of it, and the judge
 #
-# Forward once, then backward through the same operations in reverse order. What forward computed on the way
-# (`hidden`) is needed again: that is why training takes more memory than using a network.
+# Go forward once, then backward through the same operations in reverse order. The backward pass needs a result
+# of the forward pass again (`hidden`). That is why training a network takes more memory than using it.
 
 
 # %%
@@ -276,8 +279,8 @@ def loss_and_gradients(parameters, x, y, matmul):
 
 
 # %% [markdown]
-# Does it agree with trying? In float64, and on a small network (12 units in the middle), so that the judge is
-# done in a moment. This is called a **gradient check**.
+# Does it agree with the judge? The next cell compares them in float64, on a small network (12 units in the
+# middle), so that the judge does not take long. This is called a **gradient check**.
 
 # %%
 small = new_network((64, 12, 10), dtype=np.float64)
@@ -294,8 +297,8 @@ for label, parameter, gradient in zip(("w1", "b1", "w2", "b2"), small, gradients
     print(f"{label}: largest difference {np.abs(tried - gradient).max():.0e}")
 
 # %% [markdown]
-# Ten digits agree, and that is all that trying can give: it divides a tiny difference, which has lost most of
-# its digits, by a tiny h. **Why float64?** In float32 the difference has hardly any digits left:
+# Ten digits agree. The judge cannot do better: it divides a tiny difference, which has lost most of its digits,
+# by a tiny h. **Why float64?** In float32 the difference has hardly any digits left:
 
 # %%
 small32 = [parameter.astype(np.float32) for parameter in small]
@@ -311,10 +314,11 @@ print(f"the gradient's own largest element   {np.abs(gradients[3]).max():.0e}")
 # ## A step
 #
 # **Stochastic gradient descent**, SGD: take some rows (a **batch**), compute the gradients of their loss, move
-# every parameter a little against its gradient, and take the next rows. How far is the **learning rate**.
+# every parameter a little against its gradient, and take the next rows. The **learning rate** says how far to
+# move.
 #
 # **Exercise 7.5: sgd_step.** Change each array of `parameters` *in place*: subtract `rate` times its gradient.
-# Nothing is returned.
+# Return nothing.
 
 
 # %% tags=["exercise"]
@@ -343,7 +347,7 @@ def train(parameters, matmul, epochs=20, batch=64, rate=0.2, seed=0):
 
 
 # %% [markdown]
-# Every row once is an **epoch**. Twenty of them:
+# One pass over all rows is an **epoch**. Here are twenty of them:
 
 # %%
 network = new_network()
@@ -381,11 +385,11 @@ digit_pictures(
 # ## How long should that take?
 #
 # Count. A product of m x k and k x n has m k n multiply-adds, which are 2 m k n FLOPs. A weight matrix has k n
-# parameters, so forward takes 2 FLOPs for each parameter and row, backward twice that: **6 x parameters x
-# rows**. This rule estimates the cost of training up to the largest models. Llama 3 405B has 405e9 parameters,
-# and learned from 15.6e12 tokens, which are its rows: 6 x 405e9 x 15.6e12 = 3.8e25 FLOPs, the number that its
-# authors give. (Biases cost next to nothing. Your `linear_backward` also computes the gradient by the pixels in the
-# first layer. Nothing uses that: libraries leave it out.)
+# parameters. So the forward pass takes 2 FLOPs for each parameter and row, and the backward pass twice that:
+# **6 x parameters x rows** in all. This rule works even for the largest models. Llama 3 405B has 405e9
+# parameters, and learned from 15.6e12 tokens, which are its rows: 6 x 405e9 x 15.6e12 = 3.8e25 FLOPs. Its
+# authors give the same number (Grattafiori and others 2024). (Biases cost next to nothing. In the first layer
+# your `linear_backward` also computes the gradient by the pixels, which nothing uses. Libraries leave it out.)
 
 # %%
 parameters = sum(each.size for each in network)
@@ -394,8 +398,8 @@ print(f"{parameters:,} parameters, {len(x):,} rows")
 print(f"{flops / 1e6:,.0f} million FLOPs an epoch")
 
 # %% [markdown]
-# And each rung's rate, for products as large as the first layer's. (The slowest two have to multiply 8 rows
-# only.)
+# Now measure each rung's rate, for products as large as the first layer's. (The slowest two multiply only 8
+# rows.)
 
 
 # %%
@@ -434,9 +438,9 @@ for label, multiply in multiplies.items():
 # %% [markdown]
 # ## Predict, then measure
 #
-# The right column is the time of an epoch *if products were everything*, and you ran twenty. With the Python
-# loops you would wait for minutes, so they do not run. Now a guess: by which factor is an **epoch** faster on
-# rung 6 than on rung 3? (The table has how much faster the products are.)
+# The right column would be the time of an epoch *if products were everything*. You ran twenty epochs. With the
+# Python loops you would wait for minutes, so the next cells leave them out. Now guess: how many times as fast
+# is an **epoch** on rung 6 as on rung 3? (From the table you can read it for the products alone.)
 
 # %%
 prediction = None  # your guess, such as 10; None draws no guess
@@ -453,9 +457,9 @@ of_products = rates["s6_register_tile"] / rates["s3_compiled"]
 print(f"rung 6 against rung 3: products {of_products:.1f} x, an epoch {gain:.1f} x")
 
 # %% [markdown]
-# Where did the rest go? An epoch also picks rows, takes maxima, exponentials and sums, and Python calls all of
-# this. How long that takes can be measured: train with a `matmul` that returns zeros at once. (It learns
-# nothing, of course.)
+# Where did the rest go? An epoch also picks rows, and takes maxima, exponentials and sums, and Python calls all
+# of this. You can measure how long that takes: train with a `matmul` that returns zeros at once. (The network
+# learns nothing, of course.)
 
 
 # %%
@@ -473,19 +477,20 @@ print(f"by the model an epoch on rung 6 is {gain:.1f} x as fast as on rung 3")
 epochs_picture(epoch, model, rest, prediction)
 
 # %% [markdown]
-# For slow rungs an epoch takes what the products take. For fast ones it hardly changes any more: it comes close
-# to the dashed line, and a product that took no time at all would only bring it *to* that line. This is
-# **Amdahl's law** (1967): make one part faster, and the others remain. Where a bar goes beyond its orange
-# mark, the model's rate was too good: it was measured on the large first layer, forward. The second layer, with
-# 10 columns, fills no tile, and in backward one factor of each product is transposed, and not read along its
-# rows.
+# With slow rungs an epoch takes as long as its products. With fast ones it hardly changes any more. It comes
+# close to the dashed line, and even a product that took no time at all would only bring it *to* that line. This
+# is **Amdahl's law** (1967): if you make one part faster, the other parts remain. Where a bar goes beyond its
+# orange mark, the model's rate was too good: it was measured on the large first layer, forward. The second
+# layer has only 10 columns and fills no tile. And in the backward pass one factor of each product is
+# transposed, so it is not read along its rows.
 #
-# In a large network the products grow with the square of its width, what is done element by element only with
-# the width, and Python's calls not at all. There the products are nearly everything again, and their rate
-# decides. Change `sizes` in `new_network` to (64, 1024, 10), and see how the bars move. (If you have a GPU, its
-# bar is long here: for products as small as these the way there and back takes longer than the product.)
+# In a larger network, the products grow with the square of the width. The operations on single elements grow
+# only with the width, and Python's calls not at all. So there the products are nearly everything again, and
+# their rate decides. Change `sizes` in `new_network` to (64, 1024, 10), and see how the bars move. (If you have
+# a GPU, its bar is long here: with such small products, copying the numbers there and back takes longer than
+# the product.)
 #
-# The result did *not* change from rung to rung, except for rounding: each rung adds in another order.
+# The result did *not* change from rung to rung, except for rounding, because each rung adds in another order.
 
 # %%
 for label in ("s3_compiled", "s6_register_tile", "NumPy's BLAS"):
@@ -497,9 +502,9 @@ for label in ("s3_compiled", "s6_register_tile", "NumPy's BLAS"):
 # %% [markdown]
 # ## Break it
 #
-# Six ways to begin, ten epochs each: learning rates, and factors on the first weights. Which of them will
-# learn? (A unit in the middle is *dead* if its input is negative or 0 for every held-out digit: ReLU then
-# passes nothing, forward or backward.)
+# Here are six ways to begin, with ten epochs each: different learning rates, and different factors on the first
+# weights. Which of them will learn? (A unit in the middle is *dead* if its input is negative or 0 for every
+# held-out digit. Then ReLU passes nothing, forward or backward.)
 
 
 # %%
@@ -518,16 +523,18 @@ for rate, scale in ((0.2, 1), (0.002, 1), (20, 1), (0.2, 0.001), (0.2, 0), (0.2,
     broken(rate, scale)
 
 # %% [markdown]
-# **Too small a rate** learns, slowly. **Too large a one** jumps across the valley, so far that nearly all units
-# are dead: no row gives them a gradient any more, and no further training wakes them. **Zeros** never learn:
-# the middle is 0, so w2 gets no gradient, and w2 is 0, so w1 gets none. Only the last bias moves, and the loss
-# stays at log 10. **Tiny weights** are nearly that: small numbers times small numbers, and it takes long to get
-# going. **Huge weights** begin with a huge loss, which only a stable softmax survives. They may end up right
-# for many digits; but where the network is wrong it is *very* sure, and the loss says so.
+# With **too small a rate** the network learns, but slowly. With **too large a rate** it jumps across the
+# valley, so far that nearly all units are dead: no row gives them a gradient any more, and no further training
+# wakes them. **Zeros** never learn: the middle is 0, so w2 gets no gradient, and w2 is 0, so w1 gets none. Only
+# the last bias moves, and the loss stays at log 10. **Tiny weights** are nearly as bad: small numbers are
+# multiplied by small numbers, and the network learns little for a long time. **Huge weights** begin with a huge
+# loss, which only a stable softmax survives. The network may end up right for many digits. But where it is
+# wrong it is *very* sure, and the loss shows that.
 #
-# In *deep* networks this is worse, since each layer multiplies. Below are ten layers with a ReLU after each,
-# and the typical size of the numbers after each layer, for three scales of the first weights. He et al. (2015)
-# derived the one that neither vanishes nor explodes: sqrt(2 / inputs), which `new_network` takes.
+# In *deep* networks this is worse, because each layer multiplies. The figure below shows ten layers with a ReLU
+# after each: the typical size of the numbers after each layer, for three scales of the first weights. He and
+# others (2015) derived the scale at which the numbers neither vanish nor explode: sqrt(2 / inputs).
+# `new_network` uses it.
 
 
 # %%
@@ -559,9 +566,10 @@ show(
 # %% [markdown]
 # ## The same with autograd
 #
-# PyTorch's autograd records what forward does and calls each operation's backward, in reverse: what you did by
-# hand. `minidist.model.matmul` plugs a rung into it (one class, with your two products in it), so that from
-# here on every network of this course can run on any rung. Same weights, same rows: the same gradients?
+# PyTorch's autograd records the forward pass and calls each operation's backward function in reverse order. You
+# did the same by hand. `minidist.model.matmul` plugs a rung into it (one class, with your two products in it).
+# So from here on every network of this course can run on any rung. Do the same weights and the same rows give
+# the same gradients?
 
 # %%
 rows_x, rows_y = data.train[torch.arange(64)]
@@ -577,18 +585,17 @@ max(np.abs(each.grad.numpy().T - mine).max() for each, mine in pairs)
 # ## What breaks in practice, and how one sees it
 #
 # - **A gradient that is nearly right** (a forgotten mean, a transposed square matrix) still makes the loss
-#   fall. Only the gradient check tells. Run it in float64, with sizes that are all different, so that a wrong
-#   shape cannot fit.
-# - **A check at a kink.** ReLU has no slope at 0; where trying crosses it, the two differ. A single bad element
-#   among thousands is that, a whole row is a bug.
-# - **NaN.** It spreads, and the first loss that is NaN is too late to look. Check `np.isfinite` of the loss in
+#   fall. Only the gradient check finds it. Run it in float64, with sizes that are all different, so that a
+#   wrong shape cannot fit.
+# - **A check at a kink.** ReLU has no slope at 0. If x - h and x + h lie on different sides of 0, the two
+#   gradients differ. A single bad element among thousands may be such a kink. A whole bad row is a bug.
+# - **NaN.** It spreads, and when the loss is NaN it is too late to look. Check `np.isfinite` of the loss in
 #   every step, and look at the step before: a large rate, a large logit, a log of 0.
-# - **A loss that stays at log of the number of classes** (2.3 here): nothing is learned. Zeros or tiny weights,
-#   a rate of almost 0, or `parameter = parameter - ...`, which changes no array.
-# - **Good on what it learned, bad on what it did not**: it remembers. Only held-out rows show it; never choose
-#   a rate or stop by looking at them, or they are held out no longer.
-# - **A product is fast and training is not**: measure all the rest, as above, before you tune the product
-#   again.
+# - **A loss that stays at log of the number of classes** (2.3 here): nothing is learned. The reason may be
+#   zeros or tiny weights, a rate of almost 0, or `parameter = parameter - ...`, which changes no array.
+# - **Good on the rows that it learned from, bad on others**: the network has memorized its rows. Only held-out
+#   rows show that. Never use them to choose a rate or to decide when to stop, or they are no longer held out.
+# - **The product is fast, but training is not**: measure the rest, as above, before you tune the product again.
 #
 # ## Further reading
 #
@@ -601,16 +608,16 @@ max(np.abs(each.grad.numpy().T - mine).max() for each, mine in pairs)
 #
 # ## Where your lines live
 #
-# From here on lessons end on a page of [the training ladder](../minidist/plain/__init__.py), which
-# says an idea once more in plain PyTorch. The library's engine has it in general form:
+# From here on, each lesson ends with a page of [the training ladder](../minidist/plain/__init__.py), which
+# shows its idea once more in plain PyTorch. The library's engine has the same idea in general form:
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
 # | all of it: a step | plain/one_process.py: [`train`](../minidist/plain/one_process.py) | parallel/engine/training_step.py: [`Engine.step`](../minidist/parallel/engine/training_step.py) |
 # | `linear_backward` | – | model/matmul.py: [`_Product.backward`](../minidist/model/matmul.py) |
 #
-# The rung's loop is yours: the loss, every gradient, the update. There autograd walks back for you, a torch
-# optimizer makes the step, and the network is a small GPT. `_Product` has your two products, and is called by
-# autograd. The engine's step has the same three parts, for any model, layout and precision.
+# The rung's loop is like yours: the loss, every gradient, the update. But autograd walks back for you, a torch
+# optimizer makes the step, and the network is a small GPT. `_Product` has your two products, and autograd calls
+# it. The engine's step has the same three parts, for any model, layout and precision.
 #
-# Next: lesson 08 leaves the single process: several of them, that have only messages.
+# Next: lesson 08 goes from one process to several, which can only send each other messages.

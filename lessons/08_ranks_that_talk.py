@@ -15,12 +15,11 @@
 #
 # **Time:** about 2 hours. **Builds on:** Python alone; you may begin the course here.
 #
-# So far everything happened in one process. From here on several processes work together, and none sees the
-# others' memory: all that they have is messages. In this lesson you build, from *send* and *receive* alone,
-# the operation that nearly all parallel training rests on, and you predict what it costs before you measure it.
+# So far everything happened in one process. From here on several processes work together. None of them sees the
+# others' memory, so they can only send messages. Nearly all parallel training rests on one operation. In this
+# lesson you build it from *send* and *receive* alone, and you predict its cost before you measure it.
 
 # %%
-import statistics
 import time
 
 import torch
@@ -36,15 +35,16 @@ from minidist import comm
 ladder(8)
 
 # %% [markdown]
-# **The question.** Four processes hold a tensor each. Each of them wants the sum of all four. How is that done
-# so fast that more processes hardly make it slower? (Llama 3 405B was trained on up to 16,384 GPUs, which sum
-# their gradients in every step: Grattafiori et al. 2024.)
+# **The question.** Four processes hold a tensor each. Each of them wants the sum of all four. How can they get
+# it so fast that more processes hardly make it slower? (Llama 3 405B was trained on up to 16,384 GPUs, which
+# sum their gradients in every step: Grattafiori and others 2024.)
 #
 # ## Four processes and a name for each
 #
-# `md.Cluster` starts processes that stay up, so that a cell which uses them answers in a moment. They are
+# `md.Cluster` starts processes that stay up, so that a cell which uses them answers at once. The processes are
 # called **ranks**, and numbered from 0. `cluster.run` runs one function on all of them, and returns a list of
-# their results. Inside the function `md.rank()` is the number of this rank, and `md.size()` how many there are.
+# their results. Inside the function, `md.rank()` is the number of this rank, and `md.size()` is the number of
+# ranks.
 
 # %%
 cluster = md.Cluster(ranks=4)
@@ -59,13 +59,13 @@ cluster.run(hello)
 
 # %% [markdown]
 # The same function ran four times, at once, in four processes. What a rank prints is labelled with its rank.
-# That is the whole style: **one program, many ranks**, and each finds its part by its rank (SPMD: single
-# program, multiple data).
+# That is the style of this whole course: **one program, many ranks**, and each rank finds its part of the work
+# by its number (SPMD: single program, multiple data).
 #
 # ## One message
 #
-# A message needs two: one rank calls `comm.send`, the other `comm.recv`, with a tensor of the same shape for
-# the message to land in.
+# A message needs two ranks: one calls `comm.send`, the other `comm.recv`. The receiver passes a tensor of the
+# same shape, into which the message is written.
 
 
 # %%
@@ -83,9 +83,9 @@ cluster.run(one_message)
 # %% [markdown]
 # Rank 2 now has zeros: they came from rank 0. The others sent nothing and noticed nothing.
 #
-# And when everybody sends at once? Below each of two ranks sends to the other, and then receives. It looks
-# harmless. These two ranks are started with `check=True`, which has ranks compare their calls, so that they
-# notice when they get stuck.
+# What happens if everybody sends at once? In the next cell each of two ranks sends to the other, and then
+# receives. It looks harmless. `check=True` makes these ranks compare their calls, so that they notice when they
+# get stuck.
 
 
 # %%
@@ -102,17 +102,19 @@ with md.Cluster(ranks=2, check=True) as pair:
         print(in_words(error))
 
 # %% [markdown]
-# A **deadlock**: each waits until the other listens, and neither does. `comm.send` may come back only once a
-# receiver is there. Whether it has to wait for one depends on how the message travels and how large it is: a
-# program that relies on it runs here, and hangs elsewhere. The remedy is to *begin* a send and not wait for it:
-# `work = comm.send(x, other, async_op=True)` comes back at once, and `work.wait()` waits later.
+# This is a **deadlock**: each rank waits until the other one receives, and neither does. `comm.send` may return
+# only when a receiver is there. Whether it has to wait depends on the size of the message and on the way that
+# it travels. So a program that does not expect the wait may run here and hang elsewhere. The remedy is to
+# *begin* a send without waiting for it: `work = comm.send(x, other, async_op=True)` returns at once, and
+# `work.wait()` waits later.
 #
-# **Exercise 8.1: shift.** All ranks sit in a ring. Each gives its tensor to the next one and gets the tensor
-# of the one before: rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do so at the same
-# time. `x` stays as it is; the result is a new tensor. A rank that is alone gets its own.
+# **Exercise 8.1: shift.** All ranks sit in a ring. Each gives its tensor to the next one and gets the tensor of
+# the one before: rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do this at the same
+# time. `x` stays as it is; the result is a new tensor. If there is only one rank, it gets a copy of its own
+# tensor.
 #
-# **Par**, here and below, is what the lesson's own answer costs. An answer that costs up to half as much again
-# passes. One that costs more does not: then the idea is missing, and the check says which.
+# **Par**, here and below, is the cost of the lesson's own answer. An answer that costs up to 1.5 times par
+# passes. One that costs more does not: it misses an idea, and the check says which.
 #
 # Par: one message from each rank, and one round: no rank waits for a message before it sends its own.
 
@@ -129,7 +131,7 @@ check(shift)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
 
 # %%
 shift = or_solution(shift)
@@ -138,8 +140,8 @@ cluster.run(lambda: shift(torch.full((3,), float(md.rank()))))
 # %% [markdown]
 # ## A sum, the obvious way
 #
-# Everybody sends to rank 0. It adds, and sends the sum to everybody. This is an **all-reduce**: *reduce* means
-# that tensors are combined to one, *all* that everybody gets it.
+# Everybody sends to rank 0. Rank 0 adds, and sends the sum to everybody. This is an **all-reduce**: *reduce*
+# means that several tensors become one, and *all* means that every rank gets it.
 
 
 # %%
@@ -173,30 +175,30 @@ def bytes_of(all_reduce, size=1_000_000):
 cluster.run(bytes_of, naive_all_reduce)
 
 # %% [markdown]
-# The tensor has 1 MB. Rank 0 sends 3 MB, and receives 3 MB, while the others wait for it. With 100 ranks it
-# would be 99 MB each way through one process: **the busiest rank decides**, and here it has (n - 1) times the
-# tensor to send.
+# The tensor has 1 MB. Rank 0 sends 3 MB, and receives 3 MB, while the others wait for it. With 100 ranks, 99 MB
+# would go each way through one process. **The busiest rank decides**, and here it has to send (n - 1) times the
+# tensor.
 #
 # ## A ring
 #
-# Here is a way in which no rank has more to send than the others. Cut each tensor into n parts. In each step
+# In the next algorithm no rank has to send more than the others. Cut each tensor into n parts. In each step
 # every rank passes *one part* to the next rank, and all ranks do so at the same time. Press Play, or go step by
-# step, and follow one colour around. A block says whose contributions it holds: `3+0` is the sum of rank 3's
-# part and rank 0's.
+# step, and follow one colour around. Each block shows whose contributions it holds: `3+0` is the sum of the
+# parts of rank 3 and rank 0.
 
 # %%
 ring_animation()
 
 # %% [markdown]
-# The first three steps are a **reduce-scatter**: afterwards rank r has the sum of part r, and only of that. The
-# last three are an **all-gather**: those parts go around until everybody has all. Both are useful alone (ZeRO,
-# in lesson 14, is made of them), so you write them one after the other.
+# The first three steps are a **reduce-scatter**: afterwards rank r has the sum of part r, and of no other part.
+# The last three are an **all-gather**: these sums go around until every rank has all of them. Both are useful
+# alone (ZeRO, in a later lesson, consists of them), so you write them one after the other.
 #
 # **Exercise 8.2: ring reduce-scatter.** `x` is a tensor of one dimension, the same length on all ranks. Its
 # parts are `x.tensor_split(n)`, whose lengths may differ by one, or be 0. Return part r, summed over all ranks.
-# You may use `x` as scratch paper. Only `comm.send` and `comm.recv`, and each rank sends to its neighbour alone.
+# You may overwrite `x`. Use only `comm.send` and `comm.recv`, and let each rank send only to its neighbour.
 #
-# Par: n - 1 messages from each rank, in n - 1 rounds, and in them all of `x` but one part.
+# Par: n - 1 messages from each rank, in n - 1 rounds; together they have all of `x` except one part.
 
 
 # %% tags=["exercise"]
@@ -215,10 +217,10 @@ ring_reduce_scatter = or_solution(ring_reduce_scatter)
 cluster.run(lambda: ring_reduce_scatter(torch.arange(8.0)))
 
 # %% [markdown]
-# **Exercise 8.3: ring all-gather.** On rank r only part r of `x` counts, the rest is old stuff. Fill all parts on
-# all ranks, in place, and return `x`. Again each rank sends to its neighbour alone.
+# **Exercise 8.3: ring all-gather.** On rank r only part r of `x` is right; the other parts hold old numbers.
+# Fill all parts on all ranks, in place, and return `x`. Again, let each rank send only to its neighbour.
 #
-# Par: n - 1 messages from each rank, in n - 1 rounds, and in them all of `x` but one part.
+# Par: n - 1 messages from each rank, in n - 1 rounds; together they have all of `x` except one part.
 
 
 # %% tags=["exercise"]
@@ -238,7 +240,8 @@ cluster.run(lambda: ring_all_gather(torch.full((8,), float(md.rank()))))
 # %% [markdown]
 # **Exercise 8.4: ring all-reduce.** Sum `x` over all ranks, in place, and return it.
 #
-# Par: 2 (n - 1) messages from each rank, in as many rounds, and in them 2 (n - 1) / n times the bytes of `x`.
+# Par: 2 (n - 1) messages from each rank, in as many rounds; together they have 2 (n - 1) / n times the bytes of
+# `x`.
 
 
 # %% tags=["exercise"]
@@ -256,17 +259,18 @@ print("naive", cluster.run(bytes_of, naive_all_reduce))
 print("ring ", cluster.run(bytes_of, ring_all_reduce))
 
 # %% [markdown]
-# Of 1 MB each rank sends 1.5 MB. With n ranks it is 2 (n - 1) / n MB: never more than 2, be it four ranks or a
-# thousand. No way can do with less (Patarasuk and Yuan 2009 prove it): that is why the ring is called
+# For a tensor of 1 MB each rank sends 1.5 MB. With n ranks it sends 2 (n - 1) / n MB: less than 2 MB, even with
+# a thousand ranks. No algorithm can send less (Patarasuk and Yuan 2009 prove it), so the ring is called
 # **bandwidth-optimal**.
 #
 # ## What a message costs
 #
-# Two numbers say most of it (Hockney 1994). A message takes **alpha** seconds however small it is, and **beta**
-# seconds more for each byte: alpha + beta b for b bytes. To find both, time a tiny message and a large one.
+# Two numbers describe the cost well (Hockney 1994). Even the smallest message takes **alpha** seconds, and each
+# byte adds **beta** seconds: b bytes take alpha + beta b. To find both, time a tiny message and a large one.
 #
 # Ranks of one machine may hand messages over in memory. Ranks of different machines send them through
-# **sockets**. `comm.using("torch")` makes these ranks do so, too.
+# **sockets**. `comm.using("torch")` makes these ranks use sockets as well. (As in lesson 00, we take the best
+# of several rounds: other programs on your machine can only make a message slower.)
 
 
 # %%
@@ -277,7 +281,7 @@ def seconds(call, rounds=7):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return min(times)
 
 
 def slowest(call, ranks=cluster, rounds=7):
@@ -303,8 +307,8 @@ alpha, beta = t_small, (t_large - t_small) / 4_000_000
 print(f"alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.3f} ns a byte")
 
 # %% [markdown]
-# **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce: `size` bytes on each of `ranks`
-# ranks, whose messages take `alpha` and `beta`. What the additions take is left out.
+# **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce for `size` bytes on each of `ranks`
+# ranks, if a message takes `alpha` seconds and `beta` more for each byte. Leave out the time of the additions.
 
 
 # %% tags=["exercise"]
@@ -325,19 +329,20 @@ for size in (1_000, 1_000_000, 16_000_000):
 # %% [markdown]
 # ## A link for each rank
 #
-# The formula is about ranks that each have a machine and a network card. Yours share one machine, and its cores
-# copy every message: eight ranks on two cores take turns, and you would measure the cores. So give each rank a
-# **link** of its own, on which a message takes alpha + beta b seconds because both ranks *sleep* that long.
-# Sleeping takes no core. All else is real: eight processes, their messages, and the functions that you wrote.
+# The formula assumes that each rank has its own machine and its own network card. Your ranks share one machine,
+# and its cores copy every message. Eight ranks on two cores would take turns, and you would measure the cores.
+# So give each rank its own **link**: a message on it takes alpha + beta b seconds, because both ranks *sleep*
+# that long. A sleeping rank needs no core. Everything else is real: eight processes, their messages, and the
+# functions that you wrote.
 #
-# The link is a slow one, with alpha = 15 ms and 50 ns a byte (20 MB/s), so that nothing else on your machine
-# counts beside it.
+# The link is slow, with alpha = 15 ms and 50 ns a byte (20 MB/s). Compared with it, the other work of your
+# machine hardly matters.
 #
 # ## Predict, then measure
 #
-# The naive way sends its 2 (n - 1) messages whole, one after the other through rank 0. Take 4 MB on 8 ranks:
-# how many times as fast as the naive way is the ring? And how much longer do 8 ranks take than 2, with the ring?
-# Write down your guess for the first, and only then run on.
+# The naive way sends 2 (n - 1) whole tensors, one after the other, from or to rank 0. Take 4 MB on 8 ranks. How
+# many times as fast as the naive way is the ring? And with the ring, how much longer do 8 ranks take than 2?
+# Write down your guess for the first question, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
@@ -389,16 +394,16 @@ curves(
 )
 
 # %% [markdown]
-# Read it from the left. **Small tensors:** the lines are flat, because only the number of messages counts. On 8
-# ranks both ways take 14 messages one after the other, and the ring wins nothing. **Large tensors:** the lines
-# rise with the bytes, and each of the ring's messages has an eighth of them.
+# Read the figure from the left. **Small tensors:** the lines are flat, because only the number of messages
+# counts. On 8 ranks both ways take 14 messages one after the other, and the ring gains nothing. **Large
+# tensors:** the lines rise with the bytes, and each of the ring's messages has only an eighth of them.
 #
-# Now compare 2 ranks with 8. The naive way takes seven times as long, since rank 0 sends and receives for all.
-# The ring's bytes grow from 1 to 1.75 times the tensor and never pass 2. What still grows is alpha: 14 messages
-# in place of 2. That is the answer to this lesson's question: **more ranks hardly make a large all-reduce
-# slower**, and only a small one feels their number.
+# Now compare 2 ranks with 8. The naive way takes seven times as long, because rank 0 sends and receives for
+# all. With the ring, the bytes that a rank sends grow from 1 to 1.75 times the tensor, and can never pass 2.
+# The cost of alpha still grows, with 14 messages instead of 2. So here is the answer to this lesson's question:
+# **more ranks hardly make a large all-reduce slower**. Only a small one takes longer with every further rank.
 #
-# And without the links? Then your cores do the copying.
+# What happens without the links? Then your cores copy the messages.
 
 # %%
 x = torch.zeros(4_000_000)
@@ -409,14 +414,16 @@ with_cores = {
 print({way: f"{ms:.1f} ms" for way, ms in with_cores.items()})
 
 # %% [markdown]
-# The same 16 MB on 4 ranks of one machine. Both ways copy 96 MB in all, 6 times the tensor, with the same cores.
-# The ring can only win what the naive way leaves idle, and on a machine with two cores that may be nothing. **A
-# model is as good as what it knows**: alpha and beta know of links, and of no cores.
+# This was a tensor of 16 MB on 4 ranks of one machine. Both ways copy 96 MB in all, 6 times the tensor, with
+# the same cores. The ring can gain only if the naive way leaves cores idle, and on a machine with two cores it
+# may gain nothing. **A model knows only what you put into it**: alpha and beta describe links, and say nothing
+# about cores.
 #
 # ## Machines that you do not have
 #
-# With alpha and beta of a network you can predict what a cluster would do. `minidist.comm.cost` does what your
-# `ring_seconds` does, for several algorithms, with the additions counted, and for networks by their data sheets.
+# If you know alpha and beta of a network, you can predict how fast a cluster would be. `minidist.comm.cost`
+# works like your `ring_seconds`. It knows several algorithms, counts the additions as well, and takes alpha and
+# beta of common networks from their data sheets.
 
 # %%
 from minidist.comm import cost
@@ -429,8 +436,8 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{network:24}" + "".join(f"{t * 1e3:9.1f} ms" for t in times))
 
 # %% [markdown]
-# And for tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor; a **tree** takes 20.
-# So libraries switch between algorithms by size.
+# What about tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor, but a **tree**
+# takes 20. So libraries choose the algorithm by the size of the tensor.
 
 # %%
 for size in (1e3, 1e6, 1e9):
@@ -444,8 +451,8 @@ for size in (1e3, 1e6, 1e9):
     )
 
 # %% [markdown]
-# Ranks of one machine have a better way yet: memory that all of them see. No message is copied through the
-# operating system. This is what `comm.all_reduce` takes by itself where it can.
+# Ranks of one machine have an even better way: memory that all of them see. Then no message is copied through
+# the operating system. `comm.all_reduce` chooses this way by itself where it can.
 
 # %%
 for way in ("naive", "ring", "tree", "shared_memory"):
@@ -455,17 +462,19 @@ for way in ("naive", "ring", "tree", "shared_memory"):
 # %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
-# - **Deadlock.** One rank takes another branch, and makes one call fewer. All hang, without a word. `md.Cluster`
-#   stops after its `timeout` and says where each rank is; `check=True` says at once which calls do not fit.
+# - **Deadlock.** One rank takes another branch, and makes one call less. Then all ranks hang, without any
+#   message. `md.Cluster` stops after its `timeout` and says where each rank is. With `check=True` it says at
+#   once which calls do not match.
 # - **Mismatch.** Ranks pass tensors of different shapes. Plain gloo then hangs, or returns wrong numbers.
 #   `check=True` names both calls and their lines.
-# - **A buffer that changes too early.** After `async_op=True` the tensor is on its way until `wait()`: write to
-#   it before that, and nonsense is sent, sometimes. In the ring, a part is sent in one step and only overwritten in a
-#   later one. Where? (In the all-gather: never. Look at the order of the parts.)
-# - **A straggler.** A ring is as slow as its slowest link. The ledger's `seconds` are long on all ranks *but* the
-#   slow one, which never waits.
-# - **Sums differ in the last bits.** Each part is added in another order of ranks. In floating point
-#   (a + b) + c is not a + (b + c); all ranks still agree with each other, because each part is summed once.
+# - **A buffer that changes too early.** After `async_op=True` the tensor is on its way until `wait()`. If you
+#   write to it before that, the other rank sometimes gets nonsense. Does your ring ever overwrite a part that
+#   it has sent? (Look at the order of the parts. In the reduce-scatter no part changes after it is sent. The
+#   all-gather overwrites the parts that the reduce-scatter has sent, but n - 1 steps later.)
+# - **A straggler.** A ring is as slow as its slowest link. The ledger's `seconds` are long on all ranks
+#   *except* the slow one, which never waits.
+# - **Sums differ in the last bits.** Each part is added in another order of ranks, and in floating point (a +
+#   b) + c is not a + (b + c). All ranks still agree with each other, because each part is summed only once.
 
 # %%
 cluster.close()
@@ -475,8 +484,8 @@ cluster.close()
 #
 # - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009: the ring, and
 #   the proof that no way sends less. Section 3 is what you wrote.
-# - Thakur, Rabenseifner and Gropp, *Optimization of Collective Communication Operations in MPICH*, 2005: alpha and
-#   beta at work, for trees, rings, and halving and doubling; when to switch.
+# - Thakur, Rabenseifner and Gropp, *Optimization of Collective Communication Operations in MPICH*, 2005: alpha
+#   and beta applied to trees, rings, and halving and doubling, and when to use which.
 # - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*, 2018: how the ring came
 #   to deep learning (after Andrew Gibiansky's post of 2017, *Bringing HPC Techniques to Deep Learning*).
 #
@@ -492,8 +501,8 @@ cluster.close()
 # | `ring_all_reduce` | comm/algorithms/ring.py: [`ring_all_reduce`](../minidist/comm/algorithms/ring.py) | comm/collectives.py: [`all_reduce`](../minidist/comm/collectives.py) |
 # | `ring_seconds` | comm/algorithms/formulas.py: [`formula`](../minidist/comm/algorithms/formulas.py) | comm/cost/model.py: [`predict`](../minidist/comm/cost/model.py) |
 #
-# The ring there passes the parts in the same order as yours. But it only names the messages, as data, so that a
-# proof can check them for all ranks without a process. `execute` sends them, in segments that overlap, and
-# `all_reduce` chooses between the algorithms.
+# The ring there passes the parts in the same order as yours. But it only lists the messages, as data, so that a
+# proof can check them for all ranks without starting a process. `execute` sends them, in segments that overlap,
+# and `all_reduce` chooses between the algorithms.
 #
 # Next: lesson 09 puts your all-reduce to work, and trains one model on several ranks.
