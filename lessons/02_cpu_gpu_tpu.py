@@ -147,9 +147,9 @@ print("every second thread does:", steps_of(threads % 2 == 0), "steps of warps")
 # tick by tick, as blood does through a body, and so they called it a **systolic array**. Its multipliers, with
 # their adders and a few registers, are called **processing elements**, PEs.
 #
-# Below is one that multiplies two matrices of 3 x 3. Elements of `a` come from the left and go right, those of
-# `b` come from above and go down. Where two elements meet, the PE multiplies them and adds the product to its
-# sum. Step through it, and follow one sum.
+# Below is one that multiplies two matrices of 3 x 3. Elements of `a` come from the left and go right. Elements
+# of `b` come from above and go down. Where two elements meet, the PE multiplies them and adds the product to
+# its sum. Step through it, and follow one sum.
 
 # %%
 systolic_animation("output")
@@ -256,7 +256,8 @@ worked = working(x, y)
 print("PEs that work in each tick, of 20:", *worked)
 
 # %% [markdown]
-# It fills, it works, it runs empty. How long does that take for any sizes, and what share of the PEs works?
+# The array fills, works, and runs empty. How long does that take for given sizes, and what share of its PEs
+# works?
 #
 # **Exercise 2.5: systolic_cost.** For an (m, k) matrix times a (k, n) matrix on a grid of m rows and n columns,
 # return three numbers: the **ticks** until the last PE has done its last multiply-add; the **reads**, elements
@@ -349,7 +350,7 @@ for each in comparison.rows:
 # thousand multiply-adds in a tick, and a few hundred elements feed it. It is also busy: filling and emptying
 # cost little now.
 #
-# Your own array, beside that of `minidist`:
+# Compare your own array with minidist's:
 
 # %%
 x, y = rng.integers(-9, 9, (20, 30)), rng.integers(-9, 9, (30, 12))

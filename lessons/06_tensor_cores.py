@@ -555,6 +555,6 @@ for gpu, about in {
 # - Fasi, Higham, Mikaitis and Pranesh, *Numerical behavior of NVIDIA tensor cores*, 2021: how one finds out
 #   what an undocumented unit does.
 # - Markidis, Chien, Laure, Peng and Vetter, *NVIDIA Tensor Core Programmability, Performance & Precision*,
-#   2018: what the first of them could do, and how lost bits are won back.
+#   2018: the abilities of the first tensor cores, and a way to win lost bits back.
 #
 # Next: lesson 07 trains a network on products of your own.

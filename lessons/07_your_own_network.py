@@ -378,7 +378,7 @@ missed = np.flatnonzero(said_digits != test_y)[:7]
 digit_pictures(
     test_x[missed],
     [f"{test_y[i]} as {said_digits[i]}" for i in missed],
-    "Held-out digits that it got wrong: what they are, and as what they were read.",
+    "Held-out digits that it got wrong: the digit, and the answer.",
 )
 
 # %% [markdown]

@@ -58,7 +58,7 @@ def hello():
 cluster.run(hello)
 
 # %% [markdown]
-# The same function ran four times, at once, in four processes. What a rank prints is labelled with its rank.
+# The same function ran four times, at once, in four processes. Each printed line is labelled with its rank.
 # That is the style of this whole course: **one program, many ranks**, and each rank finds its part of the work
 # by its number (SPMD: single program, multiple data).
 #

@@ -123,9 +123,10 @@ def systolic_step(answer: Answer, draw: np.random.Generator) -> Right:
     hints=(
         "There are three parts: what enters, tick by tick; a grid of zeros; a loop that calls step. For the "
         "loop: when does the last PE, in the corner at the lower right, get its last pair?",
-        "left = skew(x) and top = skew(y.T).T, whose column t and row t enter in tick t. The last pair "
-        "enters after k - 1 ticks and needs m + n - 2 more to PE (m - 1, n - 1): that makes m + n + k - 2 "
-        "with tick 0. Until then left needs n - 1 columns of zeros more, and top m - 1 rows.",
+        "Take left = skew(x) and top = skew(y.T).T. In tick t, column t of left and row t of top enter. The "
+        "last pair enters after k - 1 ticks, and takes m + n - 2 more to PE (m - 1, n - 1): that makes m + "
+        "n + k - 2 ticks with tick 0. For these ticks left needs n - 1 more columns of zeros, and top needs "
+        "m - 1 more rows.",
         "left = np.pad(skew(x), ((0, 0), (0, n - 1))), then top = np.pad(skew(y.T).T, ((0, m - 1), (0, 0))), "
         "then a, b, sums = (np.zeros((m, n), x.dtype) for _ in range(3)), then for t in range(m + n + k - 2)"
         ": a, b, sums = step(a, b, sums, left[:, t], top[t]), then return sums.",
@@ -188,8 +189,8 @@ class Grid:
         "Which PE is the last to begin, and how many ticks does it wait for its first pair? How many "
         "multiply-adds does it then do? The animation has m = n = k = 3, and takes 7.",
         "PE (m - 1, n - 1) is m - 1 rows and n - 1 columns from the corner: it begins m + n - 2 ticks late "
-        "and does k multiply-adds, one in a tick. Each element of both matrices enters once. Useful are m n "
-        "k multiply-adds, possible were m n in each tick.",
+        "and does k multiply-adds, one in a tick. Each element of both matrices enters once. The product "
+        "needs m n k multiply-adds, and the grid could do m n in each tick.",
         "ticks = m + n + k - 2, then reads = m * k + k * n, then return ticks, reads, m * n * k / (m * n * "
         "ticks)",
     ),

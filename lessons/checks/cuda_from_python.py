@@ -139,8 +139,8 @@ def matmul(answer: Answer, draw: np.random.Generator) -> Right:
     "3.4",
     hints=(
         "With 4 threads and 10 elements, thread 0 may take elements 0, 4 and 8. Which does thread 1 take?",
-        "Thread i begins at element i, and goes on by as many as there are threads in the whole grid, which "
-        "is cuda.gridsize(1). range(start, stop, step) does just that.",
+        "Thread i begins at element i. Its next element is as far on as there are threads in the whole "
+        "grid, cuda.gridsize(1). range(start, stop, step) does just that.",
         "total = float32(0), then `for i in range(cuda.grid(1), x.size, cuda.gridsize(1)): total += x[i]`, "
         "and after the loop partial[cuda.grid(1)] = total.",
     ),

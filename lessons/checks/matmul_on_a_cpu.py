@@ -70,8 +70,8 @@ def intensity(answer: Answer, draw: np.random.Generator) -> Right:
 @lesson.exercise(
     "1.3",
     hints=(
-        "Which loop is the innermost decides what is touched one after the other. With p innermost it is a "
-        "column of b. With which one is it a row of b, and a row of c?",
+        "The innermost loop decides which elements are touched one after the other. With p innermost they "
+        "lie in a column of b. With which index innermost do they lie in a row of b, and in a row of c?",
         "The order i, p, j. Then no sum is complete before the loop over p is, so the sums have to be kept "
         "in c itself: set it to 0 first.",
         "c[:] = 0; for i in range(m): for p in range(k): factor = a[i, p]; for j in range(n): "

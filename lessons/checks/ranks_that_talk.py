@@ -24,8 +24,8 @@ TALK = ("send", "recv")
 @lesson.exercise(
     "8.1",
     hints=(
-        "Who is next is (md.rank() + 1) % md.size(); who is before is (md.rank() - 1) % md.size(). Draw "
-        "three ranks on paper, and write beside each the line that it is at.",
+        "The next rank is (md.rank() + 1) % md.size(), and the rank before is (md.rank() - 1) % md.size(). "
+        "Draw three ranks on paper, and write beside each the line that it is at.",
         "If every rank first sends and then receives, each waits for a neighbour that is not listening: a"
         " send ends only once the other side receives. One of the two has to begin without waiting.",
         "work = comm.send(x, after, async_op=True) begins and returns at once. Then comm.recv(arrived, "
@@ -61,9 +61,8 @@ def shift(answer: Answer, draw: np.random.Generator) -> Right:
     hints=(
         "Call the parts 0 to n - 1. Part 2 has to end on rank 2, having been everywhere: so it starts on "
         "rank 3 and goes once around. Which part does rank r then send first, and which second?",
-        "In step s (from 0 to n - 2) rank r sends part (r - 1 - s) % n to the next rank, and receives "
-        "part (r - 2 - s) % n, which it adds to its own. What was received in one step is what is sent in"
-        " the next.",
+        "In step s (from 0 to n - 2) rank r sends part (r - 1 - s) % n to the next rank, and receives part "
+        "(r - 2 - s) % n, which it adds to its own. It sends the sum in the next step.",
         "parts = x.tensor_split(n), then for s in range(n - 1): parts[(r - 2 - s) % n].add_(shift...) "
         "does not quite do, since parts may differ in length: receive into torch.empty_like(parts[(r - 2 "
         "- s) % n]) with send(..., async_op=True), recv and wait as in shift. Return parts[r]. The parts "

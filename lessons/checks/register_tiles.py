@@ -27,8 +27,8 @@ PIECE = 512  # elements, in `ring_backwards`
     hints=(
         "Take a thread with 2 x 3 sums, and one step of the sum over p. Which elements of a does it need, "
         "which of b? How many multiply-adds does it do with them?",
-        "One element of a for each of its rows, one of b for each of its columns; and it multiplies each of "
-        "the ones with each of the others.",
+        "It needs one element of a for each of its rows, and one of b for each of its columns. Then it "
+        "multiplies each element of a with each element of b.",
         "return (rows + columns) / (rows * columns)",
     ),
 )
@@ -142,7 +142,8 @@ def axpy(answer: Answer, draw: np.random.Generator) -> Right:
         "one. Piece p lies in slot p % SLOTS.",
         "cp_async_wait counts groups: PENDING = SLOTS - 2 of them may still be under way, those of the "
         "pieces after this one. That is right only where each round commits exactly one group, also when "
-        "there is nothing left to copy. And a barrier has to follow the wait, before one reads or copies.",
+        "there is nothing left to copy. And a barrier has to follow the wait, before any thread reads or "
+        "copies.",
         "In the loop over the pieces: cp_async_wait(PENDING); cuda.syncthreads(); ahead = piece + SLOTS - 1; "
         "if ahead < pieces: cp_async_16(ring, ahead % SLOTS * PIECE + 4 * t, x, ahead * PIECE + 4 * t); then "
         "cp_async_commit(), not within the if; then for i in range(t, PIECE, 128): y[piece * PIECE + i] = "

@@ -24,8 +24,8 @@ SIDE = 32  # of the tiles of `transpose`
     hints=(
         "Follow one element of tile. Who writes it, who reads it, and who writes it again? Between which of "
         "these does a warp have to wait for the others?",
-        "Thread t reads what thread 127 - t wrote, which is in another warp: wait after the write. And in "
-        "the next round of the loop tile[t] is written anew, which somebody may still be about to read.",
+        "Thread t reads what thread 127 - t wrote, which is in another warp: wait after the write. And the "
+        "next round of the loop overwrites tile[t], which another thread may still be about to read.",
         "Two lines, both within the loop: cuda.syncthreads() after tile[t] = ..., and once more after "
         "y[...] = ...",
     ),

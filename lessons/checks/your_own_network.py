@@ -18,11 +18,11 @@ Array = np.ndarray[Any, Any]
 @lesson.exercise(
     "7.1",
     hints=(
-        "The slope of a curve at a place: go a little to the right, go a little to the left, and divide "
-        "what the loss changed by how far apart the two places are. loss() takes no argument: it sees what "
-        "is in x.",
-        "Keep x[i] in a variable. Set x[i] to that plus h, call loss(); set it to that minus h, call loss() "
-        "again; put back what was kept. The two places are 2 h apart.",
+        "The slope of a curve at a place: go a little to the right, then a little to the left. Divide the "
+        "change of the loss by the distance between the two places. loss() takes no argument: it sees the "
+        "numbers in x.",
+        "Keep x[i] in a variable. Set x[i] to that plus h, and call loss(). Set it to that minus h, and "
+        "call loss() again. Then put the old value back. The two places are 2 h apart.",
         "before = x[i]; x[i] = before + h; above = loss(); x[i] = before - h; below = loss(); x[i] = before; "
         "gradient[i] = (above - below) / (2 * h)",
     ),
@@ -207,8 +207,8 @@ def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
     "7.5",
     hints=(
         "The gradient points uphill. Which way does the loss fall, and how far does the step go?",
-        "For each parameter and its gradient: subtract rate * gradient. Change what is in the array: "
-        "parameter = ... only gives its name to a new one, and nobody else sees that.",
+        "For each parameter and its gradient: subtract rate * gradient. Change the array itself: parameter "
+        "= ... only gives the name to a new array, and the caller does not see that.",
         "for parameter, gradient in zip(parameters, gradients): parameter -= rate * gradient",
     ),
 )
