@@ -199,12 +199,13 @@ stairs_figure(
 #
 # ## How fast can it compute?
 #
-# The other limit is arithmetic. The fastest instruction of a core is a vector of **fused multiply-adds**: `x *
-# y + z` in every lane at once, which counts as two FLOPs in each. `roofline.measure` makes a core do nothing
-# else, on numbers that never leave the core. The rate is the core's **peak**, in FLOP/s: operations in a second
-# (a GFLOP/s is a billion of them). It also measures the memory's **bandwidth**, the bytes that come in a
-# second, with a loop like yours. (The first time takes some seconds; then the result is kept in a file. If it
-# says that other programs ran meanwhile, close them, and measure again: `roofline.measure(fresh=True)`.)
+# The other limit is arithmetic. The fastest instruction of a core is a vector of **fused multiply-adds**. It
+# computes `x * y + z` in every lane at once, which counts as two FLOPs for each lane. `roofline.measure` makes
+# a core do nothing else, on numbers that never leave the core. The rate is the core's **peak**, in FLOP/s:
+# operations in a second (a GFLOP/s is a billion of them). It also measures the memory's **bandwidth**, the
+# bytes that come in a second, with a loop like yours. (The first time takes some seconds; then the result is
+# kept in a file. If it says that other programs ran meanwhile, close them, and measure again:
+# `roofline.measure(fresh=True)`.)
 
 # %%
 peaks = roofline.measure()

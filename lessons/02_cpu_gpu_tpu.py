@@ -497,9 +497,9 @@ roofline_figure(
 
 # %% [markdown]
 # There are two families. Four machines have a large memory beside the chip, and their ridge lies at hundreds of
-# operations per byte. GC200, Dojo and WSE-2 have memory beside each core. Their ridge lies far to the left, so
-# they need to use each number only a few times to keep the multipliers busy. The price is room: a GC200 holds
-# 0.9 GB, and an H100 80.
+# operations per byte. GC200, Dojo and WSE-2 have memory beside each core. The ridges of GC200 and WSE-2 lie far
+# to the left: these two need to use each number only a few times to keep their multipliers busy. The price is
+# room: a GC200 holds 0.9 GB, and an H100 80.
 #
 # Some work has no use for any matrix unit. A decision tree compares, and jumps to an address that depends on
 # the answer; the next comparison has to wait for it. A search for nearest neighbours in a tree does the same.
@@ -511,7 +511,8 @@ roofline_figure(
 #
 # - **One column too many.** An array of 128 columns takes two passes for 129, the second with one column busy.
 #   See for yourself: `SystolicArray(128, 128).counts(512, 129, 512).utilisation`. Hence the habit of sizes that
-#   are multiples of 128 (of 8 or 16 for tensor cores): a vocabulary of 50257 is padded to 50304.
+#   are multiples of 128 (of 8 or 16 for tensor cores): GPT-2 has a vocabulary of 50257, and nanoGPT pads it to
+#   50304.
 # - **A batch that is too small.** The chip is at 100% "in use" and at 2% of its peak. A tool that only shows
 #   how long the chip was busy does not show that. Compute FLOP/s, and divide by the peak.
 # - **A data sheet's peak.** It may assume matrices that are half zeros (sparsity), the highest clock, and

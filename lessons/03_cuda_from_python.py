@@ -396,9 +396,9 @@ for kernel in (sums, sums_of_pieces):
 # line holds the elements that it reads next. In a warp 32 threads walk at the same time, and only one thing
 # matters: which elements they read *together*.
 #
-# How many threads does a real GPU run? An H100 has 132 multiprocessors, and each holds up to 2,048 threads:
-# 270,336 threads at a time, in 8,448 warps. A model such as Llama 3 405B was trained on 16,384 such GPUs, four
-# billion threads. Each of them ran kernels like yours.
+# How many threads does a real GPU run? An H100 (SXM) has 132 multiprocessors, and each holds up to 2,048
+# threads (NVIDIA's white paper): 270,336 threads at a time, in 8,448 warps. Llama 3 405B was trained on 16,384
+# such GPUs (Grattafiori and others 2024), so with four billion threads. Each of them ran kernels like yours.
 #
 # ## What breaks in practice, and how one sees it
 #

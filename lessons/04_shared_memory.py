@@ -412,8 +412,8 @@ print(f"{adds:,} multiply-adds of warps, {loads:,} loads from shared memory")
 # remedy is the same as before, one level up: fetch a number into a register, and use it for several results.
 #
 # Tiles in shared memory are also the idea of FlashAttention (Dao and others 2022). On an A100, the attention of
-# GPT-2 medium moved 40.3 GB from and to memory, and took 41.7 ms. With tiles it moves 4.4 GB and takes 7.3 ms,
-# although it does *more* FLOPs, 75.2 billion instead of 66.6 (figure 2 of that paper).
+# GPT-2 medium (forward and backward) moved 40.3 GB from and to memory, and took 41.7 ms. With tiles it moves
+# 4.4 GB and takes 7.3 ms, although it does *more* FLOPs, 75.2 billion instead of 66.6 (figure 2 of that paper).
 #
 # ## What breaks in practice, and how one sees it
 #

@@ -177,7 +177,7 @@ np.allclose(c, a @ b)
 # ## Predict, then measure
 #
 # Lesson 4's kernel takes 2 passes through shared memory for each multiply-add. How many does yours take with 8
-# x 8 sums in a thread? (Are loads the only cause of passes?) Write down your guess, and only then run on.
+# x 8 sums in a thread? (Do only loads cause passes?) Write down your guess, and only then run on.
 
 # %%
 prediction = None  # your guess, such as 0.5; None draws no guess
@@ -242,9 +242,9 @@ for own in (1, 4, 8):
 # ## Sixteen bytes at a time
 #
 # A load takes one instruction, whether it brings 4 bytes to each thread or 16. GPUs have instructions for both;
-# the second is called a **vector load**. In Numba you write it with a function of this project: `load_128(into,
-# i, source, j)` copies 128 bits, four elements, from `source[j]` and the next ones to `into[i]` and the next
-# ones. `into` is a local array, so the elements go to four registers. `store_128` goes the other way.
+# the second is called a **vector load**. In Numba you write it with a function of this project. `load_128(into,
+# i, source, j)` copies 128 bits: four elements, from `source[j]` on, to `into[i]` and the next three. `into` is
+# a local array, so the elements go to four registers. `store_128` goes the other way.
 
 
 # %%

@@ -74,9 +74,10 @@ matmul(np.eye(2), np.array([[1.0, 2.0], [3.0, 4.0]]))  # the first call compiles
 #
 # A **linear layer** multiplies its rows by a matrix of **weights** and adds a **bias**: `y = x w + b`. With m
 # rows of k numbers, `w` is k x n, `b` has n numbers, and `y` is m x n. Between two such layers stands a
-# **ReLU**: max(0, y), element by element. (Without it, two linear layers would do no more than one: `(x w1) w2
-# = x (w1 w2)`.) The second layer gives ten numbers for each row, the **logits**. The larger number d is, the
-# surer the network is that the digit is a d. The 128 columns in the middle are called **units**.
+# **ReLU**: max(0, y), element by element. (Without it, two linear layers would do no more than a single one,
+# because `(x w1) w2 = x (w1 w2)`.) The second layer gives ten numbers for each row, the **logits**. The larger
+# number d is, the surer the network is that the digit is a d. The 128 columns in the middle are called
+# **units**.
 
 
 # %%
