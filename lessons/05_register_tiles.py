@@ -242,9 +242,9 @@ for own in (1, 4, 8):
 # ## Sixteen bytes at a time
 #
 # A load takes one instruction, whether it brings 4 bytes to each thread or 16. GPUs have instructions for both;
-# the second is called a **vector load**. In Numba you write it with a function of this project. `load_128(into,
-# i, source, j)` copies 128 bits: four elements, from `source[j]` on, to `into[i]` and the next three. `into` is
-# a local array, so the elements go to four registers. `store_128` goes the other way.
+# the second is called a **vector load**. In Numba you write it as `load_128(into, i, source, j)`, a function of
+# this project. It copies 128 bits: four elements, from `source[j]` on, to `into[i]` and the next three. `into`
+# is a local array, so the elements go to four registers. `store_128` goes the other way.
 
 
 # %%
