@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -38,9 +39,22 @@ def there_and_back() -> float:
     return lasted
 
 
+def to_and_fro_on_a_busy_machine() -> float:
+    """Ten messages of 40 ms, one after the other, by ranks that wake 30 ms too late from each sleep."""
+    x, other, sleep = torch.ones(1), 1 - md.rank(), time.sleep
+    comm.barrier()
+    start = time.perf_counter()
+    with Link(alpha=0.04, beta=0), mock.patch("time.sleep", lambda seconds: sleep(seconds + 0.03)):
+        for turn in range(10):
+            (comm.send if turn % 2 == md.rank() else comm.recv)(x, other)
+    return time.perf_counter() - start
+
+
 def test_messages_last_as_long_as_their_links_say() -> None:
     plain = comm.send, comm.recv, comm.all_reduce
     with md.Cluster(2) as pair:
         lasted = min(max(pair.run(there_and_back)) for _ in range(2))
+        late = min(max(pair.run(to_and_fro_on_a_busy_machine)) for _ in range(2))
     assert 0.345 < lasted < 1.0  # the ranks may have to wait for a core
+    assert 0.395 < late < 0.6  # delays that add up make it 0.7
     assert plain == (comm.send, comm.recv, comm.all_reduce)
