@@ -26,7 +26,8 @@ from checks.data_parallel import (
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
-from checks.verdicts import Right, Tally, number, wrong
+from checks.verdicts import Right, Tally, wrong
+from checks.words import number
 from minidist import comm
 from minidist.parallel.training.activation_memory import ActivationCounter
 
