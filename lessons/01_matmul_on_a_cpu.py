@@ -50,10 +50,10 @@ ladder(1)
 #
 # Par: 2 reads for each multiply-add, and 1 write for each element of `c`.
 #
-# **Par** is what the lesson's own answer costs, and the check counts what yours costs. Up to par you pass *at par*.
-# Up to 1.5 times par you pass, above par. Above that you do not pass, even if every result is right: the answer
-# misses the exercise's idea, and the check says which. `minidist lessons --progress` shows how many you passed, and
-# how many of them at par.
+# **Par** is the cost of the lesson's own answer. The check counts the cost of yours. Up to par you pass *at
+# par*. Up to 1.5 times par you pass, above par. If your answer costs more, you do not pass, even if every
+# result is right: it misses the exercise's idea, and the check says which idea. `minidist lessons --progress`
+# shows how many exercises you passed, and how many of them at par.
 
 
 # %% tags=["exercise"]
