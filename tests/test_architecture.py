@@ -38,6 +38,17 @@ def test_every_package_names_its_files() -> None:
     assert not missing
 
 
+TO_SPLIT = {"all_together.py"}
+"""Longer files that are known; take a name away when its file is short enough."""
+
+
+@pytest.mark.parametrize("folder", ["minidist", "kernels", "benchmarks", "lessons/checks"])
+def test_no_file_is_longer_than_250_lines(folder: str) -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert len(lines) > 30
+    assert {name for name, count in lines.items() if count > 250} <= TO_SPLIT
+
+
 def lint(folder: Path) -> str:
     """What import-linter says of the package in `folder`; "" where every contract is kept."""
     program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
