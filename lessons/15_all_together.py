@@ -303,9 +303,10 @@ print(cluster.run(same, "dp=2", "tp=2")[0])
 # and its messages hide behind the backward pass (lesson 10). Only when it does not fit, compare what does.
 #
 # **Exercise 15.5: choose.** `layouts` is a list. `need(layout)` gives the bytes that a rank needs, and
-# `seconds(layout)` a prediction of a step's time. Return a plain data-parallel layout (tp, pp and cp of 1, zero
-# of 0) if one is in the list and fits, that is, needs at most `budget`. Else the layout that fits with the
-# fewest seconds; of several, the first. If none fits, `None`.
+# `seconds(layout)` a prediction of a step's time. A layout fits if it needs at most `budget` bytes. Return the
+# first layout in the list that is plain data parallelism (tp, pp and cp of 1, zero of 0) and fits. If there is
+# none, return the layout that fits with the fewest seconds; of several, the first. If no layout fits, return
+# `None`. Leave the list as it is.
 #
 # Par: ask for the seconds of no layout that does not fit, and of none at all if the plain one does.
 

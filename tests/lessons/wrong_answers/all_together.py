@@ -46,6 +46,12 @@ def only_one_number(rank, layout):
     return rank % layout.tp
 
 
+@WRONG.to("place", "and should have whole numbers", "// an int")
+def divides_into_floats(rank, layout):
+    left = rank / layout.tp // 1
+    return left // layout.cp // layout.dp, left // layout.cp % layout.dp, left % layout.cp, rank % layout.tp
+
+
 @WRONG.to("group", 'group(0, "tp", Layout(dp=2))', "expected [0]", "got      [0, 1]")
 def always_neighbours(rank, axis, layout):
     size = getattr(layout, axis) if axis != "tp" else layout.ranks
@@ -73,6 +79,26 @@ def the_others_alone(rank, axis, layout):
 @WRONG.to("group", "should be a list of ranks")
 def how_many(rank, axis, layout):
     return getattr(layout, axis)
+
+
+@WRONG.to("group", "expected [0, 1]", "got      [1, 0]")
+def its_own_rank_first(rank, axis, layout):
+    at = AXES.index(axis)
+    others = [
+        r
+        for r in range(layout.ranks)
+        if places(r, layout)[:at] + places(r, layout)[at + 1 :]
+        == places(rank, layout)[:at] + places(rank, layout)[at + 1 :]
+    ]
+    return [rank, *(r for r in others if r != rank)]
+
+
+@WRONG.to("group", "and should have whole numbers", "// an int")
+def ranks_that_are_floats(rank, axis, layout):
+    at = AXES.index(axis)
+    stride = (layout.tp * layout.cp * layout.dp, layout.tp * layout.cp, layout.tp, 1)[at]
+    first = rank - places(rank, layout)[at] * stride
+    return [first + i * stride / 1 for i in range(getattr(layout, axis))]
 
 
 @WRONG.to("memory", "memory(1000000000, Layout(dp=4))", "expected 16", "got      4")
@@ -107,6 +133,33 @@ def forgets_context_parallel(parameters, layout):
     )
 
 
+def state_of(parameters, layout, n, precisions=("fp32",)):
+    weight, gradient, state = (4, 4, 8) if layout.precision in precisions else (2, 2, 12)
+    own, stage = parameters / layout.tp / layout.pp, layout.zero
+    return own * (
+        weight / (n if stage >= 3 else 1)
+        + gradient / (n if stage >= 2 else 1)
+        + state / (n if stage >= 1 else 1)
+    )
+
+
+@WRONG.to("memory", 'Layout(dp=4, zero=2, precision="fp16")', "expected", "got")
+def knows_one_half_precision(parameters, layout):
+    return state_of(parameters, layout, layout.dp * layout.cp, ("fp32", "fp16"))
+
+
+@WRONG.to("memory", "Layout(dp=2, tp=2, zero=3)", "expected", "got")
+def shares_among_all_ranks(parameters, layout):
+    return state_of(parameters, layout, layout.ranks)
+
+
+@WRONG.to("memory", "expected", "got")
+def rounds_down(parameters, layout):
+    return state_of(
+        parameters // (layout.tp * layout.pp) * layout.tp * layout.pp, layout, layout.dp * layout.cp
+    )
+
+
 def right_bytes(layout, parameters, blocks, activations, share_tp=True, both_ways=2, third=3):
     element = 4 if layout.precision == "fp32" else 2
     gradients = element * parameters / layout.pp / (layout.tp if share_tp else 1)
@@ -138,9 +191,40 @@ def forward_alone(layout, parameters, blocks, activations):
     return found | {"tp": found["tp"] / 2}
 
 
+@WRONG.to("bytes_per_step", 'precision="fp16"', '"dp"', "expected", "got")
+def only_bf16_is_half(layout, parameters, blocks, activations):
+    found = right_bytes(layout, parameters, blocks, activations)
+    return found | {"dp": found["dp"] * (2 if layout.precision == "fp16" else 1)}
+
+
 @WRONG.to("bytes_per_step", "should be a dict with the keys")
 def one_sum(layout, parameters, blocks, activations):
     return sum(right_bytes(layout, parameters, blocks, activations).values())
+
+
+@WRONG.to("choose", "the plain one does not", "expected Layout(dp=2, tp=2)", "got      Layout(dp=4)")
+def plain_whatever_it_needs(layouts, budget, need, seconds):
+    for each in layouts:
+        if each.tp == each.pp == each.cp == 1 and each.zero == 0:
+            return each
+    return min((each for each in layouts if need(each) <= budget), key=seconds, default=None)
+
+
+@WRONG.to("choose", "the plain one is the last", "expected Layout(dp=4)", "got")
+def looks_for_the_plain_one_in_front(layouts, budget, need, seconds):
+    fitting = [each for each in layouts if need(each) <= budget]
+    if fitting and fitting[0].tp == fitting[0].pp == fitting[0].cp == 1 and fitting[0].zero == 0:
+        return fitting[0]
+    return min(fitting, key=seconds, default=None)
+
+
+@WRONG.to("choose", "returns what it should, but changes layouts")
+def takes_out_what_does_not_fit(layouts, budget, need, seconds):
+    layouts[:] = [each for each in layouts if need(each) <= budget]
+    for each in layouts:
+        if each.tp == each.pp == each.cp == 1 and each.zero == 0:
+            return each
+    return min(layouts, key=seconds, default=None)
 
 
 @WRONG.to("choose", "all fit", "expected Layout(dp=4)", "got      Layout(pp=4)")
@@ -283,6 +367,25 @@ class KeepsItInItself(Most):
 class DrawsANumber(Most):
     def save(self, run):
         return super().save(run) | {"name": str(torch.randint(1000, ()))}
+
+
+@WRONG.to("Checkpoint", "brings back another run", "has to be in what save returned")
+class KeepsItInItsClass(Most):
+    kept = None
+
+    def save(self, run):
+        type(self).kept = super().save(run)
+        return {}
+
+    def load(self, run, saved):
+        super().load(run, self.kept)
+
+
+@WRONG.to("Checkpoint", "All was there right after load, and yet the steps differ", "not loaded in place")
+class PutsOtherTensorsIntoTheModel(Most):
+    def load(self, run, saved):
+        super().load(run, saved)
+        run.model.load_state_dict(saved["model"], assign=True)
 
 
 @WRONG.over_par("Checkpoint", "It passes, above par in bytes saved", "no more than the next steps read")
