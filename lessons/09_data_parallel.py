@@ -15,9 +15,10 @@
 #
 # **Time:** about 1.5 hours. **Builds on:** lesson 08, and lesson 07 for gradients.
 #
-# Several ranks train *one* model: each computes with its own rows, and they exchange gradients. It is the
-# simplest way to train on many machines, the one most used, and the easiest to get wrong without noticing. You
-# build it from lesson 8's all-reduce, plant its classic bugs, and learn the one test that finds them all.
+# Several ranks train *one* model. Each computes with its own rows of the batch, and then they exchange their
+# gradients. It is the simplest way to train on many machines, the most used, and the easiest to get wrong
+# without noticing. You build it from lesson 8's all-reduce, plant its classic bugs, and learn the one test that
+# finds them all.
 
 # %%
 from functools import partial
@@ -36,26 +37,27 @@ torch.set_num_threads(1)
 ladder(9)
 
 # %% [markdown]
-# **The question.** Four ranks share the rows of every batch. How do they reach, together, the very weights that
-# one process would have reached alone? And how would you notice if they did not? (Goyal et al. 2017 trained
-# ResNet-50 in one hour this way: 256 GPUs, 32 pictures on each, 8192 in a batch.)
+# **The question.** Four ranks share the rows of every batch. How do they end with exactly the weights that one
+# process would have reached alone? And if they did not, how would you notice? (Goyal et al. 2017 trained
+# ResNet-50 in one hour this way: 256 GPUs with 32 pictures each, so 8192 in a batch.)
 #
-# ## A sum can be dealt out
+# ## A sum can be shared out
 #
-# The loss of a batch is a mean over its rows: a sum, divided by their number. The gradient of a sum is the sum
-# of the gradients. So each rank can take some of the rows, its **shard**, compute the gradient of *their* sum,
-# and one all-reduce of the gradients gives everybody that of the whole batch. Press Play, or go step by step:
+# The loss of a batch is a mean over its rows: a sum, divided by the number of rows. The gradient of a sum is
+# the sum of the gradients. So each rank takes some of the rows, its **shard**, and computes the gradient for
+# these rows alone. An all-reduce adds up the ranks' gradients, and then every rank has the gradient of the
+# whole batch. Press Play, or go step by step:
 
 # %%
 data_parallel_step()
 
 # %% [markdown]
-# The data are 1437 small pictures of handwritten digits, the model has two layers. Everything is in float64,
-# with 16 digits: so small differences will mean something. On rank r of n, the rows of a batch are
-# `rows.tensor_split(n)[r]`.
+# The data are 1437 small pictures of handwritten digits, and the model has two layers. Everything is in
+# float64, which keeps 16 digits, so that even a small difference means something. Of a batch's `rows`, rank r
+# of n takes `rows.tensor_split(n)[r]`.
 
 # %%
-cluster = md.Cluster(ranks=4, threads=1)  # a rank is to be one core
+cluster = md.Cluster(ranks=4, threads=1)  # each rank computes on one core
 data = digits()
 x, y = data.train.inputs.double(), data.train.targets
 test_x, test_y = data.test.inputs.double(), data.test.targets
@@ -73,14 +75,15 @@ def batches(epochs, size=64):
 # %% [markdown]
 # ## The same start
 #
-# Each rank makes a model of its own. If they begin with different weights they stay different: the same
-# gradient is then taken from different places. So rank 0 sends its weights to all: a **broadcast**.
+# Each rank makes a model of its own. If two models begin with different weights, they stay different, because
+# every step changes both by the same amount. So rank 0 first sends its weights to all ranks. This is called a
+# **broadcast**.
 
 
 # %%
 def same_start(model):
     for parameter in model.parameters():
-        comm.broadcast(parameter.detach(), source=0)  # detach: the same memory
+        comm.broadcast(parameter.detach(), source=0)  # detach() shares the memory
     return model
 
 
@@ -97,11 +100,12 @@ print("sent by 0:   ", cluster.run(first_weight, send=True))
 # %% [markdown]
 # ## The plainest way
 #
-# After backward, a gradient for each parameter lies in `parameter.grad`: of the mean over the rank's own rows.
+# After backward, `parameter.grad` holds the gradient of each parameter. It belongs to the mean loss over this
+# rank's own rows.
 #
-# **Exercise 9.1: average_gradients.** Every `.grad` of the model becomes the mean of all ranks' gradients of
-# that parameter. Frozen parameters (`requires_grad` is False) have none: their `.grad` is `None` on all ranks,
-# and stays so. Nothing is returned. (`comm.all_reduce(x)` sums `x` over the ranks, in place.)
+# **Exercise 9.1: average_gradients.** Make every `.grad` of the model the mean of that gradient over all ranks.
+# Frozen parameters (`requires_grad` is False) have no gradient: their `.grad` is `None` on all ranks, and stays
+# `None`. Return nothing. (`comm.all_reduce(x)` sums `x` over the ranks, in place.)
 #
 # Par: one all-reduce for each gradient.
 
@@ -117,10 +121,11 @@ check(average_gradients)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not, so that all that follows works.
+# function if it has passed, and the lesson's own if it has not, so that the rest of the lesson works either
+# way.
 #
-# Then a training loop like any other, but for two lines: which rows are mine, and `gradients`, which is
-# backward and the exchange.
+# It also has a training loop, which differs from any other in two lines: `mine` are this rank's rows, and
+# `gradients` stands for both backward and the exchange.
 
 # %%
 average_gradients = or_solution(average_gradients)
@@ -147,8 +152,9 @@ def averaged(model, inputs, targets):
 # %% [markdown]
 # ## The one test
 #
-# This notebook is a process, too: a world of one rank, where an all-reduce has nothing to do. So `train` here
-# *is* training in one process. The largest difference in any weight, after 22 steps of 64 rows:
+# This notebook is a process as well: a world with one rank, in which an all-reduce changes nothing. So `train`,
+# called here, *is* training in one process. The cell prints, for each of the four ranks, the largest difference
+# in any weight after 22 steps of 64 rows.
 
 
 # %%
@@ -166,13 +172,14 @@ reference = train(alone, steps)
 [f"{gap(model, reference):.0e}" for model in cluster.run(train, averaged, steps)]
 
 # %% [markdown]
-# Nothing but rounding: float64 keeps 16 digits, and sums were formed in another order. **This is the test**:
-# same seed, same batches, float64, and the weights of one process to ten digits or more. Not "the loss falls".
+# The differences are only rounding: float64 keeps 16 digits, and the ranks add up in another order. **This is
+# the test**: with the same seed and the same batches, in float64, the weights equal those of one process to ten
+# digits or more. A loss that falls proves nothing.
 #
 # ## Predict, then measure
 #
-# Now take *all* batches of the epoch. 1437 rows are 22 batches of 64, and one of 29. The four ranks' shares of
-# that last one have 8, 7, 7 and 7 rows. How large is the gap after this one step more?
+# Now take *all* batches of the epoch. 1437 rows are 22 batches of 64, and one of 29. For the last one, the four
+# ranks' shards have 8, 7, 7 and 7 rows. How large is the gap after this one more step?
 
 # %%
 prediction = None  # your guess, such as 1e-12; None draws no guess
@@ -192,18 +199,19 @@ bars(
 )
 
 # %% [markdown]
-# One batch more, and most of the digits are gone. Nothing failed, no loss looks odd, and all ranks agree with
-# each other. What happened? 29 rows on 4 ranks are 8, 7, 7 and 7. Each rank takes the mean over its own rows,
-# and then the mean of the four is formed: **a mean of means**. Each row of the short shards counts 1/28, each
-# of the long one 1/32, and all of them should count 1/29.
+# One more batch, and most of the digits are gone. Nothing failed, no loss looks odd, and all ranks agree with
+# each other. What happened? Each rank took the mean over its own rows, and then you took the mean over the four
+# ranks: **a mean of means**. A row in the shard of 8 counted 1/4 x 1/8 = 1/32, and a row in a shard of 7
+# counted 1/4 x 1/7 = 1/28. Each row should have counted 1/29.
 #
-# The remedy is to weigh by rows. Divide a *sum* of losses by the number of rows on *all* ranks: then every row
-# counts the same, wherever it lies.
+# The remedy is to weigh by rows. Each rank divides the *sum* of its losses by the number of rows on *all*
+# ranks. Then every row counts the same, whichever rank has it.
 #
-# **Exercise 9.2: batch_gradients.** This rank has `inputs` and `targets`, other ranks have others, and perhaps
-# another number of them; a rank may have no rows at all. Leave in every `.grad` the gradient of the mean loss
-# over all rows of all ranks. The loss is `functional.cross_entropy(outputs, targets)`, which takes the mean, or
-# the sum with `reduction="sum"`. Every `.grad` is `None` before, and each parameter is used.
+# **Exercise 9.2: batch_gradients.** This rank has the rows `inputs` and `targets`. Other ranks have other rows,
+# perhaps more or fewer; a rank may have none at all. After your function, every `.grad` holds the gradient of
+# the mean loss over all rows of all ranks. The loss is `functional.cross_entropy(outputs, targets)`: it takes
+# the mean, or with `reduction="sum"` the sum. Every `.grad` is `None` at first, and the loss depends on every
+# parameter.
 #
 # Par: one all-reduce for each parameter, and one more.
 
@@ -225,10 +233,10 @@ models = cluster.run(train, batch_gradients, batches(1))
 # %% [markdown]
 # ## The bug that trains worse, silently
 #
-# One odd batch an epoch does little harm. But shares differ a lot where each rank reads its own files. Say that
-# the pictures were collected in four places: one has all digits from 0 to 6, the others have the 7s, the 8s and
-# the 9s. In every step each rank takes the same *fraction* of what it has, so that all get through at the same
-# time.
+# One uneven batch in an epoch does little harm. But shards can differ a lot if each rank reads its own files.
+# Say the pictures were collected in four places: the first has all digits from 0 to 6, the second has only 7s,
+# the third only 8s, and the fourth only 9s. In every step, each rank takes the same *fraction* of its pictures,
+# so that all ranks finish the epoch together.
 
 
 # %%
@@ -250,18 +258,18 @@ for gradients in (batch_gradients, averaged):
     print(f"{gradients.__name__:16} digits 0-6: {low:4.0%} right, 7-9: {high:4.0%}")
 
 # %% [markdown]
-# Both runs end without an error. In both the loss falls. But with the mean of means an image of the large place
-# counts a fraction of what one of the small places does, and the model learns its digits more slowly. From this
-# run alone you could not tell that it could be better. The same happens with texts of different lengths, where
-# rows are *tokens*: weigh by tokens.
+# Both runs end without an error, and in both the loss falls. But with the mean of means, a picture from the
+# large place counts much less than a picture from a small one, so the model learns the digits 0 to 6 more
+# slowly. From this run alone you could not tell that anything is wrong. The same happens with texts of
+# different lengths: their loss is a mean over *tokens*, so weigh by tokens.
 #
-# Here are other classics, each one line away from right. For each the table has the accuracy of rank 1's model
-# on pictures that were held out, whether all ranks' models are still the same (`md.assert_in_sync` looks), and
-# the gap to one process.
+# Here are more classic bugs, each one line away from the right program. For each of them, the table shows the
+# accuracy of rank 1's model on pictures that it was not trained with; whether all ranks still have the same
+# model (`md.assert_in_sync` compares them); and the gap to one process.
 
 
 # %%
-def summed(model, inputs, targets):  # forgets to divide
+def summed(model, inputs, targets):  # forgets to divide by the ranks
     functional.cross_entropy(model(inputs), targets).backward()
     for parameter in model.parameters():
         comm.all_reduce(parameter.grad)
@@ -306,17 +314,17 @@ for bug, run in runs.items():
     print(f"{bug:26}{right:9.1%}{agree:>13}{gap(model, reference):9.0e}")
 
 # %% [markdown]
-# Read the columns. **Accuracy** shows nothing: a few points more or less, and no way to know which of these
-# numbers is the right one. The sum may even look good: it is a learning rate four times as high, until the day
-# that this is too high. **Do the ranks agree?** finds what was not sent or not reduced, and nothing else. **The
-# gap to one process** finds all of them, in a second, with a tiny model. It is how minidist itself is tested,
-# for every strategy (tests/helpers/contract.py).
+# Read it column by column. **The accuracy** shows nothing: it differs by a few points, and you cannot know
+# which number is the right one. The sum may even look good. It acts as a learning rate four times as high,
+# which helps until it is too high. **Whether the ranks agree** finds weights that were not sent and a layer
+# that was not reduced, and nothing else. **The gap to one process** finds all five bugs, in a second, with a
+# tiny model. minidist itself is tested this way, for every strategy (tests/helpers/contract.py).
 #
 #
 # ## And with minidist's engine
 #
-# `md.prepare` does all of this: it sends the weights, and weighs each rank's rows. It reaches one process's
-# weights also with the odd batch of 29.
+# `md.prepare` does all of this: it sends rank 0's weights to all ranks, and weighs each rank by its rows. So it
+# reaches the weights of one process with the uneven batch of 29 rows as well.
 
 
 # %%
@@ -338,17 +346,17 @@ max((state[key] - reference[key]).abs().max().item() for key in reference)
 # %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
-# - **Uneven shares.** The last batch, files of different lengths, sequences with padding. Weigh by rows (or
-#   tokens). Only a comparison with one process shows it.
-# - **Weights that drift apart.** A forgotten broadcast, a layer that was added later, a rank that went on from
-#   another checkpoint. `md.assert_in_sync(model)` compares 32 bytes a rank: cheap enough to call every few
-#   hundred steps.
-# - **More ranks, a larger batch.** Keep the rows of each rank, double the ranks, and you train with twice the
-#   batch: another training, that may need another learning rate (Goyal et al. 2017: scale it with the batch,
-#   after a warm-up). First see that the *same* global batch gives the same weights.
-# - **All ranks with the same rows.** Each rank shuffles with the same seed and forgets its rank: all agree, and
-#   3/4 of the work is for nothing. Or each shuffles with a seed of its own, and shards overlap. Print the first
-#   row numbers of each rank.
+# - **Uneven shards.** The last batch is short, files have different lengths, or sequences are padded. Weigh by
+#   rows, or by tokens. Only a comparison with one process shows this mistake.
+# - **Weights that drift apart.** Somebody forgot the broadcast, or added a layer later, or one rank went on
+#   from another checkpoint. `md.assert_in_sync(model)` compares 32 bytes from each rank, which is cheap enough
+#   for every few hundred steps.
+# - **More ranks, a larger batch.** If you double the ranks and keep the rows of each, the batch is twice as
+#   large. That is a different training, and it may need another learning rate (Goyal et al. 2017 scale it with
+#   the batch, after a warm-up). First check that the *same* global batch gives the same weights.
+# - **The same rows on all ranks.** All ranks shuffle with the same seed, and each forgets to take its own
+#   shard. They agree with each other, and on four ranks 3/4 of the work is wasted. Or each rank shuffles with a
+#   seed of its own, and the shards overlap. Print the first few row numbers of each rank.
 
 # %%
 cluster.close()
@@ -356,8 +364,8 @@ cluster.close()
 # %% [markdown]
 # ## Further reading
 #
-# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017: what a larger batch does
-#   to training; its section 3 lists mistakes such as the ones above.
+# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017: how training changes with
+#   a larger batch. Section 3 lists mistakes such as the ones above.
 # - Shallue et al., *Measuring the Effects of Data Parallelism on Neural Network Training*, 2019: how many steps
 #   a larger batch saves, and from which size on it saves none.
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, 2020: its section
@@ -372,7 +380,7 @@ cluster.close()
 # | `batch_gradients` | plain/data_parallel.py: [`train`](../minidist/plain/data_parallel.py) | parallel/sharding/data_parallel_strategy.py: [`Replicated`](../minidist/parallel/sharding/data_parallel_strategy.py) |
 # | `average_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel`](../minidist/parallel/sharding/data_parallel.py), which averages unless you give it the rows |
 #
-# The rung weighs each rank's loss by its rows, as you did. The engine does so too, in the class around your
-# model; [`assert_in_sync`](../minidist/parallel/debugging/in_sync.py) is the comparison in the table above.
+# The rung weighs each rank's loss by its rows, as you did, and so does the engine.
+# [`assert_in_sync`](../minidist/parallel/debugging/in_sync.py) filled the second column of the table above.
 #
 # Next: lesson 10 makes the messages fewer, and sends them while the ranks compute.

@@ -15,9 +15,10 @@
 #
 # **Time:** about 2 hours. **Builds on:** lesson 09.
 #
-# The ranks of lesson 9 reach the weights of one process. They also send a small message for each parameter, and
-# compute nothing meanwhile. Here no weight changes any more: you send fewer messages, send them while the ranks
-# compute, and predict how much faster four ranks are than one.
+# The ranks of lesson 9 reach the weights of one process, but they send a small message for each parameter, and
+# compute nothing meanwhile. In this lesson the weights stay exactly the same, and the step gets faster. You
+# send fewer messages, you send them while the ranks still compute, and you predict how much faster four ranks
+# are than one.
 
 # %%
 import statistics
@@ -42,14 +43,14 @@ ladder(10)
 
 # %% [markdown]
 # **The question.** Every step has to sum all gradients over all ranks. How few messages does that take, and how
-# much of their time can pass while the ranks compute anyway? (PyTorch's `DistributedDataParallel` is this
-# lesson. Li et al. 2020 scaled it to 256 GPUs. ResNet-50 has 161 gradients, 102 MB together; they leave in
-# buckets of 25 MB, while backward still runs.)
+# much of their time can pass while the ranks compute anyway? (PyTorch's `DistributedDataParallel` does what you
+# write here, and Li et al. 2020 ran it on 256 GPUs. A ResNet-50 has 161 gradients with 102 MB in all. They are
+# sent in buckets of 25 MB, while backward still runs.)
 #
-# As before, the model has two layers and learns handwritten digits, in float64.
+# The model is that of lesson 9: it has two layers and learns handwritten digits, in float64.
 
 # %%
-cluster = md.Cluster(ranks=4, threads=1)  # a rank is to be one core
+cluster = md.Cluster(ranks=4, threads=1)  # each rank computes on one core
 data = digits()
 x, y = data.train.inputs.double(), data.train.targets
 order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
@@ -63,9 +64,9 @@ def network():
 # %% [markdown]
 # ## What it costs
 #
-# So far each parameter has a message of its own. A message takes alpha seconds however small it is (lesson 8),
-# and models have hundreds of small parameters. Also, no message starts before backward is done. Both can be
-# mended (Li et al. 2020):
+# So far each parameter has a message of its own. A message takes at least alpha seconds, however small it is
+# (lesson 8), and models have hundreds of small parameters. Also, no message starts before backward is done. Li
+# et al. 2020 improve both:
 
 # %%
 steps_in_time()
@@ -73,8 +74,8 @@ steps_in_time()
 # %% [markdown]
 # ## Buckets
 #
-# Few large messages in place of many small ones: copy several gradients one after the other into one flat
-# tensor, a **bucket**, all-reduce that, and copy back. For two tensors it looks like this:
+# Send a few large messages instead of many small ones. Copy several gradients, one after the other, into one
+# flat tensor, a **bucket**. All-reduce the bucket, and copy the sums back. For two tensors it looks like this:
 
 
 # %%
@@ -92,11 +93,11 @@ cluster.run(two_together)[0]
 
 # %% [markdown]
 # **Exercise 10.1: all_reduce_in_buckets.** Sum each of `tensors` over all ranks, in place. Neighbours in the
-# list share a message as long as they have at most `limit` elements together. A tensor that alone has more gets
-# a message of its own. There is at least one tensor. All have the same dtype, and on all ranks the same shapes.
-# Not every tensor is contiguous: some lie in memory as `w.T` does.
+# list share a message as long as they have at most `limit` elements together. A tensor with more than `limit`
+# elements gets a message of its own. There is at least one tensor. All tensors have the same dtype, and each
+# has the same shape on all ranks. Some are not contiguous: they lie in memory as `w.T` does.
 #
-# Par: as few messages as that allows in the order of the list, and each element sent once.
+# Par: the fewest messages that this rule allows in the order of the list, with each element sent once.
 
 
 # %% tags=["exercise"]
@@ -122,9 +123,10 @@ def one_by_one(tensors):
 
 
 # %% [markdown]
-# How much is saved follows from alpha: a ring all-reduce is 2 (n - 1) messages (lesson 8), so each message less
-# saves 2 (n - 1) alpha. To see that and nothing else, give each rank a link with an alpha of 4 ms, as in lesson
-# 8. Then 79 all-reduces less among 4 ranks save 79 x 6 x 4 ms.
+# You can predict what this saves. In a ring all-reduce each rank sends 2 (n - 1) messages (lesson 8), so each
+# all-reduce that you avoid saves 2 (n - 1) alpha. To see this effect alone, give each rank a link with an alpha
+# of 4 ms (as lesson 8 does). One bucket instead of 80 messages avoids 79 all-reduces. Among 4 ranks, that saves
+# 79 x 6 x 4 ms.
 
 
 # %%
@@ -153,10 +155,10 @@ print(f"saved         {(each - joined) * 1e3:6.0f} ms, predicted {79 * 6 * 4} ms
 # %% [markdown]
 # ## While backward still runs
 #
-# Backward goes from the last layer to the first. When it has done with the last layer, that gradient is
-# complete, and could be on its way while the other layers compute. PyTorch tells: a function given to
-# `parameter.register_post_accumulate_grad_hook` is called, with the parameter, as soon as backward has put its
-# gradient into `parameter.grad`. Such a function is called a **hook**.
+# Backward goes from the last layer to the first. Once it is done with the last layer, that layer's gradients
+# are complete. They could be sent while the other layers still compute. PyTorch tells you when: give a function
+# to `parameter.register_post_accumulate_grad_hook`, and PyTorch calls it with the parameter as soon as backward
+# has put the gradient into `parameter.grad`. Such a function is called a **hook**.
 
 
 # %%
@@ -169,10 +171,10 @@ functional.cross_entropy(model(x[:8]), y[:8]).backward()
 
 # %% [markdown]
 # **Exercise 10.2: reduce_in_backward.** Give each parameter a hook that begins the all-reduce of its gradient
-# and does not wait for it: `work = comm.all_reduce(x, async_op=True)` comes back at once, and `x` may be used
-# after `work.wait()`. Return a function `finish`, which is called without arguments after each backward: after
-# it, every gradient is the mean over the ranks. Every parameter gets a gradient. Steps come one after the
-# other: `zero_grad`, backward, `finish`.
+# and does not wait for it. `work = comm.all_reduce(x, async_op=True)` returns at once, and you may use `x`
+# after `work.wait()`. Return a function `finish`. The training loop calls `finish()` after each backward, and
+# then every gradient is the mean over the ranks. Every parameter gets a gradient. A step calls `zero_grad`,
+# backward and `finish`, and steps follow one another.
 #
 # Par: one all-reduce for each gradient, begun in backward; backward waits for none.
 
@@ -213,21 +215,22 @@ pairs = zip(on_rank_3, reference, strict=True)
 max((mine - right).abs().max().item() for mine, right in pairs)
 
 # %% [markdown]
-# Real libraries do both at once: hooks fill buckets, and a bucket goes as soon as it is full. Since gradients
-# come from the last layer to the first, buckets are filled in that order.
+# Real libraries do both: each hook puts its gradient into a bucket, and a full bucket is sent at once.
+# Gradients arrive from the last layer to the first, so the buckets are filled in that order.
 #
 # ## Several backward passes, one message
 #
-# A batch that does not fit into memory is cut into **micro-batches**. Each backward *adds* to `.grad`; the
-# optimizer makes its step after the last. This is **gradient accumulation**. The bug to avoid is an expensive
-# one: sending after each micro-batch costs a message for each, and only the last sum is needed.
+# A batch that does not fit into memory is cut into **micro-batches**. Each backward *adds* its gradients to
+# `.grad`, and the optimizer makes its step after the last one. This is **gradient accumulation**. It invites an
+# expensive bug: if you send after each micro-batch, you pay for a message each time, although only the last sum
+# is needed.
 #
-# **Exercise 10.3: accumulate_gradients.** `micro_batches` is this rank's list of (inputs, targets). Ranks may
-# have different numbers of them, with different numbers of rows, and a rank may have none. Leave in every
-# `.grad` the gradient of the mean loss over all rows of all ranks, as in exercise 9.2. Only one micro-batch fits
-# into memory at a time, with all that its forward pass keeps for backward.
+# **Exercise 10.3: accumulate_gradients.** `micro_batches` is this rank's list of (inputs, targets). Another
+# rank may have more or fewer of them, with more or fewer rows, and a rank may have none. After your function,
+# every `.grad` holds the gradient of the mean loss over all rows of all ranks, as in exercise 9.2. Memory is
+# short: it holds what the forward pass of *one* micro-batch keeps for backward, and no more.
 #
-# Par: messages and bytes as if each rank had one batch.
+# Par: the messages and bytes of ranks with one batch each.
 
 
 # %% tags=["exercise"]
@@ -258,8 +261,9 @@ for parts in (1, 2, 8):
 # %% [markdown]
 # ## All of it, as a library has it
 #
-# `md.DataParallel` has these steps as options of one class. What it sends is in the ledger, and what it takes
-# is measured here: 40 small layers, then 3 large ones. "Alone" sends nothing (`no_sync`).
+# `md.DataParallel` has these ideas as options of one class. The cell counts what a step sends, with the ledger,
+# and measures how long it takes: first for 40 small layers, then for 3 large ones. "Alone" is a step that sends
+# nothing (`no_sync`).
 
 
 # %%
@@ -299,24 +303,25 @@ for sizes in ((32,) * 41, (512,) * 4):
     print(f"{'alone':30}   0 messages{0:12,} bytes{t * 1e3:9.2f} ms")
 
 # %% [markdown]
-# The bytes are the same whichever way; the messages are not, and for many small layers they are what one pays
-# for. To send *in backward* helps where somebody else does the sending: a network card, or a GPU's copy engine.
-# Here ranks share cores, and a message is work for the same cores that compute. What is hidden behind backward
-# makes backward longer, so that less is won than there, or nothing. That is this machine's limit, and no fault
-# of the idea.
+# All ways send the same bytes. They differ in the number of messages, and with many small layers you pay mostly
+# for messages. Sending *in backward* helps if other hardware does the sending: a network card, or a GPU's copy
+# engine. Here the ranks share the machine's cores, and copying a message takes time from the cores that
+# compute. So a message that hides behind backward makes backward longer, and little or nothing is gained. That
+# is a limit of this machine, and no fault of the idea.
 #
-# ## When do the messages outweigh the work?
+# ## When do the messages take longer than the work?
 #
-# Let a model have P parameters, and each rank b rows. Forward and backward take about 6 P b FLOPs (lesson 7).
-# An all-reduce of the gradients sends 2 (n - 1) / n times 4 P bytes. *Both grow with P.* With R FLOPs in a
-# second, and beta seconds for a byte, they take the same time at
+# Say that a model has P parameters and each rank has b rows. Forward and backward take about 6 P b FLOPs
+# (lesson 7). An all-reduce of the gradients sends 2 (n - 1) / n times 4 P bytes. *Both grow with P.* If a rank
+# does R FLOPs in a second, and its link takes beta seconds for a byte, both last equally long when each rank
+# has
 #
 # b = 4/3 x (n - 1) / n x R x beta
 #
-# rows on each rank. **P cancels**: a larger model does not make it worse. What counts is how fast a rank
-# computes, against how fast it sends. The cell asks, for an accelerator with 100 TFLOP/s, how many rows a rank
-# needs until computing takes as long as an all-reduce among 8 ranks. (In a language model a row is a token.) A
-# small model needs more: its messages are short, and alpha, which the formula left out, is most of their time.
+# rows. **P cancels**: a larger model does not make it worse. Only the speed of computing against the speed of
+# sending counts. The cell takes 8 ranks of 100 TFLOP/s, and computes how many rows each needs until computing
+# takes as long as the all-reduce. (In a language model a row is a token.) A small model needs more rows than a
+# large one: its messages are short, so most of their time is alpha, which the formula leaves out.
 
 
 # %%
@@ -331,16 +336,16 @@ for link in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{link:24}{few:14,.0f}{many:24,.0f}")
 
 # %% [markdown]
-# With fewer rows the ranks wait for messages most of the time, unless backward hides them. With more, they
-# compute. That is why data parallelism likes large batches, and why accumulation helps: it makes b larger
-# without more memory.
+# With fewer rows than that, the ranks spend most of the time on messages, unless backward hides them. With more
+# rows they spend it on computing. So data parallelism works best with large batches. Accumulation helps, since
+# it makes b larger without more memory.
 #
 # ## Predict, then measure
 #
-# One batch of 64 rows, dealt to 1, 2 and 4 ranks: **strong scaling**, the same work on more ranks. A rank shall
-# be a device of its own here, with a link of its own. So its layer does not compute, it *sleeps*, 6 ms for each
-# row forward and backward; and messages take alpha = 2 ms and 50 ns a byte. The model has 1 MB of parameters.
-# How many times as fast as one rank are four?
+# Share one batch of 64 rows among 1, 2 and 4 ranks. The same work on more ranks is called **strong scaling**.
+# Each rank plays a device of its own, with a link of its own: its layer does not compute, it *sleeps*, 6 ms for
+# each row (2 ms forward, 4 ms backward). A message takes alpha = 2 ms, and 50 ns more for each byte. The model
+# has 1 MB of parameters. How many times as fast as one rank are four?
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
@@ -367,8 +372,8 @@ def scaled(n, rows=64):
 
 
 # %% [markdown]
-# The model: what one rank computes, divided by the ranks; and the all-reduce, by the formula that you found in
-# lesson 8.
+# The model has two terms: the time that one rank computes, divided by the number of ranks, and the time of the
+# all-reduce, by the formula that you found in lesson 8.
 
 # %%
 measured, predicted = {}, {}
@@ -386,23 +391,26 @@ for n in (1, 2, 4):
 scaling_picture(measured, predicted, prediction)
 
 # %% [markdown]
-# How to read it. The work is divided by the ranks; **the all-reduce is not**. From 2 ranks to 4 it even grows a
-# little, towards twice the gradient's bytes. So each doubling of the ranks wins less than the one before, and
-# with a thousand ranks a step would last as long as its all-reduce. Three things move the dots up: more rows on
+# More ranks divide the work, **but they do not divide the all-reduce**. From 2 ranks to 4 it even takes longer:
+# a rank sends more messages, and more bytes. So each doubling of the ranks gains less than the one before. With
+# a thousand ranks, nearly all of a step would be its all-reduce. Three things move the dots up: more rows on
 # each rank, a faster network, and sending while backward runs.
 #
-# With layers that compute in place of sleeping, ranks of one machine would share its cores: four ranks on two
-# cores take turns, and are at the very best twice as fast as one.
+# If the layers computed instead of sleeping, the ranks would share this machine's cores. Four ranks on two
+# cores take turns, and are at best twice as fast as one.
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **A parameter that one rank did not use.** It has no gradient there, that rank makes one call fewer, and all
-#   wait for ever. `check=True` names the call; `md.DataParallel` sends zeros for it.
-# - **Gradients that arrive in another order.** Buckets filled in the order of arrival hold different gradients
-#   on different ranks, and the sums are of unlike things. Agree on the order once, as `md.DataParallel` does.
-# - **A gradient used too early.** Clipping, logging or a step before `finish` sees this rank's gradient or half
-#   a sum. The comparison with one process (lesson 9) finds it.
-# - **Accumulation that sends every time**: right, and slow. The ledger's calls a step tell.
+# - **A parameter that one rank did not use.** The parameter has no gradient on that rank, so the rank makes one
+#   call fewer, and all ranks wait for ever. `md.Cluster(ranks=4, check=True)` names the call. `md.DataParallel`
+#   sends zeros for such a parameter.
+# - **Gradients that arrive in another order.** Each rank fills its buckets in the order of arrival. If that
+#   order differs between ranks, they add up gradients of different parameters. So let the ranks agree on one
+#   order, as `md.DataParallel` does.
+# - **A gradient used too early.** If you clip, log or update before `finish`, you use this rank's own gradient,
+#   or half a sum. The comparison with one process (lesson 9) finds it.
+# - **Accumulation that sends every time.** The result is right, and the step is slow. Count the calls of a step
+#   in the ledger.
 
 # %%
 cluster.close()
@@ -413,9 +421,10 @@ cluster.close()
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, 2020: buckets, hooks,
 #   overlap and `no_sync`, with measurements of each. Section 3.2 is this lesson.
 # - Sergeev and Del Balso, *Horovod: fast and easy distributed deep learning in TensorFlow*, 2018: data
-#   parallelism as one all-reduce that anyone can add to a script, and why tensors are fused.
+#   parallelism as one call that anyone can add to a script, and why it fuses small tensors into large messages.
 # - Peng et al., *A Generic Communication Scheduler for Distributed DNN Training Acceleration*, 2019: the next
-#   step needs the first layers' gradients first, and backward brings them last.
+#   step needs the first layers' gradients first, but backward computes them last, so the order of the messages
+#   matters.
 #
 # ## Where your lines live
 #
@@ -428,7 +437,7 @@ cluster.close()
 # | `accumulate_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel.no_sync`](../minidist/parallel/sharding/data_parallel.py) |
 #
 # The rungs group gradients by your rule. Their buckets are never copied: each gradient is a view of its bucket,
-# and the bucket leaves as soon as it is full. The engine deals gradients to buckets in the order in which they
-# arrive, and copes with parameters that are unused or shared.
+# and the bucket leaves as soon as it is full. The engine puts gradients into buckets in the order in which they
+# arrive on rank 0, and also handles parameters that are unused or shared.
 #
 # Next: lesson 11 asks whether the ranks have to wait for each other at all.

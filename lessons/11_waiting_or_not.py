@@ -15,9 +15,8 @@
 #
 # **Time:** about 2 hours. **Builds on:** lessons 08 and 09.
 #
-# In data parallelism all ranks wait for each other in every step: none goes on before the slowest has come.
-# In this lesson you build training in which nobody waits, find out what that costs, and what lies between the
-# two.
+# In data parallelism, all ranks wait in every step until the slowest has finished. In this lesson you build a
+# training in which no rank waits, you find out what that costs, and you try the ways between the two.
 
 # %%
 import math
@@ -47,19 +46,19 @@ ladder(11)
 
 # %% [markdown]
 # **The question.** One of your ranks is slow. If all wait for it, all are slow. If none waits, its gradients
-# come late, and are about parameters that have changed since. Which is better?
+# come late: they were computed for parameters that have changed since. Which is better?
 #
 # ## What a straggler costs
 #
 # A rank that is slower than the others is called a **straggler**. Another program may run on its machine, its
-# processor may be hot, its disk may be slow; with a thousand machines there is always one. (In 54 days of
-# training Llama 3 405B, a job of up to 16,384 GPUs was interrupted 419 times without plan: Grattafiori et al.
-# 2024.) Training is **synchronous** where all ranks finish a step before any begins the next, as with an
-# all-reduce. It is **asynchronous** where each goes on as soon as it can.
+# processor may be too hot, or its disk may be slow. Among a thousand machines there is always one. (The
+# training of Llama 3 405B on up to 16,384 GPUs had 419 unplanned interruptions in 54 days: Grattafiori et al.
+# 2024.) Training is **synchronous** if all ranks finish a step before any rank begins the next one, as with an
+# all-reduce. It is **asynchronous** if each rank goes on as soon as it can.
 #
 # **Exercise 11.1: rates.** Worker i needs `seconds[i]` for a step, in which it computes one gradient. Messages
 # take no time. Return two numbers: how many gradients all workers together compute in a second if they wait for
-# each other in each step, and how many if none waits.
+# each other in every step, and how many if no worker waits.
 
 
 # %% tags=["exercise"]
@@ -73,7 +72,7 @@ check(rates)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function where it has passed, and the lesson's own where it has not.
+# function if it has passed, and the lesson's own if it has not.
 
 # %%
 rates = or_solution(rates)
@@ -85,8 +84,9 @@ for times_slower in (1, 2, 10, 100):
     )
 
 # %% [markdown]
-# Workers that wait go at the pace of the slowest: the *maximum* decides. Workers that do not wait lose, at worst,
-# the straggler's own share. Drawn over time, with three workers of whom the last takes four times as long:
+# If workers wait, the slowest sets the pace: the *maximum* of the times decides. If they do not wait, they lose
+# at worst the straggler's own gradients. The chart shows three workers over time. The third takes four times as
+# long for a step as the first.
 
 
 # %%
@@ -112,23 +112,24 @@ workers_chart(
 # %% [markdown]
 # ## A server for parameters
 #
-# An all-reduce cannot work without waiting, as all take part in it. What can is a **parameter server** (Dean et
-# al. 2012, Li et al. 2014): one rank, the server, holds the parameters. A **worker** in each step
+# An all-reduce needs all ranks at the same time, so it cannot work without waiting. A **parameter server** can
+# (Dean et al. 2012, Li et al. 2014). One rank, the server, holds the parameters. The other ranks are
+# **workers**, and in each step a worker
 #
-# 1. **pulls**: it gets the newest parameters from the server,
-# 2. computes a gradient with them, on its own rows,
-# 3. **pushes**: it sends the gradient to the server, which makes an update at once.
+# 1. **pulls**: it gets the newest parameters from the server;
+# 2. computes a gradient with them, on its own rows;
+# 3. **pushes**: it sends the gradient to the server, which updates the parameters at once.
 #
-# Follow a few pushes, and watch the versions.
+# Follow a few pushes, and watch the versions of the parameters.
 
 # %%
 server_animation(free)
 
 # %% [markdown]
-# That is a loop, and you write it first.
+# A worker's part is a loop. You write it first.
 #
-# **Exercise 11.2: work.** Rank 0 is the server. Take `steps` steps: receive the parameters from rank 0 into
-# `x`, and send `gradient(x)` to rank 0, a tensor like `x`. Nothing is returned.
+# **Exercise 11.2: work.** Rank 0 is the server. Make `steps` steps. In each, receive the parameters from rank 0
+# into `x`, and send `gradient(x)`, a tensor like `x`, to rank 0. Return nothing.
 #
 # Par: one gradient for each step.
 
@@ -146,15 +147,16 @@ check(work)
 work = or_solution(work)
 
 # %% [markdown]
-# The server has to wait for all workers *at the same time*. A receive waits for one rank; so the server gets a
-# **thread** for each worker: a part of the program that runs beside the others, in the same memory. While one
-# thread waits for its worker, the others go on. As all threads change the same `x`, a **lock** sees to it that
-# they do so one at a time: only one thread can be inside `with lock:`, and the others wait there until it is
-# free.
+# The server has to wait for all workers *at the same time*, but a receive waits for one rank only. So the
+# server gets a **thread** for each worker: a part of the program that runs beside the other threads, in the
+# same memory. While one thread waits for its worker, the others go on. All threads change the same `x`. A
+# **lock** makes them do so one at a time: only one thread can be inside `with lock:`, and any other waits there
+# until it is free.
 #
-# **Exercise 11.3: serve.** Write what one thread does: `steps` times, send the parameters `x` to its worker,
-# receive a gradient, and subtract `lr` times it from `x`, in place. (Take `x.sub_(...)`: with `x -= ...` Python
-# would take x for a name of `serve_one`'s own.) No worker may have to wait for another one.
+# **Exercise 11.3: serve.** Write the function of one thread: `steps` times, send the parameters `x` to its
+# worker, receive a gradient, and subtract `lr` times the gradient from `x`, in place. (Write `x.sub_(...)`:
+# with `x -= ...` Python takes x for a local variable of `serve_one`.) No worker may have to wait for another
+# one.
 
 
 # %% tags=["exercise"]
@@ -173,8 +175,8 @@ def serve(x, lr, steps):
 check(serve)
 
 # %% [markdown]
-# Try it: three workers that all look for the x at which (x - 3)² is smallest. Worker 3 sleeps ten times as
-# long.
+# Try it with three workers that look for the x at which (x - 3)² is smallest. Worker 3 sleeps ten times as long
+# as the others.
 
 # %%
 serve = or_solution(serve)
@@ -199,23 +201,23 @@ cluster.run(all_ranks)
 
 # %% [markdown]
 # The two fast workers were done long before the slow one. (Is the lock needed at all? Recht et al. 2011 leave
-# it out: where updates touch few of many parameters, an update lost now and then does no harm. They call it
-# Hogwild.)
+# it out, and call that Hogwild. If each update touches only a few of many parameters, it does no harm that an
+# update is lost now and then.)
 #
 # ## What staleness does
 #
-# The price is in the boxes of the chart. The **staleness** of a gradient is the number of updates that were
-# made since its worker pulled. While one of n workers of the same speed makes a step, each of the others makes
-# one, so the staleness is n - 1. A straggler that takes k times as long misses about k (n - 1) updates. The
-# average over all gradients stays about n - 1 whatever the speeds are: what the straggler's have more, those of
-# the others have less.
+# The numbers in the chart's boxes are the price. The **staleness** of a gradient is the number of updates that
+# the server has made since the worker pulled. If n workers are equally fast, each of the others makes one step
+# while a worker makes one, so the staleness is n - 1. A straggler that takes k times as long as the others
+# misses about k (n - 1) updates. The average over all gradients stays about n - 1 at any speeds: the
+# straggler's gradients are staler, and the others are fresher.
 #
-# What harm does an old gradient do? Look at the simplest loss there is, (curvature / 2) x²: its gradient is
-# curvature times x, and its minimum 0.
+# What harm does an old gradient do? Look at the simplest loss there is, (curvature / 2) x². Its gradient is
+# curvature times x, and its minimum is at x = 0.
 #
-# **Exercise 11.4: delayed_descent.** Start at x = 1, and make `steps` updates. Update t subtracts lr times the
-# gradient, not at the newest x, but at that of `delay` updates before; where there is none so old, at the
-# first. Return the list of all x, from the first to the last.
+# **Exercise 11.4: delayed_descent.** Start at x = 1, and make `steps` updates. Each update subtracts lr times a
+# gradient. Take the gradient not at the newest x, but at the x of `delay` updates earlier. As long as there is
+# no x that old, take it at the first x. Return the list of all x, from the first to the last.
 
 
 # %% tags=["exercise"]
@@ -232,13 +234,13 @@ check(delayed_descent)
 delayed_descent = or_solution(delayed_descent)
 trajectories(
     {f"delay {delay}": delayed_descent(1.0, 0.4, delay, 40) for delay in (0, 2, 5)},
-    "The same learning rate 0.4, with gradients that are 0, 2 and 5 updates late.",
+    "The same learning rate, 0.4, with gradients that are 0, 2 and 5 updates late.",
 )
 
 # %% [markdown]
-# An old gradient says "go on" although the minimum has been passed: x swings to the other side, and comes back
-# late again. With enough delay each swing is wider than the one before. A smaller learning rate helps: then
-# less happens while a gradient is under way.
+# An old gradient says "go on" although x has already passed the minimum. So x swings to the other side, and
+# turns back too late again. With enough delay, each swing is wider than the one before. A smaller learning rate
+# helps, because x then changes less while a gradient is on its way.
 #
 # ## Predict: how much smaller?
 #
@@ -251,7 +253,7 @@ largest_with_delay_3 = None  # your guess, such as 1.5; None draws no guess
 
 # %%
 def largest_lr(delay):
-    """By halving: the largest lr with which x stays bounded."""
+    """The largest lr with which x stays bounded, found by halving."""
     low, high = 0.0, 4.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -274,21 +276,21 @@ bounds_chart(
 )
 
 # %% [markdown]
-# The dashed line is exact (Levin and May 1976): descent is stable as long as
+# The dashed line is the exact formula (Levin and May 1976). Descent is stable as long as
 #
 # `lr * curvature < 2 * sin(pi / (2 * (2 * delay + 1)))`.
 #
-# At the border x swings for ever, and in 2 delay + 1 updates makes half a swing. For a long delay the right
-# side is about pi / (2 delay + 1): **twice as late, half the learning rate**. A loss of many parameters has
-# many curvatures, and the steepest decides. Real staleness is not always the same, and a real loss is no
-# parabola; but the rule holds well enough to be used: with more workers, lower the learning rate.
+# At the largest such lr, x swings for ever, half a swing in 2 delay + 1 updates. For a long delay the right
+# side is about pi / (2 delay + 1): **twice the delay, half the learning rate**. A loss of many parameters has
+# many curvatures, and the largest one decides. In a real training the staleness varies, and the loss is no
+# parabola. But the rule is good enough to use: with more workers, lower the learning rate.
 #
 # ## Predict, then measure
 #
-# Now a real network: the handwritten digits, `md.ParameterServer` with one server and three workers. A step
-# takes 20 ms on two of the workers, and 200 ms on the third. (They sleep most of that, so that it is the same
-# on your machine.) How many times as many gradients a second does not waiting give? Your `rates` knows; write
-# down your guess before you ask it.
+# Now train a real network on the handwritten digits, with `md.ParameterServer`: one server and three workers. A
+# step takes 20 ms on two of the workers, and 200 ms on the third. (They sleep most of that time, so it is the
+# same on your machine.) How many times as many gradients do the workers compute in a second if they do not
+# wait? Your `rates` can tell, but write down your guess first.
 
 # %%
 prediction = None  # your guess, such as 2.5; None prints no guess
@@ -315,10 +317,10 @@ def worker_loop(server, model, rows, until):
 
 
 # %% [markdown]
-# `ParameterServer` has what yours has, and three things more: workers that die do not stop the others,
-# parameters can be spread over several servers, and `max_staleness` bounds the staleness. With bound 0 it is
-# synchronous: an update takes one push of every worker. Beside its work the server notes the loss, on 256 rows,
-# after each update.
+# `ParameterServer` does what your server does, and three things more. A worker that dies does not stop the
+# others. The parameters can be spread over several servers. And `max_staleness` bounds the staleness. With a
+# bound of 0 it is synchronous: each update takes one push from every worker. After each update the server also
+# records the loss on 256 rows.
 
 
 # %%
@@ -364,12 +366,13 @@ print("measured steps:", ", ".join(f"{each * 1e3:.0f} ms" for each in steps))
 print(f"expected from these, not waiting: {rates(steps)[1]:.0f} a second")
 
 # %% [markdown]
-# Waiting costs what it should: the straggler sets the pace, and all else hides behind its 200 ms. Without
-# waiting it is less than expected, by as much as messages and arithmetic take: the pauses know nothing of them,
-# and in a step of 20 ms they show. With the steps as they were measured the sum is right. The staleness is as
-# the chart said: n - 1 on average, and up to 10 times that for the straggler.
+# With waiting, the result is as expected: the straggler sets the pace, and everything else hides behind its 200
+# ms. Without waiting, there are fewer gradients than expected. The formula knew only the pauses, but a step
+# also takes messages and arithmetic, and next to 20 ms they show. With the measured times of the steps, the
+# formula is right. The staleness is as the chart said: n - 1 on average, and up to 10 times that for the
+# straggler.
 #
-# More gradients are not yet better learning. What matters is the loss.
+# More gradients do not yet mean that the model learns faster. Look at the loss.
 
 # %%
 learning(
@@ -378,16 +381,16 @@ learning(
 )
 
 # %% [markdown]
-# Two pictures of one thing, and both are true. **Against time** the run that does not wait wins by far. **Against
-# updates** the synchronous one is ahead: each of its updates is the mean of three fresh gradients. Papers that
-# show one of the two have chosen. What you pay for is time; but what you can reproduce are updates, since in an
-# asynchronous run the order of pushes is different every time.
+# These are two pictures of the same runs, and both are true. **Against time**, the run that does not wait wins
+# by far. **Against updates**, the synchronous run is ahead, since each of its updates is the mean of three
+# fresh gradients. A paper that shows only one of the two pictures has made a choice. You pay for time. But only
+# the synchronous run can be repeated: in an asynchronous run the pushes come in a different order every time.
 #
 # ## Between the two
 #
-# Ho et al. 2013 bound how far workers may be apart, **stale synchronous parallel**: a worker that is more than
-# `bound` steps ahead of the slowest waits. (`max_staleness` bounds updates in place of steps; the idea is the
-# same.)
+# Ho et al. 2013 bound how far the workers may be apart. They call it **stale synchronous parallel**: a worker
+# that is more than `bound` steps ahead of the slowest has to wait. (`max_staleness` counts updates instead of
+# steps. The idea is the same.)
 #
 # **Exercise 11.5: may_begin.** `clocks[i]` is how many steps worker i has finished. May `worker` begin its next
 # step? It may if it is at most `bound` steps ahead of the slowest. Return True or False.
@@ -403,13 +406,14 @@ def may_begin(clocks, worker, bound):
 check(may_begin)
 
 # %% [markdown]
-# With bound 0 it is `together`, with an infinite one `whenever`. What does a bound between buy? Eight workers,
-# in two situations: every worker has a **hiccup** now and then, one step in ten that takes five times as long;
-# or one worker is **always** five times slower.
+# With a bound of 0 this rule is `together`, and with an infinite bound it is `whenever`. How much does a bound
+# between the two gain? Simulate eight workers in two situations. In the first, every worker has a **hiccup**
+# now and then: one step in ten takes five times as long. In the second, one worker is **always** five times
+# slower.
 #
-# Beside it another way to wait less often, **local SGD** (Stich 2019): each rank trains a model of its own, and
-# every k steps they take the mean of their parameters. All wait there, and nowhere else. It needs no server,
-# and sends k times less.
+# The chart also shows another way to wait less often, **local SGD** (Stich 2019). Each rank trains a model of
+# its own, and every k steps the ranks take the mean of their parameters. They wait only then. Local SGD needs
+# no server, and sends k times less.
 
 # %%
 may_begin = or_solution(may_begin)
@@ -442,18 +446,20 @@ for situation, seconds in situations.items():
         "not waiting": [speed(seconds, may_begin, math.inf)],
     }
 slack_chart(
-    slack, panels, "Simulated: what a little slack buys depends on why one waits."
+    slack,
+    panels,
+    "Simulated: how much a little slack gains depends on the reason for waiting.",
 )
 
 # %% [markdown]
-# **Hiccups** even out: a worker that is late today is early tomorrow, and a slack of a few steps wins most of
-# what there is to win. Against a worker that is **always** slow no bound helps, as sooner or later all stand at
-# the bound, and go at its pace. There one has to give it less to do, leave it out (Chen et al. 2016 start a few
-# workers more than they wait for), or not wait at all.
+# **Hiccups** even out: a worker that is late in one step catches up in the next ones, and a slack of a few
+# steps gains most of what there is to gain. Against a worker that is **always** slow, no bound helps. Sooner or
+# later all workers reach the bound, and then they go at its pace. Give such a worker less to do, leave it out
+# (Chen et al. 2016 start a few more workers than they wait for), or do not wait at all.
 #
-# Most large models today are trained synchronously: their devices are equal, their networks fast, and runs that
-# can be repeated are worth more than the last bit of speed. Local SGD comes back where the network is slow, as
-# between data centres (Douillard et al. 2023). Count what it sends:
+# Most large models today are trained synchronously. Their devices are equally fast, their networks are quick,
+# and it is worth more to be able to repeat a run than to gain the last bit of speed. Local SGD comes back where
+# the network is slow, for example between data centres (Douillard et al. 2023). Count what it sends:
 
 
 # %%
@@ -475,17 +481,17 @@ for every in (1, 2, 8):
 # %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
-# - **It diverges with more workers.** The learning rate that was right for four is too large for forty:
-#   staleness has grown tenfold. The loss swings before it explodes. Lower the learning rate, or bound the
-#   staleness.
-# - **The server is the bottleneck.** All gradients go through it: n workers send n times the parameters each
-#   way in each step. Its network is full while the workers' are idle. Spread the parameters over several
-#   servers: `servers=4`.
-# - **Two runs differ.** The order of pushes is another one each time, so that no bug can be repeated exactly.
-#   Repeat it with bound 0.
-# - **Momentum hides staleness.** Late gradients act like momentum that nobody asked for (Mitliagkas et al.
-#   2016). With momentum 0.9 on top it may be too much; asynchronous training often wants less.
-# - **A slow rank in an all-reduce.** All ranks are slow, and no error is shown. In the ledger the straggler is
+# - **It diverges with more workers.** A learning rate that is right for four workers is too large for forty,
+#   since the staleness is ten times as high. The loss swings before it explodes. Lower the learning rate, or
+#   bound the staleness.
+# - **The server is the bottleneck.** All gradients go through it: in each step, n workers send n times the
+#   bytes of the parameters to it, and get as many back. Its link is full while the workers' links are idle.
+#   Spread the parameters over several servers: `servers=4`.
+# - **Two runs differ.** The pushes come in a different order each time, so no bug can be repeated exactly. Look
+#   for it with a bound of 0.
+# - **Momentum hides staleness.** Late gradients act like extra momentum (Mitliagkas et al. 2016). Together with
+#   a momentum of 0.9 that may be too much. Asynchronous training often needs less momentum.
+# - **A slow rank in an all-reduce.** All ranks are slow, and there is no error. In the ledger, the straggler is
 #   the one rank that spends no time waiting.
 
 # %%
@@ -512,8 +518,8 @@ cluster.close()
 # | `may_begin` | – | parallel/averaging/staleness.py: [`Updates.next`](../minidist/parallel/averaging/staleness.py) |
 # | an average every k steps | plain/local_sgd.py: [`train`](../minidist/plain/local_sgd.py) | parallel/averaging/local_sgd.py: [`LocalSGD.synchronize`](../minidist/parallel/averaging/local_sgd.py) |
 #
-# The rung's server has your threads and your lock. It calls any torch optimizer in place of `x.sub_(...)`, and
-# answers each gradient with the new parameters, so that a worker pushes first and then pulls. The engine shares
-# the parameters among several servers, bounds the staleness, and goes on when a worker dies.
+# The rung's server has your threads and your lock. It calls a torch optimizer instead of `x.sub_(...)`. It
+# answers each gradient with the new parameters, so a worker pushes first and then pulls. The engine shares the
+# parameters among several servers, bounds the staleness, and goes on when a worker dies.
 #
 # Next: lesson 12 cuts the model itself over ranks.

@@ -16,8 +16,9 @@
 # **Time:** about 2.5 hours. **Builds on:** lessons 08 and 12.
 #
 # Lesson 12 gave whole layers to ranks, one after the other. Here all ranks work on *the same layer at the same
-# time*: each has a part of its matrices. In this lesson you cut an MLP and an attention layer so that two
-# messages each are enough, backward included, and find out how wide a layer has to be for that to pay.
+# time*: each has a part of its matrices. In this lesson you cut an MLP and an attention layer so that each
+# needs only two all-reduces, one forward and one backward. Then you find out how wide a layer has to be before
+# this pays.
 
 # %%
 import statistics
@@ -37,14 +38,13 @@ ladder(13)
 
 # %% [markdown]
 # **The question.** How can n ranks share one matrix product, so that each does 1/n of the work with 1/n of the
-# weights, and they talk as little as possible? (Llama 3 405B was trained with its matrices shared by 8 GPUs,
-# those of one machine: Grattafiori et al. 2024. By the end of this lesson you know why 8, and why of one
-# machine.)
+# weights, and they send as little as possible? (In the training of Llama 3 405B, the 8 GPUs of a machine shared
+# each matrix: Grattafiori et al. 2024. By the end of this lesson you know why 8, and why in one machine.)
 #
 # ## Two ways to cut a product
 #
-# Take y = x @ w, with x a row of features for each token, and w a matrix. w can be cut by its columns or by its
-# rows.
+# Take y = x @ w. The matrix x has a row of features for each token, and w holds the weights. You can cut w by
+# its columns or by its rows.
 
 # %%
 x, w = torch.randn(3, 8), torch.randn(8, 6)
@@ -56,20 +56,21 @@ by_rows = x_parts[0] @ rows[0] + x_parts[1] @ rows[1]
 torch.allclose(by_columns, x @ w), torch.allclose(by_rows, x @ w, atol=1e-5)
 
 # %% [markdown]
-# - **By columns:** a rank needs all of x, and gets *its columns* of y. Nothing has to be sent.
-# - **By rows:** a rank needs only *its columns* of x, and gets a **summand** of y. The sum is an all-reduce.
+# - **By columns:** a rank needs all of x, and computes *its columns* of y. Nothing has to be sent.
+# - **By rows:** a rank needs only *its columns* of x, and computes one **summand** of y. An all-reduce adds up
+#   the summands.
 #
-# The first leaves what the second needs. So of two layers in a row cut the first by columns and the second by
-# rows, and there is one message in all. What lies between may only look at each element alone: a ReLU does, and
-# so does a GELU, its smooth relative.
+# A cut by columns produces just what a cut by rows needs. So of two consecutive layers, cut the first by
+# columns and the second by rows: then both together need a single all-reduce. The function between them must
+# treat each element alone, as a ReLU does, and a GELU, its smooth relative.
 
 # %%
 shared_mlp()
 
 # %% [markdown]
-# **Exercise 13.1: shared_mlp_forward.** y = gelu(x @ a) @ b, where all ranks have `x`, and each has its columns
-# of a and its rows of b. All ranks return y. `x` stays as it is. `comm.all_reduce(t)` sums `t` over the ranks,
-# in place.
+# **Exercise 13.1: shared_mlp_forward.** y = gelu(x @ a) @ b, where all ranks have `x`, and each has its own
+# columns `a` and its own rows `b` of the two matrices. Return y on all ranks, and leave `x` as it is.
+# `comm.all_reduce(t)` sums `t` over the ranks, in place.
 #
 # Par: 2 (n - 1) / n times the bytes of y.
 
@@ -98,24 +99,24 @@ shared = cluster.run(lambda: shared_mlp_forward(x, my_part(a, 1), my_part(b, 0))
 [f"{(y - whole).abs().max():.0e}" for y in shared]
 
 # %% [markdown]
-# The same, but for rounding: the sums are taken in another order.
+# The results are the same, except for rounding: the ranks add up in another order.
 #
 # ## Backward
 #
-# Going back, the picture turns around. The gradient of y is the same on all ranks, and each computes with it
-# the gradients of its own columns and rows: right, and nothing to send. But the gradient of x is wrong: each
-# rank knows only what came through *its* columns. The whole is the sum over the ranks.
+# Backward goes through the picture from right to left. All ranks have the same gradient of y. From it, each
+# rank computes the gradients of its own columns and rows. These are right, and nothing has to be sent. But the
+# gradient of x is not complete: each rank knows only the part that came through *its* columns. The whole
+# gradient is the sum over the ranks.
 #
-# So there are two places where ranks talk, at the end of the shared part going forward, and at its beginning
-# going backward. Shoeybi et al. (2019, section 3) call the operators at these places g and f. Here they are
-# called
+# So the ranks communicate in two places: forward at the end of the shared part, and backward at its beginning.
+# Shoeybi et al. (2019, section 3) call the operators at these two places g and f. Here their names are
 #
 # | | forward | backward |
 # |---|---|---|
 # | `enter` (f) | x itself | all-reduce |
 # | `leave` (g) | all-reduce | the gradient itself |
 #
-# An operator with a backward of its own is a `torch.autograd.Function`. This is `leave`:
+# To give an operator its own backward, write a `torch.autograd.Function`. This is `leave`:
 
 
 # %%
@@ -135,10 +136,10 @@ def leave(x):
 
 
 # %% [markdown]
-# It sums a copy: x is not its own, and somebody else may need it. The same holds for a gradient.
+# It sums a copy, since `x` belongs to the caller, who may still need it. The same is true of a gradient.
 #
-# **Exercise 13.2: enter.** Forward: x, sending nothing. Backward: the sum of all ranks' gradients. Neither `x`
-# nor `gradient` is changed.
+# **Exercise 13.2: enter.** Forward, return x and send nothing. Backward, return the sum of all ranks'
+# gradients. Change neither `x` nor `gradient`.
 #
 # Par: nothing forward, 2 (n - 1) / n times the bytes of x backward.
 
@@ -165,8 +166,8 @@ def enter(x):
 check(enter)
 
 # %% [markdown]
-# With both, autograd does all the rest. Is the gradient of x that of one process? And what if somebody forgets
-# `enter`?
+# With these two operators, autograd does all the rest. Is the gradient of x the same as in one process? And
+# what if you forget `enter`?
 
 # %%
 enter = or_solution(enter)
@@ -189,21 +190,21 @@ for forgotten in (False, True):
 # %% [markdown]
 # ## Attention, by heads
 #
-# Attention in three sentences. Each token makes a **query**, a **key** and a **value**: three products of x
-# with three matrices. It compares its query with the keys of the tokens up to it, and takes the mean of their
-# values, weighted by how well they fit. That is done by several **heads** at once, each with its own columns of
-# the three matrices, and a last matrix mixes what the heads found.
+# Here is attention in short. Each token makes a **query**, a **key** and a **value**: three products of x with
+# three matrices. The token compares its query with the keys of all tokens up to itself. Then it takes a mean of
+# their values, weighted by how well query and key fit. Several **heads** do this at once, each with its own
+# columns of the three matrices. A last matrix mixes the results of the heads.
 #
-# Heads know nothing of each other until that last matrix. So: query, key and value by columns, cut *between
-# heads*; the output matrix by rows. It is the MLP's pattern again.
+# The heads do not depend on each other until that last matrix. So cut query, key and value by columns, *between
+# heads*, and cut the output matrix by rows. It is the MLP's pattern again.
 #
 # **Exercise 13.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are
-# this rank's columns, (D, D / n), which are whole heads of `head_size` columns each; `output` is this rank's
-# rows, (D / n, D). Return the layer's y, (tokens, D), on all ranks, such that backward is right, too.
+# this rank's columns, (D, D / n): whole heads of `head_size` columns each. `output` is this rank's rows, (D /
+# n, D). Return the layer's y, (tokens, D), on all ranks. Backward has to be right as well.
 #
 # `functional.scaled_dot_product_attention(q, k, v, is_causal=True)` takes (heads, tokens, head_size) and
-# returns the same shape. From (tokens, columns) to that: `t.unflatten(1, (-1, head_size)).transpose(0, 1)`;
-# back again: `t.transpose(0, 1).flatten(1)`.
+# returns the same shape. `t.unflatten(1, (-1, head_size)).transpose(0, 1)` turns (tokens, columns) into that
+# shape, and `t.transpose(0, 1).flatten(1)` turns it back.
 #
 # Par: one all-reduce of x's size forward, one backward.
 
@@ -235,28 +236,29 @@ print("sent", cluster.run(bytes_of_attention), "bytes")
 print("two all-reduces:", 2 * 2 * 3 * tokens.nbytes // 4)
 
 # %% [markdown]
-# A block of a transformer is attention and an MLP, so a pass through it takes **four all-reduces**: two
-# forward, two backward. Each is of the size of x: tokens times D.
+# A block of a transformer has an attention layer and an MLP, so a step through it takes **four all-reduces**:
+# two forward and two backward. Each has the size of x, tokens times D.
 #
 # ## The last layer
 #
-# The last matrix of a GPT is the largest: a column for each token of the vocabulary, often 50,000 or more. Cut
-# it by columns, and each rank has the scores (**logits**) of its part of the vocabulary. To gather them would
-# send the largest tensor of all. But the loss of a row is
+# The last matrix of a GPT is the largest. It has a column for each token of the vocabulary, often 50,000 or
+# more. If you cut it by columns, each rank has the scores (**logits**) of its part of the vocabulary. To gather
+# the logits, you would have to send the largest tensor of all. But the loss of a row is
 #
 #     loss = -log softmax(z)[t] = log(sum of exp(z[j]) over all j) - z[t]
 #
-# with z the row's logits and t its target: a sum over the vocabulary, which ranks can do in parts, and one
-# logit, which one of them has. To keep the exponentials finite, the largest logit of the row is subtracted from
-# all first: that needs the largest over *all* ranks. Three numbers a row: `comm.all_reduce(t, "max")` gives the
-# first, one all-reduce both sums.
+# where z are the row's logits and t is its target. It has two parts: a sum over the vocabulary, which the ranks
+# can compute in parts, and one logit, which one of the ranks has. To keep the exponentials finite, first
+# subtract the row's largest logit from all its logits, the largest over *all* ranks. So the ranks exchange
+# three numbers for each row: `comm.all_reduce(t, "max")` finds the largest, and one more all-reduce adds up
+# both parts.
 #
-# The gradient for the logits is softmax(z), less 1 at the target, over the number of rows. Each rank has all
-# that it needs for its part.
+# The gradient of the logits is softmax(z), minus 1 at the target, divided by the number of rows. Each rank can
+# compute its own part without another message.
 #
-# **Exercise 13.4: vocabulary_loss.** `logits` (rows, V / n) are this rank's: rank r has columns r V / n and on.
-# `targets` (rows,) are the right tokens, 0 to V - 1, the same on all ranks. Return the mean loss, the same on
-# all ranks, and its gradient for these logits.
+# **Exercise 13.4: vocabulary_loss.** `logits` (rows, V / n) are this rank's columns; those of rank r begin at
+# column r V / n. `targets` (rows,) are the right tokens, 0 to V - 1, the same on all ranks. Return the mean
+# loss, the same on all ranks, and its gradient with respect to this rank's logits.
 #
 # Par: all-reduces of three numbers a row.
 
@@ -292,24 +294,25 @@ print(f"sent {sent:,} bytes; to gather the logits takes {gathering:,}")
 # %% [markdown]
 # ## Sequence parallel
 #
-# What lies *between* the shared parts? Norms, dropout, and the sums x + attention(x) and x + mlp(x). They are
-# cheap to compute, but not to keep: backward needs what forward computed, the **activations**, and of these
-# each rank keeps all there, the same as all others. But norms, dropout and sums look at each token alone. So
-# let each rank have 1/n of the *tokens* there (Korthikanti et al. 2022, section 4.2).
+# *Between* the shared parts are norms, dropout, and the sums x + attention(x) and x + mlp(x). They take little
+# time to compute, but much memory to keep. Backward needs the results of forward, the **activations**, and
+# between the shared parts every rank keeps all of them, the same as every other rank. But norms, dropout and
+# sums treat each token alone. So give each rank 1/n of the *tokens* there (Korthikanti et al. 2022, section
+# 4.2).
 
 # %%
 stream()
 
 # %% [markdown]
-# At the end of a shared part each rank then needs the sum for its own tokens: a reduce-scatter. At the
-# beginning it needs all tokens: an all-gather. And these two are what an all-reduce is made of (lesson 08):
-# **as many bytes as before**, and 1/n of the activations.
+# At the end of a shared part, each rank then needs the sum for its own tokens only: a reduce-scatter. At the
+# beginning it needs all tokens: an all-gather. An all-reduce consists of just these two (lesson 08). So the
+# ranks send **as many bytes as before**, and keep 1/n of the activations.
 #
-# Backward, the two change places again. What does the gradient of an all-gather do? A rank's token went to all
-# ranks, so the gradients of all ranks come back to it and add up.
+# Backward, the two change places. Why? In an all-gather a rank's token goes to all ranks. So backward, the
+# gradients of all ranks come back to that token and add up.
 #
-# **Exercise 13.5: gather_tokens.** `x` is (tokens / n, D), this rank's tokens. Forward: all tokens, (tokens,
-# D), rank 0's first. Backward: the sum over the ranks of the gradients of this rank's tokens.
+# **Exercise 13.5: gather_tokens.** `x` is (tokens / n, D), this rank's tokens. Forward, return all tokens,
+# (tokens, D), rank 0's first. Backward, return the gradient of this rank's tokens, summed over the ranks.
 # (`comm.all_gather(t)` and `comm.reduce_scatter(t)` take and return parts of the first dimension.)
 #
 # Par: n - 1 times the bytes of `x` in each direction.
@@ -337,8 +340,8 @@ def gather_tokens(x):
 check(gather_tokens)
 
 # %% [markdown]
-# `scatter_tokens` is its mirror image. With both, half a block in the two ways, a norm, an MLP and the residual
-# sum; `kept` is the bytes that backward has to keep.
+# `scatter_tokens` is its mirror image. The cell runs half a block both ways, without and with sequence
+# parallelism: a norm, an MLP and the sum. `kept` counts the bytes that have to stay until backward.
 
 # %%
 from minidist.parallel.training.activation_memory import ActivationCounter
@@ -380,16 +383,16 @@ for by_tokens in (False, True):
     print(f"by tokens: {by_tokens!s:5}  kept {kept:,} bytes, sent {sent:,}")
 
 # %% [markdown]
-# The same bytes sent, fewer kept. (What stays whole is the input of the first product, gathered. `minidist`
-# keeps a rank's own tokens of it only and gathers them once more in backward, as the paper does: five exchanges
-# in place of four, and the fifth goes on while it computes.)
+# It sends the same bytes and keeps fewer. (Only the gathered input of the first product is still kept whole.
+# `minidist` keeps only the rank's own tokens of it, and gathers them once more in backward, as the paper does.
+# That makes five exchanges instead of four, and the fifth runs while the rank computes.)
 #
 # ## Dropout, and whose random numbers
 #
-# Dropout zeroes random elements. Where all ranks have the same activations, they all have to zero the *same*
-# ones: else their copies part, and no message ever tells. Where each has its own heads or its own tokens, they
-# have to draw *different* ones: else all heads lose the same places. So a rank needs two streams of random
-# numbers.
+# Dropout sets random elements to zero. Where all ranks have the same activations, they have to zero the *same*
+# elements. If they do not, their copies become different, and no message ever shows it. Where each rank has its
+# own heads or tokens, the ranks have to zero *different* elements, or else all heads lose the same places. So a
+# rank needs two streams of random numbers.
 
 # %%
 from minidist.parallel.training.random_state import own_random_state
@@ -407,20 +410,21 @@ def draws():
 cluster.run(draws)
 
 # %% [markdown]
-# The first and the last number are the same on all ranks, the one between is each rank's own: the common stream
-# goes on where it was.
+# The first and the last number are the same on all ranks, and the middle one is different on each. After the
+# rank's own number, the common stream went on where it was.
 #
 # ## Does it pay? Predict, then measure
 #
-# One block of width D, 128 tokens, on one rank or on two. The arithmetic is 24 D² operations a token forward,
-# and twice that backward. The four messages carry 4 D bytes a token each. **Arithmetic grows with D², messages
-# with D**: so there is a width from which on two ranks are faster than one. Which is it on your machine?
+# Take one block of width D and 128 tokens, on one rank or on two. The arithmetic for each token is 24 D²
+# operations forward, and twice that backward. Each of the four all-reduces carries 4 D bytes for each token.
+# **The arithmetic grows with D², the messages with D.** So from some width on, two ranks are faster than one.
+# From which width on your machine?
 
 # %%
 prediction = None  # your guess, such as 300; None draws no guess
 
 # %% [markdown]
-# `parallelize` cuts a module by a plan that names its parts, in just the way that you did by hand.
+# `parallelize` cuts a module in the same way as you did by hand. A plan names the parts.
 
 # %%
 from minidist.model.blocks import Block
@@ -446,7 +450,7 @@ def block_of(width):
 
 # %%
 def seconds(call, rounds=9):
-    call()  # the first time takes longer
+    call()  # the first call takes longer
     times = []
     for _ in range(rounds):
         comm.barrier()
@@ -456,7 +460,7 @@ def seconds(call, rounds=9):
     return statistics.median(times)
 
 
-def time_block(width, shared):  # not shared: each of both ranks has a block of its own
+def time_block(width, shared):  # if not shared, each rank has a whole block
     block = block_of(width)
     if shared:
         parallelize(block, PLAN)
@@ -479,20 +483,20 @@ for width in widths:
     messages.append(max(pair.run(time_messages, width)) * 1e3)
     print(
         f"D {width:5}  one rank {alone[-1]:7.2f} ms, two {shared[-1]:7.2f} ms, "
-        f"of which messages about {messages[-1]:5.2f}"
+        f"about {messages[-1]:5.2f} of it messages"
     )
 
 # %% [markdown]
-# The model: of a block's time on one rank, what the narrowest block takes is no arithmetic to speak of: Python
-# and torch begin each operation, however small, and no cut makes that less. The rest is halved. The messages
-# come on top.
+# The model has three terms. The narrowest block does hardly any arithmetic: its time is what Python and torch
+# need to start each operation. A cut does not make that shorter. Two ranks halve the rest of the block's time,
+# and the messages come on top.
 
 # %%
 start = alone[0]
 model = [start + (t - start) / 2 + m for t, m in zip(alone, messages)]
 
 
-def pays_from(times):  # the width from which on all are faster than on one rank
+def pays_from(times):  # the first width from which two ranks stay faster than one
     wins = [two < one for one, two in zip(alone, times)]
     return next((w for i, w in enumerate(widths) if all(wins[i:])), "no width")
 
@@ -513,17 +517,17 @@ curves(
 )
 
 # %% [markdown]
-# Read it from the left. **Narrow:** the cut halves next to nothing and adds four messages. What the model leaves
-# out counts most there: the calls of the operators at the ends of the shared parts, and that at each message
-# both ranks wait for the slower one. **Wide:** the arithmetic is nearly all, and it is halved, if the machine
-# has two cores that are free. Two ranks share more than they seem to, memory and a power limit among it, and so
-# about a half is the best case.
+# Read it from the left. **Narrow:** the cut halves next to nothing, and adds four messages. Two costs that the
+# model leaves out weigh most here: the calls of `enter` and `leave`, and the waiting, since at each message
+# both ranks wait for the slower one. **Wide:** nearly all of the time is arithmetic, and two ranks halve it, if
+# the machine has two free cores. They still share the memory and the power limit of the machine, so about half
+# the time is the best case.
 #
 # ## A whole model
 #
-# `md.Layout(tp=2)` does this to a whole GPT: all blocks, the table of tokens, the last layer and the loss.
-# Blocks take four all-reduces each; the table takes one forward, the last layer one backward. Count them: with
-# L blocks it is 4 L + 2, and three numbers a token for the loss, which each rank sends to the other.
+# `md.Layout(tp=2)` does this to a whole GPT: all blocks, the table of tokens, the last layer and the loss. Each
+# block takes four all-reduces, the table takes one forward, and the last layer one backward. With L blocks that
+# is 4 L + 2. For the loss, each rank also sends three numbers for each token.
 
 # %%
 from functools import partial
@@ -557,14 +561,14 @@ print(f"  tensor parallel        {memory.activations:,} bytes")
 print(f"  and sequence parallel  {by_tokens.activations:,} bytes")
 
 # %% [markdown]
-# To the byte. Data parallelism sends the gradients once a step, whatever the batch. Tensor parallelism sends
-# activations, in every layer, *while everybody waits*: the next product needs the sum. That is why it lives
-# inside a machine.
+# The prediction is right to the byte. Data parallelism sends the gradients once in a step, whatever the batch.
+# Tensor parallelism sends activations in every layer, *while all ranks wait*, because the next product needs
+# the sum. That is why it stays inside a machine.
 #
 # ## Machines that you do not have
 #
-# One block of GPT-3 with 2048 tokens on 8 GPUs. Suppose each does 300 TFLOP/s, and activations take 2 bytes
-# each:
+# Take one block of GPT-3 with 2048 tokens on 8 GPUs. Say that each GPU does 300 TFLOP/s, and that an activation
+# takes 2 bytes:
 
 # %%
 from minidist.comm import cost
@@ -579,26 +583,27 @@ for network in ("nvlink4", "infiniband_ndr", "100gbe", "25gbe"):
     print(f"  {network:16}{t * 1e3:8.1f} ms")
 
 # %% [markdown]
-# Between GPUs of one machine the messages are a small part. Over a network between machines they take as long
-# as the arithmetic, or many times as long. So cut the layers (lesson 12) or the batch (lesson 09) between
-# machines, and the matrices within one.
+# Between the GPUs of one machine, the messages are a small part. Over a network between machines, they take as
+# long as the arithmetic, or many times as long. So share the matrices within a machine, and the layers (lesson
+# 12) or the batch (lesson 09) between machines.
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **A forgotten f.** The last layers train, those before them get parts of their gradients, and the loss
-#   falls, only more slowly. Compare gradients with one process: `md.compare` names the first layer that
-#   differs.
-# - **A bias added n times.** A layer cut by rows adds its bias before the all-reduce, on each rank. Add it
-#   after.
-# - **Copies that part.** Norms are kept on all ranks, and nothing ever sends them. Another seed, another
-#   dropout mask, and they drift. `md.assert_in_sync(block.mlp_norm)` looks at one.
-# - **Sequence parallel and norms.** A norm's weights are on all ranks, but each has seen its own tokens only:
-#   their gradients have to be summed, or the copies part after one step.
-# - **Heads that ranks do not divide**, such as GPT-2 XL's 25: a cut through a head gives wrong attention
-#   without any error, where the shapes happen to fit.
-# - **Clipping.** For the norm of all gradients the squares of cut parameters are summed over the ranks, and
-#   those of copies count once. A sum of all of them counts copies n times, and clips too much
-#   (`md.prepare(..., clip_norm=1.0)` does not).
+# - **A forgotten `enter`.** The last layers train, the layers before them get only a part of their gradients,
+#   and the loss still falls, more slowly. Compare the gradients with one process: `md.compare` names the first
+#   layer that differs.
+# - **A bias added n times.** If a layer that is cut by rows adds its bias before the all-reduce, every rank
+#   adds it. Add the bias after the all-reduce.
+# - **Copies that drift apart.** Every rank keeps the norms, and no message ever carries them. With a different
+#   seed or dropout mask on one rank, they drift apart. `md.assert_in_sync(block.mlp_norm)` compares one of
+#   them.
+# - **Sequence parallel and norms.** A norm's weights are on all ranks, but each rank has seen only its own
+#   tokens. So the weights' gradients have to be summed over the ranks, or the copies differ after one step.
+# - **A number of heads that n does not divide**, such as GPT-2 XL's 25. A cut through a head gives wrong
+#   attention, and if the shapes happen to fit there is no error.
+# - **Clipping.** To get the norm of all gradients, sum the squares of cut parameters over the ranks, but count
+#   those of copies once. If you sum everything over the ranks, copies count n times, and you clip too much.
+#   (`md.prepare(..., clip_norm=1.0)` counts them once.)
 
 # %%
 pair.close()
@@ -608,11 +613,11 @@ cluster.close()
 # ## Further reading
 #
 # - Shoeybi and others, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*,
-#   2019: section 3 is what you wrote, f and g included.
+#   2019: section 3 is what you wrote, with f and g.
 # - Korthikanti and others, *Reducing Activation Recomputation in Large Transformer Models*, 2022: sequence
-#   parallelism, and what of the activations is worth keeping.
+#   parallelism, and which activations are worth keeping.
 # - Narayanan and others, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*,
-#   2021: tensor, pipeline and data parallel together, and which belongs where.
+#   2021: tensor, pipeline and data parallelism together, and where each belongs.
 #
 # ## Where your lines live
 #
@@ -626,8 +631,8 @@ cluster.close()
 # | `scatter_tokens` | plain/sequence_parallel.py: [`Scatter`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`scatter_sequence`](../minidist/parallel/tensor/operators.py) |
 # | `vocabulary_loss` | – | parallel/tensor/vocabulary.py: [`vocab_parallel_cross_entropy`](../minidist/parallel/tensor/vocabulary.py) |
 #
-# The rungs have your operators, forward and backward. They put them around the layers of a whole GPT, whose
-# embedding and head stay whole. The engine cuts those too, cuts any model by a plan, and computes a weight's
-# gradient while the input's is on its way.
+# The rungs have your operators, forward and backward. They put them around the layers of a whole GPT, and leave
+# its embedding and head whole. The engine cuts those as well, and any model by a plan. It computes the weights'
+# gradient while the input's gradient is on its way.
 #
 # Next: lesson 14 takes the copies out of data parallelism.

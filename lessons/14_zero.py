@@ -15,9 +15,10 @@
 #
 # **Time:** about 3 hours. **Builds on:** lessons 08 to 10.
 #
-# Data parallel ranks (lesson 09) share the rows of a batch, and nothing else: each has the whole model, the
-# whole gradient, and the whole state of the optimizer. In this lesson you count what that takes, share it out
-# piece by piece, and find out what each piece costs in messages. This is ZeRO, the *zero redundancy optimizer*.
+# Data parallel ranks (lesson 09) share the rows of a batch, and nothing else. Each rank has the whole model,
+# the whole gradient, and the whole state of the optimizer. In this lesson you count the memory that this takes,
+# share it among the ranks piece by piece, and find out what each piece costs in messages. The method is called
+# ZeRO, for *zero redundancy optimizer*.
 
 # %%
 import statistics
@@ -39,14 +40,14 @@ from minidist.model import GPT, MLP, GPTConfig, Sampler, digits
 ladder(14)
 
 # %% [markdown]
-# **The question.** A model of 7.5 billion parameters is 15 GB of numbers, at two bytes each. Why does it not
-# train on a GPU that has 80 GB, and what can 64 such GPUs do about it together?
+# **The question.** A model of 7.5 billion parameters is 15 GB of numbers, at two bytes each. Why can't you
+# train it on a GPU with 80 GB, and how can 64 such GPUs train it together?
 #
 # ## Where the memory goes
 #
-# A parameter does not come alone. Backward leaves a **gradient** for it. And Adam, the optimizer that nearly
-# all large models are trained with, keeps two numbers more: running means of the gradient and of its square
-# (AdamW is Adam with another form of weight decay). They are the **optimizer state**. Count the bytes.
+# A parameter does not come alone. Backward computes a **gradient** for it. And Adam, the optimizer of nearly
+# all large models, keeps two more numbers: running means of the gradient and of its square. (AdamW is Adam with
+# another form of weight decay.) These two are the **optimizer state**. Count the bytes.
 
 # %%
 weight = nn.Parameter(torch.zeros(1_000_000))
@@ -57,16 +58,15 @@ adam.step()  # the state is made in the first step
 {name: value.nbytes for name, value in adam.state[weight].items()}
 
 # %% [markdown]
-# In float32 that is 4 bytes for the parameter, 4 for its gradient, and 8 for the state: **16 bytes a
-# parameter**.
+# In float32 a parameter takes 4 bytes, its gradient 4, and the state 8: **16 bytes for each parameter**.
 #
 # Does half precision halve it? In **mixed precision** the model computes with 16-bit parameters and gradients,
-# 2 bytes each. But the optimizer then needs a copy of the parameters in float32, the **master weights**, for a
-# reason that comes in a moment: 4 bytes, and 8 for its state. 2 + 2 + 12 is 16 again (Rajbhandari et al. 2020,
-# section 3.1).
+# of 2 bytes each. But then the optimizer needs a copy of the parameters in float32, the **master weights** (you
+# will see why in a moment). They take 4 bytes, and the state 8. And 2 + 2 + 12 is 16 again (Rajbhandari et al.
+# 2020, section 3.1).
 #
-# All this is the same on all ranks, and that is the waste. ZeRO removes it in three stages. On n ranks each
-# rank keeps
+# All ranks keep the same copies of all this, which is a waste. ZeRO removes the copies in three stages. On n
+# ranks, each rank keeps
 #
 # | stage | parameters | gradients | optimizer: state and master weights |
 # |---|---|---|---|
@@ -75,8 +75,9 @@ adam.step()  # the state is made in the first step
 # | 2 | all | 1/n | 1/n |
 # | 3 | 1/n | 1/n | 1/n |
 #
-# **Exercise 14.1: state_bytes.** The bytes that one of `ranks` ranks keeps, as three numbers: parameters,
-# gradients, optimizer. `mixed` says whether it is mixed precision (2, 2, 12) or all float32 (4, 4, 8).
+# **Exercise 14.1: state_bytes.** Return the bytes that one of `ranks` ranks keeps, as three numbers: for
+# parameters, gradients and optimizer. Without ZeRO, these are 2, 2 and 12 bytes for each parameter if `mixed`
+# is true (mixed precision), else 4, 4 and 8 (float32).
 
 
 # %% tags=["exercise"]
@@ -103,13 +104,13 @@ memory_bars(
 )
 
 # %% [markdown]
-# These are the numbers of the paper's first figure. The largest of today's models go further by the same table:
-# the state of Llama 3 405B by this count is 405e9 x 16 bytes = 6.5 TB, 81 GPUs of 80 GB for that alone. Most of
-# the bytes are the optimizer's, so stage 1 wins most, and the order of the stages is no accident.
+# These are the numbers of the paper's first figure. For Llama 3 405B the same count gives 405e9 x 16 bytes =
+# 6.5 TB: this alone fills 81 GPUs of 80 GB. Most of the bytes belong to the optimizer. So stage 1 saves the
+# most, and that is why it comes first.
 #
 # ## Why master weights
 #
-# A step changes a weight by a small part of it. A 16-bit number cannot hold a small change:
+# A step changes a weight by a small fraction. A 16-bit number cannot hold such a small change:
 
 # %%
 w = torch.tensor(1.0)
@@ -117,12 +118,12 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     print(f"{dtype!s:15}  1 + 0.0002 = {float(w.to(dtype) + 0.0002):.4f}")
 
 # %% [markdown]
-# In both 16-bit kinds the sum is 1: the neighbours of 1 are too far away. A thousand such steps change nothing
-# at all. So updates are added to the master weights, and the model gets their rounded values.
+# In both 16-bit formats the sum is 1, because the next number after 1 is too far away. A thousand such steps
+# change nothing at all. So add the updates to the master weights, and give the model their rounded values.
 #
-# **float16** has a second weakness, its range. What is below 3e-8 becomes 0, and gradients often are that
-# small. The remedy (Micikevicius et al. 2018) is **loss scaling**: multiply the loss by a large number, so that
-# all gradients are multiplied by it too, and divide it out in float32.
+# **float16** has a second weakness, its range. Numbers below 3e-8 become 0, and gradients are often that small.
+# The remedy is **loss scaling** (Micikevicius et al. 2018): multiply the loss by a large number, the scale.
+# This multiplies all gradients by the scale, and you divide by it later, in float32.
 
 # %%
 true_gradient = 1e-8
@@ -132,15 +133,15 @@ print("scaled, and divided out:", float(scaled.float() / 65536))
 print("too much of it:         ", float(torch.tensor(3.0 * 65536).half()))
 
 # %% [markdown]
-# The last line shows the limit: the largest float16 is 65504, and what is larger becomes infinite. Where that
-# happens, the step is left out, and the next one takes half the scale. (**bfloat16** has the range of float32
-# and needs no scaling; it pays with even fewer digits.)
+# The last line shows the limit: the largest float16 is 65504, and anything larger becomes infinite. If that
+# happens, skip the step, and halve the scale for the next one. (**bfloat16** has the range of float32, so it
+# needs no scaling, but it has even fewer digits.)
 #
-# **Exercise 14.2: scaled_step.** One step of plain gradient descent in mixed precision. `weight` is float16,
-# `master` its float32 copy, and `gradient` (float16) was computed for `scale` times the loss. Where all
-# elements of `gradient` are finite: move `master` by -`lr` times the true gradient, give `weight` its rounded
-# values, and return `scale`. Otherwise change neither, and return half of `scale`. Both tensors are changed in
-# place.
+# **Exercise 14.2: scaled_step.** Make one step of plain gradient descent in mixed precision. `weight` is
+# float16, `master` is its float32 copy, and `gradient` (float16) belongs to `scale` times the loss. If all
+# elements of `gradient` are finite, subtract `lr` times the true gradient from `master`, copy the rounded
+# values to `weight`, and return `scale`. If not, change neither, and return half of `scale`. Change both
+# tensors in place.
 
 
 # %% tags=["exercise"]
@@ -162,22 +163,22 @@ for _ in range(1000):
 print(f"scale {scale:.0f}, master {master.item():.4f}, weight {weight.item():.4f}")
 
 # %% [markdown]
-# The scale was too large at first, fell in a few skipped steps, and stayed. The weight arrives near 0.95,
-# though not one of the steps could have changed it alone.
+# The scale was too large at first. It fell in a few skipped steps, and then stayed. The weight ends near 0.95,
+# although no single step is large enough to change a float16 of 1.
 #
 # ## Stage 1: share the optimizer
 #
-# All ranks have the same gradient after an all-reduce, and each does the same update with it. Let rank r update
-# part r of the parameters only, and then hand it round. It then needs the state of its part, and the gradient
-# of its part. You know both halves from lesson 08: a **reduce-scatter** leaves each rank with its part of the
-# sum, and an **all-gather** brings everybody's parts to all. Together they *are* an all-reduce.
+# After an all-reduce, all ranks have the same gradient, and all make the same update. Instead, let rank r
+# update only part r of the parameters, and then send it to the others. Then it needs only the gradient and the
+# state of its part. You know the two operations from lesson 08: a **reduce-scatter** leaves each rank with its
+# part of the sum, and an **all-gather** gives all ranks all parts. Together they *are* an all-reduce.
 #
-# To cut a model into parts of equal length, lay its parameters one after the other in one flat tensor.
+# To cut a model into parts of equal length, put all its parameters into one flat tensor, one after the other.
 
 
 # %%
 def flatten(model, ranks):
-    """One tensor with all parameters and one with all gradients, padded so that ranks divide them."""
+    """All parameters in one tensor, all gradients in another, padded to a multiple of ranks."""
     parameters = list(model.parameters())
     size = sum(p.numel() for p in parameters)
     flat = parameters[0].new_zeros(-(-size // ranks) * ranks).detach()
@@ -191,16 +192,16 @@ def flatten(model, ranks):
 
 
 # %% [markdown]
-# Backward now writes into `gradient`, and whatever is written to `flat` changes the model. Part r of it is
-# `flat.view(n, -1)[r]`, a view as well.
+# Now backward writes into `gradient`, and a change of `flat` changes the model. Part r is `flat.view(n,
+# -1)[r]`, which is also a view.
 #
 # Two calls are all that you need: `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
 # ranks' `x`, and `comm.all_gather(part, out=x)` fills `x` with all ranks' parts.
 #
-# **Exercise 14.3: zero_1_step.** `flat` has the parameters, the same on all ranks. `own` is this rank's part of
-# it, a view, and `optimizer` a torch optimizer that was made for `[own]`. `gradient` is the gradient of this
-# rank's rows. Make a step with the mean of all ranks' gradients, so that all ranks have all new parameters in
-# `flat`. (An optimizer takes the gradient from `own.grad`.)
+# **Exercise 14.3: zero_1_step.** `flat` holds the parameters, the same on all ranks. `own` is this rank's part
+# of `flat`, a view, and `optimizer` is a torch optimizer that was made for `[own]`. `gradient` is the gradient
+# of this rank's rows. Make a step with the mean of all ranks' gradients. At the end, `flat` holds all new
+# parameters on all ranks. (An optimizer takes the gradient from `own.grad`.)
 #
 # Par: 2 (n - 1) / n times the bytes of `flat`, as much as an all-reduce.
 
@@ -215,8 +216,8 @@ def zero_1_step(flat, own, optimizer, gradient):
 check(zero_1_step)
 
 # %% [markdown]
-# Now train with it: a network that reads handwritten digits, on 4 ranks, and beside it the same in one process
-# with a plain optimizer. It is done in float64, so that rounding hides nothing.
+# Now use it to train a network for handwritten digits, on 4 ranks and in one process. Both use float64, so that
+# rounding hides nothing.
 
 # %%
 zero_1_step = or_solution(zero_1_step)
@@ -251,24 +252,26 @@ print(f"state on each rank    {state:,} bytes, in one process {whole_state:,}")
 print(f"bytes sent in a step  {sent:,}; an all-reduce sends {2 * 3 * size * 8 // 4:,}")
 
 # %% [markdown]
-# The same weights, a quarter of the state, and not one byte more. That is why stage 1 should be your default.
+# The weights are the same, each rank keeps a quarter of the state, and it sends not one byte more. So stage 1
+# should be your default.
 #
 # ## Stage 2: let go of gradients
 #
-# A rank needs the sum of its own part of the gradients; the rest is only passing through. Backward computes
-# gradients from the last layer to the first. As soon as some are there they can be reduced to their owners and
-# freed, while backward goes on. One message for each small gradient would be all alpha (lesson 08), so they are
-# collected in **buckets**.
+# A rank needs the sum of its own part of the gradients, and only passes the rest on. Backward computes the
+# gradients from the last layer to the first. As soon as some are there, the ranks can reduce them to their
+# owners and free them, while backward goes on. A message for each small gradient would cost mostly alpha
+# (lesson 08), so collect them in **buckets**, as in lesson 10.
 #
-# **Exercise 14.4: reduce_in_buckets.** `gradients` is an iterator that computes them one by one, tensors of one
-# dimension, as backward does. Collect them in order, by the rule of exercise 10.1: neighbours share a bucket as
-# long as they have at most `bucket` elements together, and one that alone has more gets a bucket of its own. When
-# the next gradient does not fit, lay those of the bucket one after the other, pad with zeros so that n divides
-# the length, reduce-scatter the mean, keep this rank's part, and let go of all else. The last bucket goes at the
-# end, if there are gradients at all. Return the list of parts.
+# **Exercise 14.4: reduce_in_buckets.** `gradients` is an iterator. As backward does, it computes the gradients
+# one by one; they are tensors of one dimension. Collect them in order, by the rule of exercise 10.1: neighbours
+# share a bucket as long as they have at most `bucket` elements together, and a gradient with more gets a bucket
+# of its own. When the next gradient does not fit, empty the bucket: put its gradients into one flat tensor, one
+# after the other, pad it with zeros so that n divides the length, reduce-scatter the mean, keep this rank's
+# part, and let go of all else. At the end empty the last bucket, if there were any gradients. Return the list
+# of parts.
 #
-# Par: (n - 1) / n times the bytes of the padded buckets; in memory at the most the parts, the gradient that did
-# not fit, and one bucket twice: as it came, and flat.
+# Par: send (n - 1) / n times the bytes of the padded buckets. Memory holds at most the parts, the gradient that
+# did not fit, and one bucket twice: as separate gradients, and flat.
 
 
 # %% tags=["exercise"]
@@ -281,8 +284,8 @@ def reduce_in_buckets(gradients, bucket):
 check(reduce_in_buckets)
 
 # %% [markdown]
-# `Live` counts the bytes of the tensors that are made inside its `with`, as long as they live. Twenty gradients
-# of 40 kB, with small buckets and with one bucket for all:
+# `Live` counts the bytes of all living tensors that were made inside its `with`. Try twenty gradients of 40 kB,
+# with small buckets and with one bucket for all:
 
 # %%
 reduce_in_buckets = or_solution(reduce_in_buckets)
@@ -299,22 +302,22 @@ for bucket in (20_000, 200_000):
     print(f"buckets of {bucket:7,} elements: at most {peak:,} bytes")
 
 # %% [markdown]
-# The whole gradient has 800,000 bytes, and a quarter of it, 200,000, has to stay. With one bucket for all
-# nothing is won: it is there twice, as it came and flat. (`minidist` has backward write into the flat bucket,
-# which saves one of the two.)
+# The whole gradient has 800,000 bytes, and each rank has to keep a quarter of it, 200,000. One bucket for all
+# saves nothing: all gradients are in memory twice, separately and flat. (In `minidist` backward writes into the
+# flat bucket, which saves one of the two copies.)
 #
 # ## Stage 3: let go of parameters
 #
-# The parameters are left. Each rank keeps a part of each layer. Just before a layer computes, all ranks gather
-# its parts; as soon as it has computed, they free all but their own. Backward needs the layer once more: so it
-# is gathered once more. Step through it.
+# Only the parameters are left to share. Each rank keeps a part of each layer. Just before a layer computes, all
+# ranks gather its parts. As soon as it has computed, each rank frees all but its own part. Backward needs the
+# layer once more, so the ranks gather it once more. Step through it.
 
 # %%
 sharded_layers()
 
 # %% [markdown]
-# Now in code. So that nothing happens behind your back, here is a layer with its backward written out; its
-# weights come as a flat tensor whenever it computes.
+# Now write it. So that nothing is hidden from you, here is a layer with its backward written out. It gets its
+# weights, as a flat tensor, whenever it computes.
 
 
 # %%
@@ -328,7 +331,7 @@ class Layer:
         return torch.tanh(x @ weights[: self.size].view(self.shape))
 
     def backward(self, weights, x, gradient):
-        """From the gradient of y: that of x, and that of weights."""
+        """Turn the gradient of y into those of x and of weights."""
         w = weights[: self.size].view(self.shape)
         inner = gradient * (1 - torch.tanh(x @ w) ** 2)
         of_weights = torch.zeros_like(weights)
@@ -337,13 +340,14 @@ class Layer:
 
 
 # %% [markdown]
-# **Exercise 14.5: zero_3_pass.** `layers` are such layers, and `parts` this rank's part of the weights of each:
-# `comm.all_gather(part)` returns all of them. Go forward through the layers from this rank's rows `x`, and keep
-# each layer's input. Then go backward, from the gradient `x - target` of the last output. Return a list with
-# this rank's part of the mean gradient for each layer, in the order of `layers`.
+# **Exercise 14.5: zero_3_pass.** `layers` are such layers, and `parts` has this rank's part of each layer's
+# weights: `comm.all_gather(part)` returns all weights of a layer. Go forward through the layers, starting with
+# this rank's rows `x`, and keep each layer's input. Then go backward. The gradient of the last output is that
+# output minus `target`. Return a list with this rank's part of each layer's mean gradient, in the order of
+# `layers`.
 #
-# Par: three times (n - 1) / n of the bytes of all weights; and of whole layers two tensors at a time: the
-# weights of one, and their gradient. Mind that a name in Python keeps its tensor until it gets another value:
+# Par: send three times (n - 1) / n of the bytes of all weights. Memory holds at most two tensors as large as a
+# layer: its weights and their gradient. A name in Python keeps its tensor until it gets another value, so write
 # `del weights`.
 
 
@@ -359,7 +363,7 @@ def zero_3_pass(layers, parts, x, target):
 check(zero_3_pass)
 
 # %% [markdown]
-# Twelve layers of 256 x 256, of which every rank keeps a quarter:
+# Try it with twelve layers of 256 x 256, of which every rank keeps a quarter:
 
 # %%
 zero_3_pass = or_solution(zero_3_pass)
@@ -377,22 +381,21 @@ def live_and_sent():
 
 peak, sent = cluster.run(live_and_sent)[0]
 print(f"weights of all layers {whole:,} bytes, and their gradient as much")
-print(f"live beside the parts {peak:,} bytes at the most")
+print(f"live besides the parts at most {peak:,} bytes")
 print(f"  of which it returns {whole // 4:,}: its shares of the gradients")
 print(f"sent {sent:,} bytes, {sent / whole:.2f} times the weights")
 
 # %% [markdown]
-# Data parallelism sends the weights' bytes 2 (n - 1) / n times, stage 3 sends them 3 (n - 1) / n times: **half
-# as much again**. For it a rank needs 1/n of everything, and room for the one layer that computes. Most of the
-# live bytes above are of the first kind: the shares of the gradients that your function returns, a quarter of
-# twelve layers. The rest are two tensors as large as a layer, its weights and its gradient.
+# Data parallelism sends 2 (n - 1) / n times the bytes of the weights, and stage 3 sends 3 (n - 1) / n times as
+# many: **1.5 times as much**. In return, a rank needs memory for 1/n of everything, and for the one layer that
+# computes. Most of the live bytes above are the shares of the gradients that your function returns, a quarter
+# of twelve layers. The rest are two tensors as large as a layer: its weights and its gradient.
 #
 # ## Predict, then measure
 #
-# Now the real thing: a GPT with Adam on 4 ranks. `md.prepare` takes the stage in its layout, and
-# `engine.memory()` counts a rank's bytes from its tensors. By the formula stage 3 leaves a quarter of what
-# stage 0 takes. How many times smaller will it really be, parameters, gradients and optimizer together? Write
-# down your guess.
+# Now train a GPT with Adam on 4 ranks. `md.prepare` reads the stage from its layout, and `engine.memory()`
+# counts the bytes of a rank's tensors. By the formula, stage 3 needs a quarter of the memory of stage 0. How
+# many times less will it really be, for parameters, gradients and optimizer together? Write down your guess.
 
 # %%
 prediction = None  # your guess, such as 3.5; None draws no guess
@@ -413,7 +416,7 @@ def measure(layout, **options):
     return engine.memory(), ledger.bytes_sent, statistics.median(times)
 
 
-small = {"data_parallel": {"bucket_mb": 0.5}}  # buckets; stage 3 has none
+small = {"data_parallel": {"bucket_mb": 0.5}}  # for the stages with buckets
 
 # %%
 found, predicted, sent = {}, {}, {}
@@ -439,12 +442,13 @@ memory_bars(
 )
 
 # %% [markdown]
-# The bytes sent are as predicted. (Not quite 1.5 times: the table of tokens serves the first layer and the
-# last, and is gathered once for both.) And the bytes kept? Stages 0 and 1 are what the formula says, but for
-# some padding. Stages 2 and 3 take a little more: the formula forgets what is only passing through. Gradients
-# travel in buckets, and two of them have memory at a time; in stage 3 a layer is a bucket. That does not grow
-# with the number of layers: among billions of parameters it is little, in your small GPT you see it. Give stage
-# 2 its usual buckets of 25 MB, larger than this model, and it saves nothing:
+# The ranks send as many bytes as predicted. (Stage 3 sends a little less than 1.5 times as much, because the
+# first and the last layer share the table of tokens, and one gather serves both.) And how many bytes do they
+# keep? Stages 0 and 1 keep what the formula says, plus some padding. Stages 2 and 3 keep a little more, because
+# the formula forgets the gradients that a rank only passes on. They travel in buckets, and two buckets have
+# memory at a time; in stage 3 a layer is a bucket. This memory does not grow with the number of layers. Next to
+# billions of parameters it is little, but in your small GPT you can see it. Stage 2 with its usual buckets of
+# 25 MB, which are larger than this model, saves nothing:
 
 # %%
 memory, _, _ = cluster.run(measure, md.Layout(dp=4, zero=2))[0]
@@ -453,15 +457,16 @@ print(memory)
 # %% [markdown]
 # ## The other memory: activations
 #
-# That table has a line which no stage of ZeRO makes smaller. Backward needs what forward computed: the
+# The table above has one line that no stage of ZeRO makes smaller. Backward needs the results of forward, the
 # **activations**. They grow with the rows and the tokens, and soon they are the largest part.
 #
-# The remedy is **recomputation** (Chen et al. 2016; also called checkpointing): forget most of them, and
-# compute them again when backward arrives. Cut a chain of L layers into segments of k. Forward keeps the input
-# of each segment, L / k tensors. Backward computes one segment again, which takes k tensors at a time. So at
-# the most L / k + k tensors are kept, where L were before, for one more forward pass.
+# The remedy is **recomputation** (Chen et al. 2016; also called checkpointing): forget most activations, and
+# compute them again when backward needs them. Cut a chain of L layers into segments of k layers. Forward keeps
+# only the input of each segment, L / k tensors. Backward computes one segment at a time again, and keeps its k
+# tensors meanwhile. So memory holds at most L / k + k tensors instead of L, at the cost of one more forward
+# pass.
 #
-# Of 36 layers, how long should a segment be, and how many tensors are then kept?
+# With 36 layers, how long should a segment be? And how many tensors does memory then hold?
 
 # %%
 best_length = None  # your guess, such as 10; None draws no guess
@@ -472,7 +477,7 @@ from minidist.parallel.training.recompute import recompute
 
 layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(36)]
 x, computed = torch.ones(100, 64), []
-for layer in layers:  # notes each time that a layer computes
+for layer in layers:  # count how often a layer computes
     layer.register_forward_pre_hook(lambda *_: computed.append(1))
 
 
@@ -501,12 +506,12 @@ segment_curve(
 )
 
 # %% [markdown]
-# L / k + k is smallest where both are alike: at k = sqrt(L), and it is 2 sqrt(L) there. 10,000 layers would
-# keep 200 tensors. The price is the same at every k: each of the 36 layers is computed twice, 72 in all.
-# Backward takes about twice the time of forward, so a step of 3 units becomes one of 4, a third more.
+# L / k + k is smallest when both terms are equal: at k = sqrt(L), where it is 2 sqrt(L). 10,000 layers would
+# keep 200 tensors. The cost is the same for every k: each of the 36 layers is computed twice, so 72 in all.
+# Backward takes about twice the time of forward. So a step of 3 units becomes one of 4 units, a third longer.
 #
-# A block of a transformer keeps many tensors, not one, and its input is a small part of them. So segments of
-# one block each are what is mostly used: `Layout(recompute=True)`.
+# A block of a transformer keeps many tensors, and its input is a small part of them. So the usual choice is
+# segments of one block each: `Layout(recompute=True)`.
 
 # %%
 for recompute_too in (False, True):
@@ -516,16 +521,16 @@ for recompute_too in (False, True):
     print(memory, "\n")
 
 # %% [markdown]
-# The activations are a few times fewer, and the step is longer. Is it more than a third longer? Then the model
-# is so small that an operation's own start takes more time than its arithmetic, and recomputation repeats the
-# starts.
+# The activations take several times less memory, and the step takes longer. Is it more than a third longer?
+# Then the model is so small that starting an operation takes more time than its arithmetic, and recomputation
+# starts many operations again.
 #
 # ## When is it worth it?
 #
-# Look back at the times of a step that were printed for the four stages. Ranks of one machine share their
-# memory, and the messages cost little; over a network, stage 3's half as many bytes again may be what all wait
-# for. `comm.cost` (lesson 08) says how long the bytes of a step take, here for 7.5 billion parameters in 16
-# bits on 64 ranks:
+# Look back at the printed times of a step in the four stages. The ranks of one machine share their memory, so
+# messages cost little. Over a network, all ranks may have to wait for the additional bytes of stage 3.
+# `comm.cost` (lesson 08) predicts how long the bytes of a step take, here for 7.5 billion parameters in 16 bits
+# on 64 ranks:
 
 # %%
 from minidist.comm import cost
@@ -536,29 +541,29 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{network:18}{t:14.2f} s{1.5 * t:8.2f} s")
 
 # %% [markdown]
-# Compute takes time too, and hides the messages where it takes longer: the more rows a rank has, the more there
-# is to hide behind. So: stage 1 always; stage 2 where gradients do not fit; stage 3 where parameters do not;
-# and a model that fits is faster without stage 3.
+# If computing takes longer than the messages, it hides them; the more rows a rank has, the more it can hide. So
+# use stage 1 always, stage 2 if the gradients do not fit, and stage 3 if the parameters do not fit. A model
+# that fits is faster without stage 3.
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **Out of memory in the second step.** The optimizer's state is made in the first `step()`. What fits until
-#   then need not fit afterwards: count all 16 bytes before you start (`python -m minidist.scale.memory --budget
-#   16GB`).
-# - **Overflow.** In float16 the loss scale falls and falls, and steps are skipped (`engine.loss_scale`,
-#   `engine.skipped`). A few are normal. Many mean that the gradients themselves explode: look at
-#   `engine.grad_norm`, or take bfloat16.
-# - **Fragmentation.** A GPU reports that it is out of memory, and says in the same line that gigabytes are
-#   reserved and free. They lie in pieces that are too small, which tensors of many sizes that come and go leave
-#   behind. Compare `torch.cuda.memory_reserved()` with `memory_allocated()`; buffers of one size, made once,
-#   prevent it.
-# - **Offload.** Master weights and state may lie in the memory of the CPU, or on disk (ZeRO-Offload, Ren et al.
-#   2021). It fits, and then every step waits for a link that is many times slower than the GPU's memory. Bytes
-#   moved over the link's rate is the time that it adds; only large batches hide it.
-# - **Small models.** Where a layer is small, its gathering is all alpha: hundreds of tiny messages a step. The
-#   ledger shows many calls with few bytes each. Take stage 1.
-# - **Rank 0 saves the model**, and the others go on: with stage 3 it has an n-th of it, and gathering the rest
-#   takes all ranks. `engine.full_state_dict()` called by one rank alone hangs.
+# - **Out of memory in the second step.** The optimizer makes its state in the first `step()`. A model may fit
+#   until then, and not after it. Count all 16 bytes for each parameter before you start (`python -m
+#   minidist.scale.memory --budget 16GB`).
+# - **Overflow.** In float16 the loss scale keeps falling, and steps are skipped (`engine.loss_scale`,
+#   `engine.skipped`). A few skipped steps are normal. Many mean that the gradients themselves explode: look at
+#   `engine.grad_norm`, or use bfloat16.
+# - **Fragmentation.** A GPU reports that it is out of memory, and in the same line that gigabytes are reserved
+#   and free. The free memory is in pieces that are too small, left behind by tensors of many sizes. Compare
+#   `torch.cuda.memory_reserved()` with `memory_allocated()`. To prevent it, make buffers of one size, once.
+# - **Offload.** Master weights and state may also be kept in the memory of the CPU, or on disk (ZeRO-Offload,
+#   Ren et al. 2021). Then the model fits, but every step waits for a link that is many times slower than the
+#   GPU's memory. To find the time that this adds, divide the bytes moved by the link's bandwidth. Only large
+#   batches hide it.
+# - **Small models.** To gather a small layer costs mostly alpha, and a step has hundreds of such messages. The
+#   ledger shows many calls with few bytes each. Use stage 1.
+# - **Rank 0 alone saves the model.** In stage 3 it has only an n-th of the model, and all ranks have to help
+#   gather the rest. If one rank alone calls `engine.full_state_dict()`, it waits for ever.
 
 # %%
 cluster.close()
@@ -568,10 +573,10 @@ cluster.close()
 #
 # - Rajbhandari, Rasley, Ruwase and He, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
 #   2020: the three stages, with the bytes counted in section 3 and the messages in section 7.
-# - Micikevicius and others, *Mixed Precision Training*, 2018: master weights and loss scaling, and what happens
-#   without.
+# - Micikevicius and others, *Mixed Precision Training*, 2018: master weights and loss scaling, and trainings
+#   that fail without them.
 # - Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016: recomputation and the
-#   square root, and how more forward passes bring it down to a logarithm.
+#   square root, and how more forward passes reduce that to a logarithm.
 #
 # ## Where your lines live
 #
@@ -587,8 +592,8 @@ cluster.close()
 # | `scaled_step` | – | parallel/training/precision.py: [`Precision.skips`](../minidist/parallel/training/precision.py); parallel/training/master_weights.py: [`MasterWeights.copy_back`](../minidist/parallel/training/master_weights.py) |
 #
 # The rung makes your calls: a reduce-scatter to the owners, the optimizer on what a rank owns, an all-gather.
-# Hooks make them where your loops did, a layer is a bucket, and gradients are summed, because each rank's loss
-# is already weighed by its rows. The engine gathers the next unit while one computes, and takes any optimizer,
-# precision and checkpoint.
+# Hooks make the calls where your loops made them, and a layer is a bucket. The rung sums gradients instead of
+# averaging them, because each rank's loss is already weighed by its rows. The engine gathers the next layer
+# while one computes, and works with any optimizer, precision and checkpoint.
 #
 # Next: lesson 15 puts all of this together, and chooses.

@@ -15,8 +15,8 @@
 #
 # **Time:** about 3 hours. **Builds on:** lessons 09, 12, 13 and 14.
 #
-# You have built all the ways of sharing a training among ranks. In this last lesson you put them together: you
-# choose a layout for a model and machines that you do not have, you make a training that survives the death of
+# You have built all the ways to share a training among ranks. In this last lesson you put them together. You
+# choose a layout for a model and machines that you do not have, you write a training that survives the death of
 # a rank, and you take the same program to several machines.
 
 # %%
@@ -50,30 +50,31 @@ from minidist.scale.memory import estimate
 ladder(15)
 
 # %% [markdown]
-# **The question.** Somebody gives you 64 GPUs in 8 machines, for a month, and a model to train. How do you
-# share it among them? And what is left of the work when one of them dies? (Llama 3 405B was trained on 16,384
-# GPUs: 8 that share each matrix, times 16 stages, times 128 that share the rows; Grattafiori et al. 2024, table
-# 4.)
+# **The question.** You get 64 GPUs in 8 machines for a month, and a model to train. How do you share the model
+# among them? And how much work is lost when one of them dies? (Llama 3 405B was trained on 16,384 GPUs: 8 that
+# share each matrix, times 16 stages, times 128 that share the rows; Grattafiori et al. 2024, table 4.)
 #
 # ## Where each rank stands
 #
 # A **layout** says how many ranks share each thing: `dp` the rows of a batch (lesson 09), `pp` the layers
-# (lesson 12), `tp` each layer's matrices (lesson 13), `cp` the tokens of a row, for rows that are very long (by
-# ring attention, Liu et al. 2023, which these lessons leave out). With ZeRO the ranks of `dp` and `cp` share
-# what they would all keep (lesson 14). The product of the four is the number of ranks. Ranks then stand in a
-# grid of four dimensions, and those that differ in one coordinate alone are a **group**, which shares that one
-# thing. Step through the groups of eight ranks on two **hosts** (machines):
+# (lesson 12), `tp` each layer's matrices (lesson 13), `cp` the tokens of a very long row (by ring attention,
+# Liu et al. 2023, which these lessons leave out). With ZeRO, the ranks of `dp` and `cp` also share what each of
+# them would otherwise keep whole (lesson 14). The product of the four sizes is the number of ranks. So the
+# ranks form a grid of four dimensions. Ranks that differ in one coordinate alone are a **group**, and share
+# that one thing. Step through the groups of eight ranks on two **hosts** (machines):
 
 # %%
 mesh_animation()
 
 # %% [markdown]
-# The order is no accident. Neighbours in rank are on one host, with fast links between them. So the axis that
-# talks most counts fastest: tp, then cp, dp, and pp, which sends least (Narayanan et al. 2021, section 3).
+# The order of the axes has a reason. Ranks with neighbouring numbers are on one host, with fast links between
+# them. So neighbours should share the axis that sends most: first tp, then cp, then dp, and last pp, which
+# sends least (Narayanan et al. 2021, section 3).
 #
-# **Exercise 15.1: place.** Give the coordinates `(pp, dp, cp, tp)` of `rank`. Rank 0 has (0, 0, 0, 0), and tp
-# counts fastest: rank 1 differs from rank 0 in tp, where `layout.tp` is more than 1; then come cp, dp and pp.
-# The sizes are `layout.pp`, `layout.dp`, `layout.cp` and `layout.tp`.
+# **Exercise 15.1: place.** Return the coordinates `(pp, dp, cp, tp)` of `rank`. Rank 0 has (0, 0, 0, 0). The
+# coordinate tp counts fastest: it goes up by one from each rank to the next, up to `layout.tp` - 1, and then
+# starts at 0 again while cp goes up by one. After cp come dp and pp. The sizes are `layout.pp`, `layout.dp`,
+# `layout.cp` and `layout.tp`.
 
 
 # %% tags=["exercise"]
@@ -86,8 +87,9 @@ def place(rank, layout):
 check(place)
 
 # %% [markdown]
-# **Exercise 15.2: group.** A rank's group along an axis ("pp", "dp", "cp" or "tp") is all ranks whose other
-# three coordinates are the same as its own. Return them as a list, in order. `place` helps.
+# **Exercise 15.2: group.** The group of a rank along an axis ("pp", "dp", "cp" or "tp") has all ranks with the
+# same other three coordinates, the rank itself among them. Return the group as a list of ranks, in order.
+# `place` helps.
 
 # %%
 place = or_solution(place)
@@ -104,7 +106,8 @@ def group(rank, axis, layout):
 check(group)
 
 # %% [markdown]
-# minidist's `Mesh` makes the groups in which the collectives of an axis run. It has to agree.
+# minidist's `Mesh` makes these groups, and each collective runs in one of them. Your groups and its groups have
+# to be the same.
 
 # %%
 group = or_solution(group)
@@ -118,17 +121,18 @@ print("Rank 13 of 64: place", place(13, big), "and dp group", group(13, "dp", bi
 # %% [markdown]
 # ## Does it fit?
 #
-# The first question about a layout. For each parameter, Adam's training keeps (lesson 14)
+# Ask this first about any layout. For each parameter, a training with Adam keeps (lesson 14)
 #
 # | precision | parameter | gradient | optimizer | together |
 # |---|---|---|---|---|
 # | fp32 | 4 bytes | 4 | 8 | 16 |
 # | bf16 or fp16 | 2 | 2 | 12 | 16 |
 #
-# **Exercise 15.3: memory.** The bytes of these three on one rank of `layout`, for a model of `parameters`. Take
-# it that tp and pp cut the model into equal parts. The ranks of dp and cp have the same part, and by ZeRO
-# (`layout.zero`) each keeps an equal share: in stage 1 of the optimizer's bytes, in stage 2 of the gradients
-# too, in stage 3 of all. No rounding. `layout.precision` is "fp32", "bf16" or "fp16".
+# **Exercise 15.3: memory.** Return the bytes of all three together on one rank of `layout`, for a model with
+# `parameters` parameters. tp and pp cut the model into equal parts. The ranks of dp and cp have the same part.
+# With ZeRO (`layout.zero`) each of them keeps an equal share: in stage 1 of the optimizer's bytes, in stage 2
+# also of the gradients, and in stage 3 of all three. Do not round. `layout.precision` is "fp32", "bf16" or
+# "fp16".
 
 
 # %% tags=["exercise"]
@@ -141,10 +145,9 @@ def memory(parameters, layout):
 check(memory)
 
 # %% [markdown]
-# For a number of parameters minidist reckons the same: `estimate`. For a model whose shape is known it also
-# counts the **activations**, which are kept for the backward pass, and what cannot be cut into equal parts.
-# `peak` is all of it, at the fullest moment. (`python -m minidist.scale.memory --budget 16GB` prints which
-# models fit, and what makes them.)
+# minidist's `estimate` counts the same bytes. If it knows the shape of the model, it also counts the
+# **activations**, which stay in memory until the backward pass, and the parts that cannot be cut evenly. `peak`
+# is the sum at the fullest moment. (`python -m minidist.scale.memory --budget 16GB` prints which models fit.)
 
 # %%
 memory = or_solution(memory)
@@ -157,27 +160,27 @@ for text in ("dp=64", "dp=64,zero=1", "dp=64,zero=3", "dp=8,tp=8"):
     print(f"{text:13} yours {yours:5.1f}, estimate {states:5.1f}, peak {peak:5.1f} GB")
 
 # %% [markdown]
-# The two agree but for stage 3, where minidist sums gradients in float32 and keeps two buffers for those that
-# are on their way: papers count what a method needs, programs need a little more. And the peak of plain data
-# parallelism, with a row on each rank, is not in the backward pass: the optimizer's step makes temporary tensors
-# for all parameters at once.
+# The two agree except in stage 3. There minidist sums the gradients in float32, and keeps two buffers for
+# gradients on their way. A paper counts what a method needs, and a program needs a little more. With plain data
+# parallelism and one row on each rank, the peak is not in the backward pass: the optimizer's step makes
+# temporary tensors for all parameters at once.
 #
 # ## What does it send?
 #
-# The second question. Let S be the bytes of this rank's gradients, and A the bytes of the **stream**: the tensor
-# that goes from one block of the model to the next, for all rows that this rank works on in a step. Then a
-# rank sends
+# Ask this second. Let S be the bytes of this rank's gradients. Let A be the bytes of the **stream**: the tensor
+# that goes from one block of the model to the next, for all rows that this rank works on in a step. Then a rank
+# sends
 #
-# - **dp**: an all-reduce of S among dp ranks, 2 (dp - 1) / dp S. Stages 1 and 2 of ZeRO send as much; stage 3
-#   gathers the parameters once more: 3 in place of the 2.
-# - **tp**: in each block two all-reduces of A forward, and two backward, among tp ranks.
-# - **pp**: A to the next stage, and the gradient of its own input, as many bytes, to the one before. Take the
-#   rank that sends most: in the middle, where there is one.
+# - **dp**: an all-reduce of S among dp ranks, 2 (dp - 1) / dp S. Stages 1 and 2 of ZeRO send as much. Stage 3
+#   gathers the parameters once more, so it has 3 instead of 2.
+# - **tp**: two all-reduces of A forward and two backward in each block, among tp ranks.
+# - **pp**: A to the next stage, and the gradient of its own input, which has as many bytes, to the stage
+#   before. Count the rank that sends most: one in the middle, if there is one.
 #
-# **Exercise 15.4: bytes_per_step.** A dict with the bytes that this rank sends in a step for "dp", "tp" and
-# "pp". The model has `parameters` in `blocks` blocks; pp cuts it into equal parts, so that a rank has blocks /
-# pp of them, and tp cuts each block. `activations` is A. An element of the gradients has 4 bytes in precision
-# "fp32", else 2. `layout.cp` is 1.
+# **Exercise 15.4: bytes_per_step.** Return a dict with the bytes that this rank sends in a step for "dp", "tp"
+# and "pp". The model has `parameters` parameters in `blocks` blocks. pp cuts it into equal parts, so that a
+# rank has blocks / pp blocks, and tp cuts each block. `activations` is A. An element of the gradients has 4
+# bytes in precision "fp32", else 2. `layout.cp` is 1.
 
 
 # %% tags=["exercise"]
@@ -192,9 +195,9 @@ check(bytes_per_step)
 # %% [markdown]
 # ## Predict, then count
 #
-# Here is a small GPT, which trains on Python's own source text, byte by byte. `md.prepare` takes any layout, and
-# the loop stays the same: that is the point of it. A **ledger** counts the bytes that go through `comm`
-# (lesson 08), whether the ranks are on one host or on two: so this holds for machines that you do not have.
+# Here is a small GPT. It trains on Python's own source text, byte by byte. `md.prepare` takes any layout, and
+# the training loop stays the same. A **ledger** counts the bytes that go through `comm` (lesson 08). The count
+# is the same on one host and on several, so it also holds for machines that you do not have.
 
 # %%
 bytes_per_step = or_solution(bytes_per_step)
@@ -218,8 +221,9 @@ def count(text, rows=16):
 
 
 # %% [markdown]
-# Two ranks, 16 rows of 64 bytes of text in a step. How many times as many bytes does a rank send with `tp=2` as
-# with `dp=2`? (The model has 0.9 million parameters in 4 blocks of width 128. A small sum will do.)
+# A step has 16 rows of 64 bytes of text, on two ranks. How many times as many bytes does a rank send with
+# `tp=2` as with `dp=2`? (The model has 0.9 million parameters in 4 blocks of width 128, in float32. Your
+# formula can tell.)
 
 # %%
 prediction = None  # your guess, such as 0.5; None draws no guess
@@ -245,12 +249,12 @@ bytes_figure(
 )
 
 # %% [markdown]
-# The formulas hold, and where one misses it shows what it leaves out. With **dp** a few numbers travel with the
-# gradients, such as the loss. With **tp** the two ends of the model have an all-reduce each, and the loss some
-# numbers more: an eighth on top here, where there are 4 blocks, and little with 40.
+# The formulas are right, except for what they leave out. With **dp** a few more numbers travel with the
+# gradients, such as the loss. With **tp** each end of the model has one more all-reduce, and the loss needs a
+# few numbers. That adds an eighth here, with 4 blocks, and little with 40.
 #
-# Read the order with care: what dp sends grows with the **model**, and what tp and pp send grows with the
-# **rows**. Twice the rows:
+# But do not conclude that one layout always sends less. With dp, the bytes grow with the **model**; with tp and
+# pp, they grow with the **rows**. Take twice the rows:
 
 # %%
 for text in ("dp=2", "tp=2", "pp=2,micro_batches=4"):
@@ -258,7 +262,7 @@ for text in ("dp=2", "tp=2", "pp=2,micro_batches=4"):
     print(f"{text:22} 16 rows {sent[text]:>12,} bytes, 32 rows {twice:>12,}")
 
 # %% [markdown]
-# The same runs counted their memory, too. Your formula, minidist's estimate, and what is there:
+# The same runs also counted their memory. Compare your formula, minidist's estimate, and the count:
 
 # %%
 for text, ranks in counted.items():
@@ -271,20 +275,21 @@ for text, ranks in counted.items():
     )
 
 # %% [markdown]
-# A formula for models of billions is coarse for this one: buffers of stage 3 are as large as a block, which is a
-# fourth of the model here; and pp=2 gives one rank a bit more than half. The estimate knows it.
+# Your formula is meant for models of billions of parameters, and is coarse for this one. The buffers of stage 3
+# are as large as a block, which is a fourth of this model, and pp=2 gives one rank a bit more than half. The
+# estimate counts both.
 #
-# And it is **the same training**. All layouts start from the same weights and take the same rows, so their
-# losses agree but for the last digits, where sums are made in another order:
+# And it is **the same training** in every layout. All start from the same weights and take the same rows. So
+# their losses agree, except for the last digits, since they add up in different orders:
 
 # %%
 for text, ranks in counted.items():
     print(f"{text:22}", *(f"{loss:.6f}" for loss in ranks[0][2]))
 
 # %% [markdown]
-# Losses that agree may still hide a small mistake in one layer. `md.compare` runs the same batch through two
-# layouts, looks at every layer's outputs and gradients, and names the first that differs by more than rounding
-# explains. Do this before you rent 64 GPUs.
+# Equal losses may still hide a small mistake in one layer. `md.compare` runs the same batch through two
+# layouts, and compares the outputs and gradients of every layer. It names the first layer that differs by more
+# than rounding. Do this before you rent 64 GPUs.
 
 
 # %%
@@ -299,8 +304,9 @@ print(cluster.run(same, "dp=2", "tp=2")[0])
 # %% [markdown]
 # ## Choose
 #
-# Most advice on layouts is one sentence: **if plain data parallelism fits, take it.** It has the fewest parts,
-# and its messages hide behind the backward pass (lesson 10). Only when it does not fit, compare what does.
+# The most useful advice on layouts is one sentence: **if plain data parallelism fits, take it.** It is the
+# simplest, and its messages hide behind the backward pass (lesson 10). Compare other layouts only if it does
+# not fit.
 #
 # **Exercise 15.5: choose.** `layouts` is a list. `need(layout)` gives the bytes that a rank needs, and
 # `seconds(layout)` a prediction of a step's time. A layout fits if it needs at most `budget` bytes. Return the
@@ -308,7 +314,7 @@ print(cluster.run(same, "dp=2", "tp=2")[0])
 # none, return the layout that fits with the fewest seconds; of several, the first. If no layout fits, return
 # `None`. Leave the list as it is.
 #
-# Par: ask for the seconds of no layout that does not fit, and of none at all if the plain one does.
+# Par: call `seconds` only for layouts that fit, once for each, and not at all if the plain one fits.
 
 
 # %% tags=["exercise"]
@@ -321,12 +327,14 @@ def choose(layouts, budget, need, seconds):
 check(choose)
 
 # %% [markdown]
-# Now for the 64 GPUs: 8 hosts of 8, NVLink (a fast link) between the GPUs of a host, and a network card for
-# each GPU. A model of the time in a few lines. The arithmetic is 6 operations for each parameter and token, and
-# 8 with activations that are computed again; a pipeline stands still for (pp - 1) / micro-batches of it (lesson
-# 12). A group's bytes go over NVLink where it fits into a host, else over the network. What dp sends hides
-# behind the backward pass, at least two thirds of the arithmetic. 400 TFLOP/s a GPU is an assumption, and a
-# good day.
+# Now choose a layout for the 64 GPUs. There are 8 hosts with 8 GPUs each, NVLink (a fast link) between the GPUs
+# of a host, and a network card for each GPU. A few lines predict the time of a step:
+#
+# - The arithmetic takes 6 operations for each parameter and token, and 8 if activations are computed again. A
+#   GPU is assumed to do 400 TFLOP/s, which is optimistic.
+# - The bubble of a pipeline adds (pp - 1) / micro-batches of that time (lesson 12).
+# - The bytes of a group go over NVLink if the group fits into a host, and else over the network.
+# - The bytes of dp hide behind the backward pass, which is at least two thirds of the arithmetic.
 
 # %%
 choose = or_solution(choose)
@@ -349,7 +357,7 @@ def step_seconds(layout, shape, rows, network):
 
 
 # %% [markdown]
-# And the candidates, the simplest first. With tp or pp each row is a micro-batch of its own.
+# These are the candidates, the simplest first. With tp or pp, each row is a micro-batch of its own.
 
 
 # %%
@@ -381,12 +389,13 @@ for name in ("gpt2-xl", "gpt3-6.7b", "gpt3-13b", "gpt3-175b"):
         print(f"{name:10} {network:15} {plan:36} {told}")
 
 # %% [markdown]
-# The small model fits, so it gets plain data parallelism, whatever the network. The others do not. With the fast
-# network ZeRO is enough as long as a model's states fit when they are shared: its messages hide. With the slow
-# one they do not hide any more, and it pays to cut the model inside of each host, because the fewer parameters
-# a rank has, the fewer gradients it sends. The largest has to be cut in every way that there is.
+# The small model fits, so it gets plain data parallelism on either network. The others do not fit. On the fast
+# network ZeRO is enough, as long as the shared states fit, because its messages hide. On the slow network they
+# no longer hide. There it pays to cut the model inside each host: a rank with fewer parameters sends fewer
+# gradients. The largest model has to be cut in every way.
 #
-# The rule has its price. Look again at the small model and the slow network, with 256 rows and with more:
+# The rule is not always the fastest choice. Look again at the small model on the slow network, with 256 rows
+# and with more:
 
 # %%
 for rows in (256, 1024, 4096, 16384):
@@ -399,32 +408,34 @@ for rows in (256, 1024, 4096, 16384):
     print(f"{rows:6} rows: {times}")
 
 # %% [markdown]
-# The gradients take as long for few rows as for many. With few, plain data parallelism mostly waits for the
-# network, and a layout that cuts the model, so that fewer gradients go from host to host, is far faster. With
-# many rows the messages hide, and nothing beats the plain one. So take it first, **measure how long ranks
-# wait**, and go on only if that is long.
+# To send the gradients takes as long for few rows as for many. With few rows, plain data parallelism mostly
+# waits for the network. A layout that cuts the model sends fewer gradients from host to host, and is far
+# faster. With many rows the messages hide, and nothing beats plain data parallelism. So try it first, **measure
+# how long the ranks wait**, and look further only if they wait long.
 #
-# Do not believe the seconds; believe the order, and where two are close, measure both. What the model leaves
-# out: alpha, kernels that are slower for smaller matrices (which speaks against much tp), and stragglers.
+# Do not trust the predicted seconds. Trust the order of the layouts, and if two are close, measure both. The
+# model leaves out alpha, stragglers, and that kernels are slower on smaller matrices (a reason against a large
+# tp).
 #
 # ## A rank that dies
 #
-# With 16 384 GPUs the training of Llama 3 was interrupted 419 times in 54 days, without anybody's plan
-# (Grattafiori et al. 2024, section 3.3.4): every three hours. One rank's death is the death of all, since the
-# others wait for its messages. What saves the day is a **checkpoint**: a copy on disk of all that the next
-# steps depend on. All? Here is a training in one process (with 48 rows, batches of 8, and a learning rate that
-# rises in the first 20 steps):
+# On 16 384 GPUs, the training of Llama 3 had 419 unplanned interruptions in 54 days, one every three hours
+# (Grattafiori et al. 2024, section 3.3.4). When one rank dies, the whole training stops, since the others wait
+# for its messages. So write a **checkpoint** now and then: a copy on disk of everything that the next steps
+# depend on. But what is everything? Here is a training in one process (with 48 rows, batches of 8, and a
+# learning rate that rises in the first 20 steps):
 
 # %%
 print(inspect.getsource(Training))
 
 # %% [markdown]
-# **Exercise 15.6: Checkpoint.** `save(run)` returns a dict of tensors, numbers, text, lists and dicts, which is
-# then written to a file. `load(run, saved)` gets a new `run`, made in a new process with another seed, and what
-# was read from the file; afterwards the new run has to take the very steps that the old one would have taken,
-# **to the bit**. Further steps of the old run must not change what was saved.
+# **Exercise 15.6: Checkpoint.** `save(run)` returns a dict of tensors, numbers, text, lists and dicts. The
+# check writes it to a file. `load(run, saved)` gets a new `run`, made in a new process with another seed, and
+# `saved`, the dict that was read from the file. After `load`, the new run has to make exactly the steps that
+# the old one would have made, **to the bit**. The file is all that is left of the old process. Further steps of
+# the old run must not change what `save` returned.
 #
-# Par: the bytes of tensors that the next steps read, and no more.
+# Par: the bytes of the tensors that the next steps need, and no more.
 
 
 # %% tags=["exercise"]
@@ -456,13 +467,13 @@ print("nobody killed it:", goes_on)
 print("resumed:         ", [new.step() for _ in range(3)])
 
 # %% [markdown]
-# Why to the bit? Because then a difference is a bug. "Nearly the same" hides a forgotten average or a batch that
-# was read twice, and one finds out weeks later, from a curve with a small step in it.
+# Why to the bit? Because then any difference is a bug. "Nearly the same" may hide a forgotten average, or a
+# batch that was read twice. You would find out weeks later, from a small step in the loss curve.
 #
-# With many ranks a checkpoint has a part from each. `md.save` writes what your `save` has, from all ranks, under
-# any layout; the position in the data is the step, as the `Sampler` gives each step's rows for the asking
-# (lesson 09). It writes beside, and renames at the end, so that a death in the middle leaves the checkpoint
-# before. Now kill a rank, as the system does when memory runs out.
+# With many ranks, a checkpoint has a part from each. `md.save` writes what your `save` returns, from all ranks,
+# under any layout. The step is enough to find the position in the data, since a `Sampler` computes the rows of
+# any step. `md.save` writes into a new folder and renames it at the end, so if a rank dies in between, the
+# checkpoint before is still there. Now kill a rank, as the system does when memory runs out.
 
 
 # %%
@@ -494,9 +505,9 @@ except md.RankDied as death:
 print(sorted(path.name for path in (scratch / "killed").iterdir()))
 
 # %% [markdown]
-# The error names the rank that died **first** and how; the other failed because of it. After step 5 the training
-# was saved, and three steps more are lost. Now the same folder again, in the same layout; and in two others,
-# as if the new machines were of another kind.
+# The error names the rank that died **first**, and how it died. The other rank failed because of it. The
+# training was saved after step 5, so three more steps are lost. Now go on from the same folder, first in the
+# same layout, and then in two other layouts, as you would on other machines.
 
 # %%
 print(f"{'nobody killed it':24} loss {losses[-1]:.7f}")
@@ -511,19 +522,20 @@ for text in ("dp=2", "tp=2", "pp=2,micro_batches=4"):
     )
 
 # %% [markdown]
-# In the same layout the weights differ by 0: the same bits. (That is so on a processor. On a GPU some sums are
-# made in an order that changes from run to run, unless one asks torch for `use_deterministic_algorithms`.) In
-# another layout they differ by rounding, since sums are made in another order. `minidist train --save FOLDER`
-# does all this: the same command, given again, goes on from the newest whole checkpoint, and a checkpoint whose
-# bytes were damaged is named and passed over.
+# In the same layout the weights differ by 0: they have the same bits. (This is so on a CPU. On a GPU, some sums
+# are added up in an order that changes from run to run, unless you call
+# `torch.use_deterministic_algorithms(True)`.) In another layout the weights differ by rounding, because the
+# sums are added up in another order. `minidist train --save FOLDER` does all this. Give the same command again,
+# and it goes on from the newest complete checkpoint. It names a damaged checkpoint and skips it.
 #
 # ## How often to save
 #
-# A save takes time, and so does what is trained twice. Say a save takes `save` seconds and one begins every
-# `interval` seconds, and a rank dies every `between` on average. Lost is the share save / interval, and at each
-# death half an interval: interval / (2 between). The sum is smallest at **interval = sqrt(2 save between)**
-# (Young 1974). Below, 60 seconds a save, and a death every 3 hours. The dots are a simulation of a year, in
-# which deaths come at random.
+# A save takes time, and after a death some steps have to be trained again. Say that a save takes `save`
+# seconds, that one begins every `interval` seconds, and that a rank dies every `between` seconds on average.
+# The saves take a share of save / interval of the time. Each death costs half an interval on average, a share
+# of interval / (2 between). The sum of both is smallest at **interval = sqrt(2 save between)** (Young 1974).
+# The chart is for saves of 60 seconds and a death every 3 hours. Its dots are a simulated year with deaths at
+# random.
 
 
 # %%
@@ -535,7 +547,7 @@ def simulated(interval, save, between, horizon=365 * 86400):
     chance, clock, useful = random.Random(14), 0.0, 0.0
     while clock < horizon:
         lives = chance.expovariate(1 / between)
-        useful += lives // interval * (interval - save)  # what was saved
+        useful += lives // interval * (interval - save)  # training that was saved
         clock += lives
     return 1 - useful / clock
 
@@ -554,14 +566,14 @@ lost_figure(
 )
 
 # %% [markdown]
-# Around its lowest point the curve is flat: a factor of two hardly matters. Far to the right the model is a
-# little too dark: deaths at random hit the first half of a long interval more often than the second, which many
-# runs do not live to see. To lose less, make the save shorter: `md.save(..., asynchronous=True)` copies the
-# state, and writes while training goes on.
+# The curve is flat around its lowest point: an interval twice as long hardly matters. Far to the right the
+# model predicts a little too much loss, because many runs die before they reach the second half of a long
+# interval. To lose less, make the save shorter: `md.save(..., asynchronous=True)` copies the state, and writes
+# the copy while training goes on.
 #
 # ## Beyond one machine
 #
-# What does it take to run on several hosts? Little of it is in the program:
+# To run on several hosts, you need little in the program, and more around it:
 #
 # | | one host | several |
 # |---|---|---|
@@ -574,8 +586,9 @@ lost_figure(
 # | versions, files, clocks | one of each | as many as hosts |
 #
 # A launcher starts the processes of its host and gives each a few environment variables: `RANK`, `WORLD_SIZE`,
-# `LOCAL_RANK` (its number on this host), `MASTER_ADDR` and `MASTER_PORT`. Under torchrun `md.launch` starts
-# nothing, and runs the function as the rank that these name. So one script serves both. Here it is, in full:
+# `LOCAL_RANK` (its number on this host), `MASTER_ADDR` and `MASTER_PORT`. Under torchrun, `md.launch` starts no
+# process: it runs the function as the rank that these variables name. So one script works both ways. Here is
+# the whole script:
 
 # %%
 program = """
@@ -603,7 +616,7 @@ if os.environ.get("RANK", "0") == "0":  # one rank prints
 
 # %% [markdown]
 # Run it both ways: by itself, and under `torchrun`, which is `python -m torch.distributed.run`. `--standalone`
-# means that this host is the only one. Each run is stopped after two minutes, come what may.
+# means that this host is the only one. The cell stops each run after two minutes at the latest.
 
 
 # %%
@@ -627,16 +640,16 @@ run(script)
 run(*torchrun, "--nproc-per-node", 2, script)
 
 # %% [markdown]
-# The same loss and the same accuracy, to the last digit. From here on, cells are text: **what follows is not
-# run in this lesson**, because it needs what you may not have. (It was checked against torch 2.13, Accelerate
-# 1.15 and version 3.27 of SageMaker's SDK. Such things change: where one does not work, look for its newest
-# name.) The folder [deploy/](../deploy/README.md) of the repository has whole launch files, all with one program,
-# and says how they are checked.
+# The loss and the accuracy are the same, to the last digit. From here on, the cells are text. **Nothing below
+# runs in this lesson**, because it needs machines that you may not have. (It was checked against torch 2.13,
+# Accelerate 1.15 and version 3.27 of SageMaker's SDK. Such interfaces change: if a name no longer works, look
+# for the new one.) The repository's folder [deploy/](../deploy/README.md) has complete launch files for one
+# program, and says how they are checked.
 #
 # ### torchrun on several hosts
 #
-# **By hand.** The same command on both, but for the number of the host. `node0` is a name or address of the
-# first one, as the second one sees it:
+# **By hand.** Give the same command on both hosts, except for the number of the host. `node0` is a name or
+# address under which the second host reaches the first:
 #
 # ```bash
 # # on the first host                          # on the second: --node-rank 1
@@ -645,8 +658,8 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # ```
 #
 # **With restarts.** A rendezvous with the backend `c10d` (a small server on the host of the endpoint) numbers
-# the hosts by itself, so the command is the same on all. When a rank dies, all ranks are ended and started
-# again, up to `--max-restarts` times. What they do then is your affair: go on from a checkpoint.
+# the hosts by itself, so the command is the same on all hosts. When a rank dies, torchrun ends all ranks and
+# starts them again, up to `--max-restarts` times. Your program then has to go on from a checkpoint.
 #
 # ```bash
 # export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a fresh store at each start
@@ -658,8 +671,8 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # %% [markdown]
 # ### SLURM
 #
-# SLURM gives out the hosts of a cluster to jobs that wait in a queue. One task a host, which is a torchrun. In
-# `job.sh`, after `#!/bin/bash` in its first line:
+# SLURM gives the hosts of a cluster to jobs that wait in a queue. Here each host runs one task, a torchrun.
+# Write this into `job.sh`, below a first line of `#!/bin/bash`:
 #
 # ```bash
 # #SBATCH --job-name=minidist
@@ -678,15 +691,15 @@ run(*torchrun, "--nproc-per-node", 2, script)
 #     -m minidist train --data bytes --layout dp=16,tp=2 --save /shared/runs/7
 # ```
 #
-# `sbatch job.sh` hands it in. SIGTERM goes to the torchruns, which pass it on and give their ranks 30 seconds;
-# `minidist train` saves at the end of the step and leaves. A job that goes back into the queue, or that you hand
-# in again, finds the folder and goes on.
+# `sbatch job.sh` submits the job. Before its time ends, SLURM sends SIGTERM to the torchruns. They pass it on
+# and give their ranks 30 seconds, in which `minidist train` saves at the end of the step and exits. When the
+# job starts again, from the queue or because you submit it again, it finds the folder and goes on.
 
 # %% [markdown]
 # ### The same script under Hugging Face Accelerate
 #
-# Accelerate is two things. The first is a launcher. This file says what torchrun's options say; with
-# `distributed_type: MULTI_GPU` it starts torchrun's ranks, so `train.py` runs under it unchanged:
+# Accelerate is two things. The first is a launcher. This file has the settings that torchrun takes as options.
+# With `distributed_type: MULTI_GPU` it starts ranks as torchrun does, so `train.py` runs under it unchanged:
 #
 # ```yaml
 # # four.yaml; then on each host: accelerate launch --config_file four.yaml --machine_rank 0 train.py
@@ -702,8 +715,9 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # use_cpu: false
 # ```
 #
-# (`MULTI_GPU` starts them where there are no GPUs, too; `MULTI_CPU` starts one process alone, unless MPI is set
-# up.) The second is a library that does what `md.prepare` does, for data parallelism, FSDP (ZeRO 3) and others:
+# (`MULTI_GPU` also starts them on machines without GPUs; `MULTI_CPU` starts a single process unless MPI is set
+# up.) The second thing is a library. It does what `md.prepare` does, for data parallelism, FSDP (ZeRO 3) and
+# others:
 #
 # ```python
 # from accelerate import Accelerator
@@ -718,14 +732,15 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # accelerator.save_state("runs/step-100")  # load_state takes it up; the step is yours to keep
 # ```
 #
-# One thing changes without a word. A `Sampler` here has a **global** batch, whatever the number of ranks; the
-# loader's `batch_size` there is that of **each process**, unless you ask for `split_batches`. With twice the
-# processes you then train with twice the batch, and it is another training.
+# Beware of one difference. In minidist, a `Sampler` has a **global** batch, whatever the number of ranks. In
+# Accelerate, the loader's `batch_size` is that of **each process**, unless you ask for `split_batches`. With
+# twice the processes you then train with twice the batch, which is a different training.
 
 # %% [markdown]
 # ### A SageMaker job
 #
-# SageMaker rents hosts for the time of one job, and starts torchrun on each. With version 3 of Amazon's SDK:
+# SageMaker rents hosts for the duration of one job, and starts torchrun on each. With version 3 of Amazon's
+# SDK:
 #
 # ```python
 # from sagemaker.core.training.configs import (
@@ -756,38 +771,43 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # trainer.train()
 # ```
 #
-# In `src` lie minidist itself and [deploy/train.py](../deploy/train.py), which is `minidist train`; what minidist
-# needs beside torch stands in requirements.txt. The job's command is
-# `torchrun --nnodes=4 --nproc_per_node=8 ... train.py --data bytes ...`, as above. A channel of the job's input
-# is a folder in `/opt/ml/input/data`, and this one is the same disk on all hosts: there several hosts save. What
-# lies elsewhere under `/opt/ml` is each host's own, `/opt/ml/checkpoints` too, which a
-# `checkpoint_config=CheckpointConfig(s3_uri=...)` copies to a bucket and, when the job is started anew, back: a
-# folder to save in **with one host**. `md.save` with several refuses a folder that they do not share.
+# The folder `src` holds minidist itself and [deploy/train.py](../deploy/train.py), which is `minidist train`.
+# The packages that minidist needs besides torch are in requirements.txt. The job runs `torchrun --nnodes=4
+# --nproc_per_node=8 ... train.py --data bytes ...`, as above. A channel of the job's input is a folder in
+# `/opt/ml/input/data`. This one is the same disk on all hosts, so several hosts can save there. Everything else
+# under `/opt/ml` belongs to one host, `/opt/ml/checkpoints` too. With
+# `checkpoint_config=CheckpointConfig(s3_uri=...)`, that folder is copied to a bucket, and back when the job
+# starts again, so it is a place to save **with one host**. With several hosts, `md.save` refuses a folder that
+# they do not share.
 #
-# In version 2 of the SDK the same is
-# `sagemaker.pytorch.PyTorch(entry_point="train.py", ..., distribution={"torch_distributed": {"enabled": True}})`,
-# with `FileSystemInput` for the disk, and `.fit()`. Accelerate 1.15 fails on its own settings where it is to hand
-# in a job (`compute_environment: AMAZON_SAGEMAKER` in its file); inside of one it starts the ranks as above.
-# [deploy/sagemaker.yaml](../deploy/sagemaker.yaml) does that: it is the request itself, for AWS's command line.
+# In version 2 of the SDK, write `sagemaker.pytorch.PyTorch(entry_point="train.py", ...,
+# distribution={"torch_distributed": {"enabled": True}})`, with `FileSystemInput` for the disk, and call
+# `.fit()`. Accelerate 1.15 cannot submit a job (`compute_environment: AMAZON_SAGEMAKER` in its file): it fails
+# on its own settings. Inside a job it starts the ranks as above.
+# [deploy/sagemaker.yaml](../deploy/sagemaker.yaml) uses it so, and is the complete request for AWS's command
+# line.
 #
 # ## What breaks in practice, and how one sees it
 #
-# - **The wrong network card.** A host has several, and one named `docker0` or a slow one may be taken: ranks
-#   wait at the start, or are ten times too slow. Name it: `GLOO_SOCKET_IFNAME=eth0`, `NCCL_SOCKET_IFNAME=eth0`;
-#   `NCCL_DEBUG=INFO` prints which one NCCL took. `ip -br addr` lists them.
-# - **A firewall.** The rendezvous works, and then nothing: the port 29500 is open, but ranks talk to each other
-#   on ports that the system gives out. Between the hosts of a job all ports have to be open. `nc -vz node0
-#   29500` tries one.
-# - **Different versions, or different data.** One host has another torch, another tokenizer, or a file more. It
-#   runs, and learns something else. Compare a hash at the start (`dataset(...).fingerprint()`; `minidist train`
-#   does), and `md.assert_in_sync` now and then.
-# - **A straggler.** One GPU is hot, one disk slow, and all are as slow as it. All ranks show long waits in the
-#   ledger's `seconds` **but** the slow one (lesson 08). A host that is often the slow one is sent home.
-# - **File systems.** A folder that is local on each host makes half checkpoints; a network file system may show
-#   a new file seconds late. Write, sync, rename, and check sums when reading. And thousands of ranks that open
-#   the same small files at the start take minutes: copy data to each host first.
-# - **Clocks.** Hosts' clocks differ by milliseconds to seconds, so lines in two logs are not in the order of
-#   their times. Put the step and the rank into each line; measure durations with one host's clock alone.
+# - **The wrong network card.** A host has several, and the ranks may pick `docker0` or a slow one. Then they
+#   wait at the start, or are ten times too slow. Name the right one: `GLOO_SOCKET_IFNAME=eth0`,
+#   `NCCL_SOCKET_IFNAME=eth0`. `NCCL_DEBUG=INFO` prints NCCL's choice, and `ip -br addr` lists all cards.
+# - **A firewall.** The rendezvous works, and then nothing happens. Port 29500 is open, but the ranks connect to
+#   each other on ports that the system chooses. Open all ports between the hosts of a job. `nc -vz node0 29500`
+#   tries one.
+# - **Different versions, or different data.** One host has another version of torch, another tokenizer, or one
+#   more file. The training runs, and learns something else. Compare a hash at the start
+#   (`dataset(...).fingerprint()`; `minidist train` does), and call `md.assert_in_sync` now and then.
+# - **A straggler.** One GPU is too hot, or one disk is slow, and it slows all ranks down. In the ledger's
+#   `seconds`, all ranks show long waits **except** the slow one (lesson 08). Replace a host that is often the
+#   slow one.
+# - **File systems.** If the folder is local to each host, every host has only half a checkpoint. A network file
+#   system may show a new file seconds late. So write, sync and rename, and compare checksums when you read. If
+#   thousands of ranks open the same small files at the start, that takes minutes: copy the data to each host
+#   first.
+# - **Clocks.** The clocks of two hosts differ by milliseconds or even seconds, so times in their logs do not
+#   tell which came first. Put the step and the rank into each line, and measure a duration with the clock of
+#   one host.
 
 # %%
 cluster.close()
@@ -797,14 +817,15 @@ shutil.rmtree(scratch)
 # ## Further reading
 #
 # - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021:
-#   how tp, pp and dp go together, and what to choose; section 3 has the order of the axes.
-# - Grattafiori et al., *The Llama 3 Herd of Models*, 2024: section 3.3 is 16 384 GPUs from inside: the layout,
-#   the network, and a table of what died and why.
-# - Young, *A first order approximation to the optimum checkpoint interval*, 1974: two pages, and still the rule.
+#   how to combine tp, pp and dp, and which to choose; section 3 has the order of the axes.
+# - Grattafiori et al., *The Llama 3 Herd of Models*, 2024: section 3.3 shows a training on 16 384 GPUs from
+#   inside: the layout, the network, and a table of all failures and their causes.
+# - Young, *A first order approximation to the optimum checkpoint interval*, 1974: two pages, and still in use.
 #
 # ## Where your lines live
 #
-# What you wrote here is about layouts, so its plain form is your own:
+# The training ladder has no rung for layouts: your functions are the plain form, and the library has the
+# general one.
 #
 # | You wrote | The library |
 # |---|---|
@@ -814,14 +835,15 @@ shutil.rmtree(scratch)
 # | `choose` | scale/planning/planner.py: [`plan`](../minidist/scale/planning/planner.py) |
 # | `Checkpoint` | checkpoint/saving.py: [`save`](../minidist/checkpoint/saving.py); checkpoint/loading.py: [`load`](../minidist/checkpoint/loading.py) |
 #
-# They count as you do. They also add what you left out: activations and buffers, the time of each link, layers
-# that do not divide evenly, and a checkpoint that other numbers of ranks can read.
+# The library's functions count as you do. They also handle what you left out: activations and buffers, the time
+# of each link, layers that cannot be cut evenly, and checkpoints that any number of ranks can read.
 #
-# Two rungs of [the training ladder](../minidist/plain/__init__.py) are left to read, for what no lesson builds:
+# Two rungs of [the training ladder](../minidist/plain/__init__.py) are left to read. No lesson builds them:
 #
-# - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row too long for one rank, shared along its tokens. Keys and
-#   values travel in lesson 8's ring. The engine's form is [`ring_attention`](../minidist/parallel/context/ring_attention.py).
-# - [`Experts`](../minidist/plain/experts.py): each rank holds some experts, and every token travels to its own. The engine has no form of
-#   it.
+# - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row that is too long for one rank, shared along its
+#   tokens. The keys and values travel in lesson 8's ring. The engine's form is
+#   [`ring_attention`](../minidist/parallel/context/ring_attention.py).
+# - [`Experts`](../minidist/plain/experts.py): each rank holds some experts, and every token travels to its
+#   expert. The engine does not have them.
 #
 # Next: a model of your own. You know what each part costs, and how to see it break.
