@@ -97,11 +97,10 @@ def _hooked(function: Callable[..., Any], sizes: Sequence[int], steps: Sequence[
 @lesson.exercise(
     "10.2",
     hints=(
-        "A hook is a function of your own that autograd calls with the parameter. In it, begin the "
-        "all-reduce of parameter.grad and keep what has to be waited for. Who waits, and divides? finish, "
-        "later.",
+        "A hook is a function of your own that autograd calls with the parameter. In the hook, begin the "
+        "all-reduce of parameter.grad, and keep the work that it returns. finish waits for it, and divides.",
         "work = comm.all_reduce(parameter.grad, async_op=True) begins it. Put (work, parameter) into a list "
-        "that both functions see. finish goes through the list: wait, divide; and it leaves the list empty, "
+        "that both functions see. finish goes through the list, waits and divides. Then it empties the list "
         "for the next step.",
         "under_way = []; def start(parameter): under_way.append((comm.all_reduce(parameter.grad, "
         "async_op=True), parameter)); each parameter gets "
@@ -177,8 +176,8 @@ def _held_by_one(sizes: Sequence[int], rows: Sequence[Rows]) -> int:
 @lesson.exercise(
     "10.3",
     hints=(
-        "backward adds to .grad what it finds. So how many times do gradients have to be sent, if they are "
-        "sent after the last of the micro-batches?",
+        "backward adds to what .grad already holds. If you send the gradients after the last micro-batch, "
+        "how many times do you have to send them?",
         "As in batch_gradients: first the rows, now of all micro-batches of all ranks, in one all-reduce of "
         "one number. Then a backward for each micro-batch, of the sum of its losses divided by those rows. "
         "Then an all-reduce for each parameter.",

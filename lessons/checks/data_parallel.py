@@ -102,8 +102,8 @@ def _average(function: Callable[..., Any], sizes: Sequence[int], frozen: int | N
     hints=(
         "A mean is a sum, divided by how many there are. Which operation of lesson 8 gives every rank the "
         "sum?",
-        "for parameter in model.parameters(): what comm.all_reduce is given becomes the sum over the ranks, "
-        "in place. So give it parameter.grad, and divide that in place by md.size().",
+        "comm.all_reduce replaces the tensor that you give it by the sum over the ranks. So for each "
+        "parameter give it parameter.grad, and then divide parameter.grad by md.size(), in place.",
         "for parameter in model.parameters(): if parameter.grad is not None: "
         "comm.all_reduce(parameter.grad), and then parameter.grad /= md.size().",
     ),
@@ -142,9 +142,8 @@ def _of_batch(function: Callable[..., Any], sizes: Sequence[int], rows: Rows) ->
     hints=(
         "The mean over all rows is the sum over all rows, divided by their number. Which of the two can "
         "each rank compute from its own rows, and which needs a message?",
-        "First rows = comm.all_reduce(torch.tensor(len(inputs))): the number of rows on all ranks. Then the "
-        "loss "
-        'with reduction="sum", divided by rows, and backward. What is left is to add up the gradients.',
+        "First rows = comm.all_reduce(torch.tensor(len(inputs))): the number of rows on all ranks. Then "
+        'divide the loss with reduction="sum" by rows, and call backward. Last, add up the gradients.',
         "rows = comm.all_reduce(torch.tensor(len(inputs))); loss = functional.cross_entropy(model(inputs), "
         'targets, reduction="sum") / rows; loss.backward(); and for each parameter comm.all_reduce('
         "parameter.grad), with no division after it.",

@@ -49,9 +49,9 @@ def _play(scene: Scene) -> None:
         return {key: (*place, True) for key, place in places.items()} if outline else places
 
     own, same, new = weights("w0", "w1", "w2", "w3"), weights(*["w0"] * 4), weights(*["w0 new"] * 4)
-    scene.frame("Each rank has made weights of its own.", {**batch, **own})
-    scene.frame("Once, at the start: a broadcast. All have rank 0's weights.", {**batch, **same})
-    scene.frame("The rows of the batch are dealt out: every rank takes its shard.", {**dealt, **same})
+    scene.frame("Each rank starts with weights of its own.", {**batch, **own})
+    scene.frame("Once, at the start, a broadcast: now all ranks have rank 0's weights.", {**batch, **same})
+    scene.frame("Every rank takes its shard of the batch's rows.", {**dealt, **same})
     mine = gradients("g0", "g1", "g2", "g3")
     scene.frame(
         "Forward and backward: each rank has the gradient of its own rows.", {**dealt, **same, **mine}
@@ -59,7 +59,8 @@ def _play(scene: Scene) -> None:
     mean = gradients(*["mean"] * 4, outline=True)
     scene.frame("An all-reduce: every rank has the mean of the four gradients.", {**dealt, **same, **mean})
     scene.frame(
-        "Each makes the same step from the same weights, and has the same new ones.", {**dealt, **new, **mean}
+        "Each rank makes the same step from the same weights, so all have the same new weights.",
+        {**dealt, **new, **mean},
     )
     scene.frame("The next batch. Weights are never sent again.", {**batch, **new})
 

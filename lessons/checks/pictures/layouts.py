@@ -26,13 +26,13 @@ def mesh_animation() -> None:
     at = {rank: (24 + 330 * (rank // 4) + 148 * (rank % 2), 44 + 68 * (rank % 4 // 2)) for rank in RANKS}
     places = {rank: f"pp {rank // 4}, dp {rank // 2 % 2}, tp {rank % 2}" for rank in RANKS}
     scene.frame(
-        "The place of each rank: tp counts fastest, then dp, then pp. cp is 1 here, and left out.",
+        "The place of each rank: tp counts fastest, then dp, then pp. (cp is 1 here, and not shown.)",
         {f"{rank} 0": (*at[rank], f"{rank}: {places[rank]}") for rank in RANKS},
     )
     for stride, note in (
-        (1, "tp: four groups of neighbours. They talk in each block of the model, and share a host."),
-        (2, "dp: each rank and the one two further on. They sum gradients, once in a step."),
-        (4, "pp: each rank and the one four further on. Only these messages leave the host."),
+        (1, "tp: four groups of neighbours on one host. They send messages in each block of the model."),
+        (2, "dp: each rank and the rank two further on. They sum gradients, once in a step."),
+        (4, "pp: each rank and the rank four further on. Only these messages leave the host."),
     ):
         group = {rank: rank // (2 * stride) * stride + rank % stride for rank in RANKS}
         scene.frame(

@@ -169,8 +169,8 @@ def fill_animation(schedules: Mapping[str, Schedule]) -> None:
         scene.frame(_note(now, found, live, ranks), places)
     animate(
         scene,
-        "Blue is forward, orange backward, with the micro-batch's number; an outline marks what runs now. "
-        "A rank holds the activations of a micro-batch from its forward to the end of its backward pass.",
+        "Blue: forward. Red: backward. A box has its micro-batch's number, and an outline while it runs. "
+        "A rank holds a micro-batch's activations from its forward to the end of its backward pass.",
         alt="Two charts that fill from left to right. In both the first micro-batch reaches the last rank "
         "after three steps. GPipe then goes on with forward passes, and rank 0 comes to hold all "
         "micro-batches; 1F1B starts backward passes at once, and rank 0 never holds more than four.",

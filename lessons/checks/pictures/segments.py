@@ -32,8 +32,8 @@ def segment_curve(
     axes.set_ylim(0, None)
     show(
         figure,
-        f"Dots are measured, the dashed line is the model. The least is {measured[least]:.0f} tensors, "
-        f"with segments of {lengths[least]} layers; {said(guess)}.",
+        f"Dots are measured, the dashed line is the model. Segments of {lengths[least]} layers keep the "
+        f"fewest tensors, {measured[least]:.0f}; {said(guess)}.",
         alt="Tensors kept against the length of a segment: many with very short and very long segments, "
-        "the least between.",
+        "and the fewest between.",
     )

@@ -32,10 +32,10 @@ def sharded_layers() -> None:
     _play(scene)
     animate(
         scene,
-        "ZeRO's stage 3. Blue are weights, orange are gradients; what has an outline is there for a moment.",
+        "ZeRO's stage 3. Blue: weights. Orange: gradients. An outlined block is in memory only for a moment.",
         alt="Four ranks, each with a quarter of the weights of three layers. Going forward, a layer becomes "
-        "whole on all ranks, and is a quarter again afterwards. Going backward it becomes whole again, its "
-        "whole gradient is computed beside it, and of both each rank keeps a quarter.",
+        "whole on all ranks, and is a quarter again afterwards. Going backward it becomes whole once more, "
+        "and beside it each rank computes its whole gradient. Each rank keeps a quarter of both.",
         pause=1700,
     )
 
@@ -79,10 +79,10 @@ def _play(scene: Scene) -> None:
     frame("Each rank keeps a quarter of each layer's weights: rank 0 part 0, rank 1 part 1.", start=True)
     for layer in LAYERS:
         frame(f"Forward. Layer {layer + 1} is gathered: all ranks have it whole.", layer)
-        frame(f"Each has computed its rows with layer {layer + 1}, and freed what is not its own.")
+        frame(f"Each rank has computed its rows with layer {layer + 1}, and freed the other ranks' parts.")
     for layer in reversed(LAYERS):
         frame(f"Backward. Layer {layer + 1} is gathered once more.", layer)
         frame("Each rank has the whole gradient of its own rows.", layer, computed=True)
         done.add(layer)
-        frame("A reduce-scatter: each gets its quarter of the mean gradient. The rest is freed.")
-    frame("Each rank's optimizer updates its quarter. Nothing has to be gathered for that.")
+        frame("A reduce-scatter: each rank gets its quarter of the mean gradient, and frees the rest.")
+    frame("Each rank's optimizer updates its own quarter, without a message.")

@@ -71,7 +71,7 @@ def shared_mlp() -> None:
     )
     show(
         picture,
-        "An MLP that two ranks share. Each has the coloured half of a and of b; the one message is the sum.",
+        "An MLP that two ranks share. Each has the coloured half of a and of b. The only message is the sum.",
         alt="Two ranks. Each multiplies the whole x with its half of the columns of a, gets its half of the "
         "columns in the middle, multiplies them with its half of the rows of b, and gets a summand as large "
         "as y. An all-reduce makes y of both.",
@@ -118,8 +118,8 @@ def stream() -> None:
     )
     show(
         picture,
-        "What the first of two ranks keeps along a block, forward: all features of some tokens above each "
-        "other, all tokens of some features side by side. Orange are messages.",
+        "What the first of two ranks keeps along a block, forward. A box of half the height has half of the "
+        "tokens, and one of half the width half of the features. Orange: messages.",
         alt="Six parts of a block in two rows. With tensor parallelism attention and MLP keep half of the "
         "features and all else keeps everything, with an all-reduce after each shared part. With sequence "
         "parallelism all else keeps half of the tokens, with an all-gather before each shared part and a "

@@ -154,15 +154,15 @@ def server_animation(steps: Sequence[Sequence[Step]], events: int = 9) -> None:
     frame("All workers have pulled version 0, and compute.")
     order = sorted((step.end, worker, step.stale) for worker in workers for step in steps[worker])
     for _, worker, stale in order[:events]:
-        frame(f"Worker {worker + 1} has a gradient of version {holds[worker]}, and pushes it.", worker)
-        what = "it is fresh" if not stale else f"its staleness is {stale}"
-        frame(f"The server is at version {version}: {what}. It takes it anyway.", worker, arrived=True)
+        frame(f"Worker {worker + 1} pushes a gradient of version {holds[worker]}.", worker)
+        what = "the gradient is fresh" if not stale else f"the gradient's staleness is {stale}"
+        frame(f"The server is at version {version}, so {what}. The server uses it.", worker, arrived=True)
         version += 1
         holds[worker] = version
-        frame(f"That makes version {version}, which worker {worker + 1} pulls. Nobody has waited.")
+        frame(f"That makes version {version}, and worker {worker + 1} pulls it. No worker has waited.")
     animate(
         scene,
-        "An asynchronous parameter server. The slow worker's gradient is of an old version when it comes.",
+        "An asynchronous parameter server. The slow worker's gradients belong to old versions.",
         alt="A server and three workers. Each worker pushes a gradient when it has one, the server's version "
         "goes up by one, and that worker pulls it. The slow worker's gradient is several versions old.",
         pause=1500,
