@@ -16,9 +16,9 @@
 # **Time:** about 1.5 hours. **Builds on:** lesson 08, and lesson 07 for gradients.
 #
 # Several ranks train *one* model. Each computes with its own rows of the batch, and then they exchange their
-# gradients. It is the simplest way to train on many machines, the most used, and the easiest to get wrong
-# without noticing. You build it from lesson 8's all-reduce, plant its classic bugs, and learn the one test that
-# finds them all.
+# gradients. Data parallelism is the simplest way to train on many machines, the most used, and the easiest to
+# get wrong without noticing. You build it from lesson 8's all-reduce, plant its classic bugs, and learn the one
+# test that finds them all.
 
 # %%
 from functools import partial
@@ -103,8 +103,8 @@ print("sent by 0:   ", cluster.run(first_weight, send=True))
 # After backward, `parameter.grad` holds the gradient of each parameter. It belongs to the mean loss over this
 # rank's own rows.
 #
-# **Exercise 9.1: average_gradients.** Make every `.grad` of the model the mean of that gradient over all ranks.
-# Frozen parameters (`requires_grad` is False) have no gradient: their `.grad` is `None` on all ranks, and stays
+# **Exercise 9.1: average_gradients.** Replace every `.grad` of the model by its mean over all ranks. Frozen
+# parameters (`requires_grad` is False) have no gradient: their `.grad` is `None` on all ranks, and stays
 # `None`. Return nothing. (`comm.all_reduce(x)` sums `x` over the ranks, in place.)
 #
 # Par: one all-reduce for each gradient.
@@ -323,8 +323,8 @@ for bug, run in runs.items():
 #
 # ## And with minidist's engine
 #
-# `md.prepare` does all of this: it sends rank 0's weights to all ranks, and weighs each rank by its rows. So it
-# reaches the weights of one process with the uneven batch of 29 rows as well.
+# `md.prepare` does all of this: it sends rank 0's weights to all ranks, and weighs each rank by its rows. So
+# even with the uneven batch of 29 rows, it reaches the weights of one process.
 
 
 # %%

@@ -318,10 +318,11 @@ for sizes in ((32,) * 41, (512,) * 4):
 #
 # b = 4/3 x (n - 1) / n x R x beta
 #
-# rows. **P cancels**: a larger model does not make it worse. Only the speed of computing against the speed of
-# sending counts. The cell takes 8 ranks of 100 TFLOP/s, and computes how many rows each needs until computing
-# takes as long as the all-reduce. (In a language model a row is a token.) A small model needs more rows than a
-# large one: its messages are short, so most of their time is alpha, which the formula leaves out.
+# rows. **P cancels**: a larger model does not make it worse. Only the ratio of two speeds counts: how fast a
+# rank computes, and how fast it sends. The cell takes 8 ranks of 100 TFLOP/s, and computes how many rows each
+# needs until computing takes as long as the all-reduce. (In a language model a row is a token.) A small model
+# needs more rows than a large one: its messages are short, so most of their time is alpha, which the formula
+# leaves out.
 
 
 # %%
@@ -372,8 +373,8 @@ def scaled(n, rows=64):
 
 
 # %% [markdown]
-# The model has two terms: the time that one rank computes, divided by the number of ranks, and the time of the
-# all-reduce, by the formula that you found in lesson 8.
+# The model of a step's time has two terms: the time that one rank computes, divided by the number of ranks, and
+# the time of the all-reduce, by the formula that you found in lesson 8.
 
 # %%
 measured, predicted = {}, {}

@@ -113,7 +113,7 @@ print("layerwise.cut", layerwise.cut(model.layers, 4))
 # ## One batch, layer by layer
 #
 # Now put the stages on ranks. Rank 0 runs its stage on the inputs and sends its outputs, the **activations**,
-# to rank 1. So it goes on to the last rank, which computes the loss. Then the gradients come back. Each rank
+# to rank 1. This goes on up to the last rank, which computes the loss. Then the gradients come back. Each rank
 # receives the gradient of its *outputs*, and runs its backward pass, which fills the gradients of its
 # parameters. It sends the gradient of its *inputs* to the rank before.
 #
@@ -123,9 +123,10 @@ print("layerwise.cut", layerwise.cut(model.layers, 4))
 #
 # **Exercise 12.2: step.** Run one forward and one backward pass through all ranks. Each rank has its own
 # `stage`, a module. All ranks get `inputs` and `targets`, but only rank 0 uses `inputs`, and only the last rank
-# uses `targets`. All tensors between stages have the shape and dtype of `inputs`. The loss is `((y - targets)
-# ** 2).mean()`. The last rank returns it as a number (`loss.item()`; a tensor would keep its graph in memory).
-# At the end, each rank's parameters have their gradients. A single rank is both the first and the last.
+# uses `targets`. All tensors between stages have the shape and dtype of `inputs`. The loss is
+# `((y - targets) ** 2).mean()`. The last rank returns it as a number (`loss.item()`; a tensor would keep its
+# graph in memory). At the end, each rank's parameters have their gradients. If there is only one rank, it is
+# both the first and the last.
 #
 # Par: one message to the next rank, and one to the rank before.
 
@@ -380,9 +381,10 @@ fill_animation({"GPipe": gpipe(4, 6), "1F1B": one_f_one_b(4, 6)})
 # - that of the stage's **input** (I), for which the rank before waits;
 # - that of the stage's **weights** (W), which only the optimizer needs, at the end of the step.
 #
-# If both are one instruction, the rank before waits for both. Qi et al. 2024 split it. They send the input's
-# gradient as soon as it is there, and compute W at a time when the rank would wait. The instructions are
-# `Instruction("backward_input", i)` and `Instruction("backward_weight", i)`, printed as I and W.
+# If both are one instruction, the rank before waits for both. Qi et al. 2024 split the instruction in two. They
+# send the input's gradient as soon as it is there, and compute W at a time when the rank would wait. The
+# instructions are `Instruction("backward_input", i)` and `Instruction("backward_weight", i)`, printed as I and
+# W.
 #
 # **Exercise 12.6: my_schedule.** Write a schedule of your own that is shorter than 1F1B. Use any of the four
 # kinds of instruction. F, I and W take 1 unit each, and B takes 2. Any order that works is right: for each
@@ -495,7 +497,7 @@ for key, each in table.items():
 #   send waits for its receiver, both wait for ever. Begin the sends without waiting for them, as `md.Pipeline`
 #   does. And let `schedules.check` prove that a schedule comes to its end, before anything runs.
 # - **One slow stage.** The formula is for equal stages. If one stage is slower, all other ranks wait for it. In
-#   the chart of `timed()`, it is the only row without gaps. Measure the layers, and cut by time.
+#   the chart of `timed()`, the slow stage is the only row without gaps. Measure the layers, and cut by time.
 # - **Layers that look across rows.** Batch normalization over 4 rows gives other results than over 32, so the
 #   model trains differently, without any error. Layer normalization looks at each row alone, and stays the
 #   same.

@@ -199,7 +199,7 @@ for forgotten in (False, True):
 # heads*, and cut the output matrix by rows. It is the MLP's pattern again.
 #
 # **Exercise 13.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are
-# this rank's columns, (D, D / n): whole heads of `head_size` columns each. `output` is this rank's rows, (D /
+# this rank's columns, (D, D / n): whole heads of `head_size` columns each. `output` has this rank's rows, (D /
 # n, D). Return the layer's y, (tokens, D), on all ranks. Backward has to be right as well.
 #
 # `functional.scaled_dot_product_attention(q, k, v, is_causal=True)` takes (heads, tokens, head_size) and
@@ -383,9 +383,9 @@ for by_tokens in (False, True):
     print(f"by tokens: {by_tokens!s:5}  kept {kept:,} bytes, sent {sent:,}")
 
 # %% [markdown]
-# It sends the same bytes and keeps fewer. (Only the gathered input of the first product is still kept whole.
-# `minidist` keeps only the rank's own tokens of it, and gathers them once more in backward, as the paper does.
-# That makes five exchanges instead of four, and the fifth runs while the rank computes.)
+# The second way sends the same bytes and keeps fewer. (Only the gathered input of the first product is still
+# kept whole. `minidist` keeps only the rank's own tokens of it, and gathers them once more in backward, as the
+# paper does. That makes five exchanges instead of four, and the fifth runs while the rank computes.)
 #
 # ## Dropout, and whose random numbers
 #
@@ -487,9 +487,9 @@ for width in widths:
     )
 
 # %% [markdown]
-# The model has three terms. The narrowest block does hardly any arithmetic: its time is what Python and torch
-# need to start each operation. A cut does not make that shorter. Two ranks halve the rest of the block's time,
-# and the messages come on top.
+# The model of the time on two ranks has three terms. The narrowest block does hardly any arithmetic: its time
+# is what Python and torch need to start each operation. A cut does not make that shorter. Two ranks halve the
+# rest of the block's time, and the messages come on top.
 
 # %%
 start = alone[0]

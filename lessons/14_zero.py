@@ -192,8 +192,8 @@ def flatten(model, ranks):
 
 
 # %% [markdown]
-# Now backward writes into `gradient`, and a change of `flat` changes the model. Part r is `flat.view(n,
-# -1)[r]`, which is also a view.
+# Now backward writes into `gradient`, and if you change `flat`, you change the model. Part r is
+# `flat.view(n, -1)[r]`, which is also a view.
 #
 # Two calls are all that you need: `comm.reduce_scatter(x, "mean")` returns this rank's part of the mean of all
 # ranks' `x`, and `comm.all_gather(part, out=x)` fills `x` with all ranks' parts.

@@ -781,11 +781,11 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # they do not share.
 #
 # In version 2 of the SDK, write `sagemaker.pytorch.PyTorch(entry_point="train.py", ...,
-# distribution={"torch_distributed": {"enabled": True}})`, with `FileSystemInput` for the disk, and call
-# `.fit()`. Accelerate 1.15 cannot submit a job (`compute_environment: AMAZON_SAGEMAKER` in its file): it fails
-# on its own settings. Inside a job it starts the ranks as above.
-# [deploy/sagemaker.yaml](../deploy/sagemaker.yaml) uses it so, and is the complete request for AWS's command
-# line.
+# distribution={"torch_distributed": {"enabled":
+# True}})`, with `FileSystemInput` for the disk, and call `.fit()`. Accelerate 1.15 cannot submit a job (`compute_environment:
+# AMAZON_SAGEMAKER` in its file): it fails on its own settings. Inside a job it starts the ranks as above.
+# [deploy/sagemaker.yaml](../deploy/sagemaker.yaml) uses Accelerate in this way, and is the complete request for
+# AWS's command line.
 #
 # ## What breaks in practice, and how one sees it
 #
@@ -844,6 +844,6 @@ shutil.rmtree(scratch)
 #   tokens. The keys and values travel in lesson 8's ring. The engine's form is
 #   [`ring_attention`](../minidist/parallel/context/ring_attention.py).
 # - [`Experts`](../minidist/plain/experts.py): each rank holds some experts, and every token travels to its
-#   expert. The engine does not have them.
+#   expert. The engine has no experts.
 #
 # Next: a model of your own. You know what each part costs, and how to see it break.
