@@ -27,7 +27,7 @@ from .support.block_sizes import PARTS, blocks, memory, parts
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from .support import atomic, packed_product, register_tile, vector_moves
+    from .support import atomic, packed_product, register_tile, small_products, vector_moves
 
 LEAST_WORK = 2_000_000  # multiply-adds per thread; with fewer, the product ends before another wakes up
 SHARED = 2**25  # bytes of b that are packed at a time
@@ -36,7 +36,10 @@ LINE = CACHE_LINE // 8  # counters in a cache line; counters in use at the same 
 
 
 @compiled(
-    "AAACC", uses=("atomic", "register_tile", "packed_product", "vector_moves"), nogil=True, boundscheck=False
+    "AAACC",
+    uses=("atomic", "register_tile", "packed_product", "small_products", "vector_moves"),
+    nogil=True,
+    boundscheck=False,
 )
 def _take_parts(
     a: Array,
@@ -51,6 +54,8 @@ def _take_parts(
     leads: int,  # whether this is the caller's thread
     bell: int,  # address of the counter of products
     product: int,  # its value during this product
+    near: int,  # elements of a product that need not be packed, as in `small_products`
+    far: int,
 ) -> None:
     m, k = a.shape
     n = b.shape[1]
@@ -59,7 +64,8 @@ def _take_parts(
     tiles, wide, depths = -(-m // register_tile.ROWS), -(-n // columns), -(-k // register_tile.DEPTH)
     taken, finished = counters, counters + CACHE_LINE
     packing, packed = counters + 2 * CACHE_LINE, counters + 3 * CACHE_LINE
-    to_pack, to_multiply = depths * packs, down * across
+    how = small_products.way(a, b, out, near, far)
+    to_pack, to_multiply = 0 if how else depths * packs, down * across
     if leads:
         atomic.fetch_add(bell, 1)
     atomic.fetch_add(packing, 1)
@@ -79,6 +85,12 @@ def _take_parts(
         t0, t1 = t * tiles // down, (t + 1) * tiles // down
         i0, i1 = t0 * m // tiles, t1 * m // tiles
         j0, j1 = s * wide // across * columns, min(n, (s + 1) * wide // across * columns)
+        if how:
+            # No part is narrower than a tile: what is left over belongs to the last.
+            j0 = s * (n // columns) // across * columns
+            j1 = n if s == across - 1 else (s + 1) * (n // columns) // across * columns
+            small_products.multiply(a[i0:i1], b[:, j0:j1], out[i0:i1, j0:j1], how)
+            depths = 0
         for d in range(depths):
             p0, p1 = d * k // depths, (d + 1) * k // depths
             panel = vector_moves.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
@@ -91,10 +103,16 @@ def _take_parts(
         atomic.wait(bell, product + 1, PATIENCE)
 
 
-@compiled("AAAC", uses=("packed_product",), nogil=True, boundscheck=False)
-def _multiply_alone(a: Array, b: Array, out: Array, space: Array, height: int, width: int) -> None:
+@compiled("AAAC", uses=("packed_product", "small_products"), nogil=True, boundscheck=False)
+def _multiply_alone(
+    a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
+) -> None:
     """Multiply as rung 6 does, for a product that is too small for two threads."""
-    packed_product.multiply_in_blocks(a, b, out, space, height, width)
+    how = small_products.way(a, b, out, near, far)
+    if how:
+        small_products.multiply(a, b, out, how)
+    else:
+        packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
 def compute(a: Array, b: Array, out: Array) -> None:
@@ -107,7 +125,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
     threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
     if threads < 2 or panels < 1:
         space = memory("product", out.dtype.char, size.memory + size.depth * size.width)
-        _multiply_alone(a, b, out, space, size.tiles, size.width)
+        _multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
         return
     width = panels * size.columns
     for j in range(0, out.shape[1], width):
@@ -125,10 +143,12 @@ def _multiply(a: Array, b: Array, out: Array, threads: int) -> None:
     counters[:] = 0
     caller, (bell, jobs) = threading.get_ident(), thread_pool.bell()
 
+    limits = (size.near, size.far)
+
     def take_parts() -> None:
         leads = threading.get_ident() == caller
         space, start = memory("product", kind, size.memory), counters.ctypes.data
-        _take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs + 1)
+        _take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs + 1, *limits)
 
     def done() -> bool:
         finished, packing = counters[LINE], counters[2 * LINE]
@@ -144,5 +164,6 @@ RUNG = Rung(
     idea="All cores take blocks of out from a common counter; b is packed once, by all of them together.",
     dtypes=("float32", "float64"),
     compute=compute,
+    aligned=False,  # it writes each row of out a few times at most
     cores="all",
 )

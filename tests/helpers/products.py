@@ -10,6 +10,8 @@ def embedded(m, n):
     return (m + 3, n + 2), lambda base: base[1 : m + 1, 1 : n + 1]
 
 
+FEW = 8  # rows or columns at most, of products of rungs 6 and 7 whose sums follow the order of the matrix
+
 LAYOUTS = {
     "contiguous": lambda m, n: ((m, n), lambda base: base),
     "transposed": lambda m, n: ((n, m), lambda base: base.T),
@@ -55,4 +57,8 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
     # What surrounds out is NaN still: nothing was written outside of it.
     out[...] = np.nan
     assert np.isnan(out_base).all(), "written outside of out"
-    np.testing.assert_array_equal(step.matmul(a_view, b_view), step.matmul(a, b))
+    again = step.matmul(a_view, b_view)
+    if step.number > 5 and min(m, n) <= FEW:
+        harness.assert_product(again, a, b, "laid out differently")
+    else:
+        np.testing.assert_array_equal(again, step.matmul(a, b))

@@ -25,6 +25,8 @@ class Blocks:
     tiles: int  # tiles one below the other in a block of a: it fills half of a core's second cache
     width: int  # columns of a block of b: it fills a quarter of the last cache
     depth: int  # rows of a block of b, and columns of one of a, at most
+    near: int  # elements that fit the second cache
+    far: int  # elements that fit a third of the last cache
     memory: int  # elements that a thread needs for a block of a and a tile
 
 
@@ -44,6 +46,8 @@ def blocks(kind: str) -> Blocks:
         tiles=tiles,
         width=width - width % columns,
         depth=register_tile.DEPTH,
+        near=caches().l2 // dtype.itemsize,
+        far=caches().l3 // 3 // dtype.itemsize,
         memory=register_tile.ROWS * (columns + tiles * register_tile.PITCH),
     )
 

@@ -107,21 +107,22 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
     packed_a = offset(memory, register_tile.ROWS * columns)
     in_rows = out.strides[1] == out.itemsize
     stride = out.strides[0] // out.itemsize
-    pack(a, packed_a, register_tile.PITCH)
+    pitch = register_tile.PITCH
+    pack(a, packed_a, pitch)
     for j in range(0, n, columns):
         panel = offset(packed_b, j * depth)
         width = min(columns, n - j)
         for t in range(tiles):
             i = t * m // tiles
             rows = (t + 1) * m // tiles - i
-            a_rows = offset(packed_a, i * register_tile.PITCH)
+            a_rows = offset(packed_a, i * pitch)
             if in_rows and width == columns:
                 c = pointer(out, i, j)
-                register_tile.multiply(rows, width, depth, a_rows, panel, c, stride, add)
+                register_tile.multiply(rows, width, depth, a_rows, pitch, panel, columns, c, stride, add)
             else:
                 # A vector would cross the edge, or out's rows are not contiguous: go through a tile in
                 # memory.
-                register_tile.multiply(rows, width, depth, a_rows, panel, memory, columns, 0)
+                register_tile.multiply(rows, width, depth, a_rows, pitch, panel, columns, memory, columns, 0)
                 put(memory, columns, out[i : i + rows, j : j + width], add)
 
 

@@ -49,12 +49,22 @@ def columns(context: Any, array: Any) -> Any:
 
 @intrinsic
 def multiply(
-    context: Any, rows: Any, width: Any, depth: Any, a: Any, b: Any, c: Any, stride: Any, add: Any
+    context: Any,
+    rows: Any,
+    width: Any,
+    depth: Any,
+    a: Any,
+    a_pitch: Any,
+    b: Any,
+    b_pitch: Any,
+    c: Any,
+    c_pitch: Any,
+    add: Any,
 ) -> Any:
-    """multiply(rows, width, depth, a, b, c, stride, add): a tile of c = a b, or of c += a b with `add`.
+    """multiply(rows, width, depth, a, a_pitch, b, b_pitch, c, c_pitch, add): a tile of c = a b.
 
-    a: 1 to ROWS packed rows, PITCH apart. b: `depth` packed rows of a tile's columns. c: rows `stride` apart.
-    Whole vectors are written: one if `width` columns fit into one, else two.
+    Or of c += a b with `add`. a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance
+    from a row to the next. Whole vectors are read and written: one if `width` columns fit into one, else two.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
@@ -73,42 +83,56 @@ def multiply(
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 3, a, a, a, types.intp, types.intp), generate
+    integer = types.intp
+    return types.void(*[integer] * 3, a, integer, a, integer, a, integer, integer), generate
 
 
 def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
-    """Return the function (depth, a, b, c, stride, add) that multiplies a tile of this shape."""
-    pointers = [Vectors(ir.IRBuilder(), element).pointer] * 3
+    """Return the function (depth, a, a_pitch, b, b_pitch, c, c_pitch, add) for a tile of this shape."""
+    pointer = Vectors(ir.IRBuilder(), element).pointer
     function = cgutils.get_or_insert_function(
         module,
-        ir.FunctionType(VOID, [INT64, *pointers, INT64, INT64]),
+        ir.FunctionType(VOID, [INT64, *[pointer, INT64] * 3, INT64]),
         f"tile_{element.name}_{rows}_{vectors}",
     )
     if not function.is_declaration:
         return function
     function.linkage = "internal"
     function.attributes.add("noinline")
-    depth, a, b, c, stride, add = function.args
+    depth, a, a_pitch, b, b_pitch, c, c_pitch, add = function.args
     builder = ir.IRBuilder(function.append_basic_block())
     v = Vectors(builder, element)
     grid = [(row, column) for row in range(rows) for column in range(0, vectors * v.lanes, v.lanes)]
 
     def place(row: int, column: int) -> Value:
-        return v.offset(v.offset(c, builder.mul(stride, ir.Constant(INT64, row))), column)
+        return v.offset(v.offset(c, builder.mul(c_pitch, ir.Constant(INT64, row))), column)
 
     # Stack variables, which LLVM turns into registers.
     sums = {at: cgutils.alloca_once_value(builder, v.zero) for at in grid}
 
+    # Every third row of a has a pointer; the two rows after it are one and two pitches away, which a load
+    # adds by itself. A pointer for each row would not fit the registers.
+    two_pitches = builder.add(a_pitch, a_pitch)
+    a_rows = [
+        cgutils.alloca_once_value(builder, v.offset(a, builder.mul(a_pitch, ir.Constant(INT64, row))))
+        for row in range(0, rows, 3)
+    ]
+    b_row = cgutils.alloca_once_value(builder, b)
+
     def add_products(start: Value, stop: Value) -> None:
         step = ir.Constant(INT64, 1)
-        with cgutils.for_range_slice(builder, start, stop, step, inc=True) as (p, _):
-            b_row = v.offset(b, builder.mul(p, ir.Constant(INT64, VECTORS * v.lanes)))
-            b_vectors = {column: v.load(v.offset(b_row, column)) for _, column in grid[:vectors]}
+        with cgutils.for_range_slice(builder, start, stop, step, inc=True) as _:
+            b_vectors = {
+                column: v.load(v.offset(builder.load(b_row), column)) for _, column in grid[:vectors]
+            }
             for row in range(rows):
-                a_element = v.spread(v.offset(v.offset(a, p), row * PITCH))
+                third = builder.load(a_rows[row // 3])
+                a_element = v.spread(v.offset(third, (0, a_pitch, two_pitches)[row % 3]))
                 for column, b_vector in b_vectors.items():
                     total = sums[row, column]
                     builder.store(v.multiply_add(a_element, b_vector, builder.load(total)), total)
+            for pointer, step_ in ((b_row, b_pitch), *((a_row, 1) for a_row in a_rows)):
+                builder.store(v.opaque(v.offset(builder.load(pointer), step_)), pointer)
 
     # Prefetch the lines of c shortly before they are needed; earlier, b would push them out of the first
     # cache again. Without the prefetch a product takes 3% longer.

@@ -46,6 +46,11 @@ class Vectors:
         count = ir.Constant(INT64, elements) if isinstance(elements, int) else elements
         return self.builder.gep(pointer, [count])
 
+    def opaque(self, pointer: Value) -> Value:
+        """The pointer, as LLVM computes it here: it does not replace a pointer that advances by others."""
+        same = ir.InlineAsm(ir.FunctionType(self.pointer, [self.pointer]), "", "=r,0")
+        return self.builder.call(same, [pointer])
+
     def load(self, pointer: Value) -> Value:
         """The vector that starts at this element; it need not be aligned."""
         return self.builder.load(self.builder.bitcast(pointer, self.type.as_pointer()), align=self.bytes)

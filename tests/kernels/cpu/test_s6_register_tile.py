@@ -30,6 +30,8 @@ def small_blocks(dtype, tiles, panels):
     small = replace(
         whole,
         tiles=tiles,
+        near=0,
+        far=0,
         width=panels * whole.columns,
         memory=whole.rows * (whole.columns + tiles * register_tile.PITCH),
     )

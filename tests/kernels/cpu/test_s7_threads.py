@@ -79,9 +79,12 @@ def test_sizes_past_every_block_in_any_layout(data):
     n = data.draw(st.integers(1, 6 * columns))
     k = data.draw(st.sampled_from([1, 50, register_tile.DEPTH, register_tile.DEPTH + 1, 1600]))
     layouts = [data.draw(st.sampled_from(list(LAYOUTS))) for _ in range(3)]
+    near = data.draw(st.sampled_from([0, 2**20]))  # whether small products are packed, too
     small = replace(
         blocks(np.dtype(dtype).char),
         tiles=tiles,
+        near=near,
+        far=near,
         memory=register_tile.ROWS * (columns + tiles * register_tile.PITCH),
     )
     guarded = []
@@ -220,7 +223,7 @@ def test_a_worker_that_still_packs_or_multiplies_is_waited_for(late):
     begun, ended = threading.Event(), threading.Event()
     line = s7_threads.LINE
 
-    def take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs):
+    def take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs, near, far):
         counters = np.ctypeslib.as_array((ctypes.c_int64 * (3 * line)).from_address(start))
         finished, packing = counters[line:], counters[2 * line :]
         if leads:

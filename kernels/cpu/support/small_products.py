@@ -1,0 +1,166 @@
+"""Products that are multiplied where they lie, without packing.
+
+Packing copies each element of a and b once, which pays where the copy is read many times. Three kinds of
+products are faster without it:
+
+- small ones: the register tile reads a and b in place, from the second cache. If out is one tile high, b may
+  come from the last cache;
+- one or two rows times a matrix, and a matrix times a few columns. They use each element of the matrix once
+  or twice, so memory's rate is the limit, and they read the matrix once, in the order in which it lies. So
+  the order of a sum depends on it, too: only these products differ in their last bits with the strides.
+
+The loops go through pointers, because of an array of any strides the compiler does not know that its rows are
+contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from . import register_tile
+from .vector_moves import pointer, vector
+
+FEW = 2  # rows; with more, the register tile is faster although it packs
+GROUP = 4  # rows that a loop takes at a time
+
+
+PACKED, IN_PLACE, FEW_ROWS, FEW_COLUMNS = range(4)
+TRANSPOSED = 4  # added to a way: as the transposed product, out.T = b.T a.T
+
+
+@njit(boundscheck=False)
+def way(a: Any, b: Any, out: Any, near: int, far: int) -> int:
+    """Return how to multiply a (m, k) by b (k, n): PACKED, or a way that `multiply` takes.
+
+    Few rows and few columns need their matrix in the order in which they read it. A small product has an a
+    and b that are, with what lies between their rows, `near` elements at most. If out is one tile high, which
+    reads each element of b once, they may be `far`.
+    """
+    reach = far if a.shape[0] <= register_tile.ROWS else near
+    extent = a.shape[0] * abs(a.strides[0]) + b.shape[0] * abs(b.strides[0])
+    if _few_rows_fit(a, b, out):
+        return FEW_ROWS
+    if _few_rows_fit(b.T, a.T, out.T):
+        return FEW_ROWS + TRANSPOSED
+    if _few_columns_fit(a, out):
+        return FEW_COLUMNS
+    if _few_columns_fit(b.T, out.T):
+        return FEW_COLUMNS + TRANSPOSED
+    if (
+        out.shape[1] >= vector(out)
+        and _in_rows(a)
+        and _in_rows(b)
+        and _in_rows(out)
+        and extent <= reach * out.itemsize
+    ):
+        return IN_PLACE
+    return PACKED
+
+
+@njit(boundscheck=False)
+def multiply(a: Any, b: Any, out: Any, how: int) -> None:
+    """out (m, n) = a (m, k) b (k, n), in the way found for it, or for a product of which this is a part.
+
+    A part has as many rows as it likes, but four with few columns; it has all columns, or a tile's and more.
+    """
+    if how >= TRANSPOSED:
+        a, b, out, how = b.T, a.T, out.T, how - TRANSPOSED
+    if how == FEW_ROWS:
+        _few_rows(a, b, out)
+    elif how == FEW_COLUMNS:
+        _few_columns(a, b, out)
+    else:
+        _in_place(a, b, out)
+
+
+@njit(boundscheck=False)
+def _in_rows(x: Any) -> bool:
+    return x.strides[1] == x.itemsize
+
+
+@njit(boundscheck=False)
+def _few_rows_fit(a: Any, b: Any, out: Any) -> bool:
+    return a.shape[0] <= FEW and _in_rows(b) and _in_rows(out)
+
+
+@njit(boundscheck=False)
+def _few_columns_fit(a: Any, out: Any) -> bool:
+    return out.shape[1] <= vector(out) // 2 and out.shape[0] >= GROUP and _in_rows(a)
+
+
+@njit(boundscheck=False)
+def _in_place(a: Any, b: Any, out: Any) -> None:
+    """Multiply with the register tile. All three have contiguous rows, and n is one vector or more.
+
+    The last panel starts back from the edge, one vector or two wide: it computes some columns twice. Sums are
+    cut into the same depths as those of packed blocks, so the result has the same bits.
+    """
+    m, k = a.shape
+    n = b.shape[1]
+    length, columns = vector(out), register_tile.columns(out)
+    a_pitch, b_pitch = a.strides[0] // a.itemsize, b.strides[0] // b.itemsize
+    c_pitch = out.strides[0] // out.itemsize
+    tiles, depths = -(-m // register_tile.ROWS), -(-k // register_tile.DEPTH)
+    done = 0
+    while done < n:
+        width = columns if n - done > length and n >= columns else length
+        j = min(done, n - width)
+        for d in range(depths):
+            p0, p1 = d * k // depths, (d + 1) * k // depths
+            panel = pointer(b, p0, j)
+            for t in range(tiles):
+                i = t * m // tiles
+                rows = (t + 1) * m // tiles - i
+                a_rows, c = pointer(a, i, p0), pointer(out, i, j)
+                register_tile.multiply(rows, width, p1 - p0, a_rows, a_pitch, panel, b_pitch, c, c_pitch, d)
+        done += width
+
+
+@njit(boundscheck=False, fastmath={"contract"})
+def _few_rows(a: Any, b: Any, out: Any) -> None:
+    """Add four rows of b at a time to the few rows of out. b and out have contiguous rows."""
+    m, k = a.shape
+    n = b.shape[1]
+    for i in range(m):
+        row = pointer(out, i, 0)
+        for j in range(n):
+            row[j] = 0
+    for p in range(0, k - 3, 4):
+        b0, b1, b2, b3 = pointer(b, p, 0), pointer(b, p + 1, 0), pointer(b, p + 2, 0), pointer(b, p + 3, 0)
+        for i in range(m):
+            a0, a1, a2, a3 = a[i, p], a[i, p + 1], a[i, p + 2], a[i, p + 3]
+            row = pointer(out, i, 0)
+            for j in range(n):
+                row[j] += a0 * b0[j] + a1 * b1[j] + a2 * b2[j] + a3 * b3[j]
+    for p in range(k - k % 4, k):
+        b0 = pointer(b, p, 0)
+        for i in range(m):
+            row, a0 = pointer(out, i, 0), a[i, p]
+            for j in range(n):
+                row[j] += a0 * b0[j]
+
+
+@njit(boundscheck=False, fastmath={"reassoc", "contract"})
+def _few_columns(a: Any, b: Any, out: Any) -> None:
+    """Take four rows of a at a time, and all columns of b. a has contiguous rows, four or more.
+
+    The last group starts back from the edge, so each sum has the same order wherever its row lies. Vectors of
+    partial sums need the compiler's leave to add in another order ("reassoc").
+    """
+    m, k = a.shape
+    n = b.shape[1]
+    columns = b.T.copy()
+    for step in range(0, m, GROUP):
+        i = min(step, m - GROUP)
+        a0, a1, a2, a3 = pointer(a, i, 0), pointer(a, i + 1, 0), pointer(a, i + 2, 0), pointer(a, i + 3, 0)
+        for j in range(n):
+            column = pointer(columns, j, 0)
+            s0 = s1 = s2 = s3 = a.dtype.type(0)
+            for p in range(k):
+                s0 += a0[p] * column[p]
+                s1 += a1[p] * column[p]
+                s2 += a2[p] * column[p]
+                s3 += a3[p] * column[p]
+            out[i, j], out[i + 1, j], out[i + 2, j], out[i + 3, j] = s0, s1, s2, s3
