@@ -81,7 +81,7 @@ INTERFACES = {
     ),
     "minidist.kernels": ("Rung rung", "Rung is the same as rung.Rung, and rung looks one up by its name"),
     "minidist.kernels.rung": (
-        "Array CACHE_LINE Rung empty",
+        "Array Rung empty",
         "a rung is a number, a name, an idea and compute(a, b, out); its checks are for callers' mistakes",
     ),
     "minidist.kernels.cpu.support.compiling": ("compiled", "numba.njit at the first call, kept on disk"),
@@ -91,12 +91,24 @@ INTERFACES = {
         "this machine's vector registers: elements in one, rows of the tile that fit",
     ),
     "minidist.kernels.cpu.support.atomic": (
-        "fetch_add read wait",
+        "fetch_add store",
         "the processor's instructions for a counter that several threads use",
     ),
     "minidist.kernels.cpu.support.thread_pool": (
-        "PATIENCE bell run threads",
-        "run(task, n, done) calls task() in n threads, which share out the work",
+        "ELEMENT PATIENCE address begin board end latest threads",
+        "begin(helpers, serve) wakes threads that call serve(); end() waits for them",
+    ),
+    "minidist.kernels.cpu.support.board": (
+        "array close cut join leave take",
+        "memory in which a product is posted, with the counters that deal out its parts",
+    ),
+    "minidist.kernels.cpu.support.small_products": (
+        "multiply multiply_alone way",
+        "rung 6's product in one thread; small and thin ones are not packed",
+    ),
+    "minidist.kernels.cpu.support.shared_packing": (
+        "multiply_packed pack_together post",
+        "packs b together with other threads, and multiplies with it",
     ),
     "minidist.kernels.cuda.rung": ("CudaRung", "a Rung that takes arrays in a GPU's memory, too"),
     "minidist.kernels.cuda.runtime.kernel": (

@@ -7,9 +7,9 @@ compiler makes that of a loop; `support/register_tile.py` builds the tile from v
 
 A tile this fast has to be fed. Blocks of b and a are packed into the order in which the tile reads them
 (`support/packed_product.py`): a block of b sized for the last cache, then one block of a after the other
-sized for the second. `support/block_sizes.py` derives the sizes from this machine's caches. Small products and those with few
-rows or columns are multiplied where they lie, because packing would cost them more than it saves
-(`support/small_products.py`).
+sized for the second. `support/block_sizes.py` derives the sizes from this machine's caches. Packing costs
+small products, and those with few rows or columns, more than it saves: `support/small_products.py` multiplies
+them where they lie.
 
 Measured: rung 5 takes 2.2 times as long (1000 x 1000 x 1000, float32: 40 ms and 19 ms, 108 GFLOP/s, 92% of
 what the core's multiply-adds allow), and OpenBLAS 1.05 times.
@@ -26,18 +26,14 @@ from .support.block_sizes import blocks, memory
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from .support import packed_product, small_products
+    from .support import small_products
 
 
-@compiled("AAAC", uses=("packed_product", "small_products"), nogil=True, boundscheck=False)
+@compiled("AAAC", uses=("small_products",), nogil=True, boundscheck=False)
 def _multiply(
     a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
 ) -> None:
-    how = small_products.way(a, b, out, near, far)
-    if how:
-        small_products.multiply(a, b, out, how)
-    else:
-        packed_product.multiply_in_blocks(a, b, out, space, height, width)
+    small_products.multiply_alone(a, b, out, space, height, width, near, far)
 
 
 def compute(a: Array, b: Array, out: Array) -> None:

@@ -1,14 +1,13 @@
 """Rung 7: rung 6 on all cores.
 
 The idea: the blocks of rung 6 do not depend on each other, so each core computes some of them. First all
-threads pack b together. Then each thread takes the next part of out that is left, packs its rows of a, and
-multiplies. A shared counter deals out the parts instead of a fixed plan, so a thread that wakes up late, or
-whose core is busy, takes fewer. b is packed once for all threads, into the last cache, which the cores
-share; a packed block of a belongs to one thread and stays in its core's own cache.
+threads pack b together, into the last cache, which they share. Then each thread takes the next part of out
+that is left, packs its rows of a, and multiplies. A shared counter deals out the parts instead of a fixed
+plan, so a thread that wakes up late, or whose core is busy, takes fewer.
 
-It uses this process's cores, or as many threads as the environment variable NUMBA_NUM_THREADS says when Numba
-is imported. After a product its threads spin for about 0.3 ms, waiting for the next one, and keep its arrays
-alive. A product too small for two threads runs through rung 6's loops in the caller's thread.
+It uses this process's cores, or as many threads as $NUMBA_NUM_THREADS says when Numba is imported. After a
+product its threads watch for about 0.3 ms whether the next one is posted (`support/board.py`). A product too
+small for two threads, or posted while another one is, runs through rung 6's loops in the caller's thread.
 
 Measured: on two cores rung 6 takes 1.7 times as long at 512 x 512 x 512 in float32 (2.4 ms and 1.4 ms), and
 2.0 times at 2048 (157 ms and 79 ms, 217 GFLOP/s), where OpenBLAS on both cores takes 1.03 times as long.
@@ -16,145 +15,127 @@ Measured: on two cores rung 6 takes 1.7 times as long at 512 x 512 x 512 in floa
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..rung import CACHE_LINE, Array, Rung, empty
+from ..rung import Array, Rung
 from .support import thread_pool
 from .support.block_sizes import PARTS, blocks, memory, parts
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
-    from .support import atomic, packed_product, register_tile, small_products, vector_moves
+    from .support import board, register_tile, shared_packing, small_products, vector_moves
 
-LEAST_WORK = 2_000_000  # multiply-adds per thread; with fewer, the product ends before another wakes up
+LEAST_WORK = 300_000  # multiply-adds per thread; with fewer, the product ends before another has begun
 SHARED = 2**25  # bytes of b that are packed at a time
 PATIENCE = thread_pool.PATIENCE  # copied here because compiled code reads this module's globals
-LINE = CACHE_LINE // 8  # counters in a cache line; counters in use at the same time lie in different lines
 
 
-@compiled(
-    "AAACC",
-    uses=("atomic", "register_tile", "packed_product", "small_products", "vector_moves"),
-    nogil=True,
-    boundscheck=False,
-)
-def _take_parts(
+@compiled("AAAC", uses=("shared_packing",), nogil=True, boundscheck=False)
+def _post(
     a: Array,
     b: Array,
     out: Array,
-    space: Array,  # this thread's memory
-    shared: Array,  # all threads' memory, for b
-    counters: int,  # address of counters, all 0 at first
+    shared: Array,  # all threads' memory: for b, and behind it a word for each of its parts
+    at: int,  # address of the board
+    threads: int,
     packs: int,  # parts of b, side by side
     down: int,  # parts of out, one below the other
-    across: int,  # parts of out, side by side
-    leads: int,  # whether this is the caller's thread
-    bell: int,  # address of the counter of products
-    product: int,  # its value during this product
-    near: int,  # elements of a product that need not be packed, as in `small_products`
+    across: int,  # and side by side
+    near: int,
     far: int,
 ) -> None:
-    m, k = a.shape
-    n = b.shape[1]
-    own, packed_b = vector_moves.pointer(space, 0, 0), vector_moves.pointer(shared, 0, 0)
-    columns = register_tile.columns(out)
-    tiles, wide, depths = -(-m // register_tile.ROWS), -(-n // columns), -(-k // register_tile.DEPTH)
-    taken, finished = counters, counters + CACHE_LINE
-    packing, packed = counters + 2 * CACHE_LINE, counters + 3 * CACHE_LINE
-    how = small_products.way(a, b, out, near, far)
-    to_pack, to_multiply = 0 if how else depths * packs, down * across
-    if leads:
-        atomic.fetch_add(bell, 1)
-    atomic.fetch_add(packing, 1)
-    part = atomic.fetch_add(taken, 1)
-    while part < to_pack:
-        packed_product.pack_part(b, packed_b, part, packs)
-        atomic.fetch_add(packed + 8 * part, 1)
-        part = atomic.fetch_add(taken, 1)
-    # Pack what other threads have not finished again, to the same values, instead of waiting: their cores may
-    # belong to another program for milliseconds.
-    for other in range(to_pack):
-        if not atomic.read(packed + 8 * other):
-            packed_product.pack_part(b, packed_b, other, packs)
-    atomic.fetch_add(packing, -1)
-    while part < to_pack + to_multiply:
-        t, s = divmod(part - to_pack, across)
-        t0, t1 = t * tiles // down, (t + 1) * tiles // down
-        i0, i1 = t0 * m // tiles, t1 * m // tiles
-        j0, j1 = s * wide // across * columns, min(n, (s + 1) * wide // across * columns)
-        if how:
-            # No part is narrower than a tile: what is left over belongs to the last.
-            j0 = s * (n // columns) // across * columns
-            j1 = n if s == across - 1 else (s + 1) * (n // columns) // across * columns
-            small_products.multiply(a[i0:i1], b[:, j0:j1], out[i0:i1, j0:j1], how)
-            depths = 0
-        for d in range(depths):
-            p0, p1 = d * k // depths, (d + 1) * k // depths
-            panel = vector_moves.offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
-            packed_product.multiply(a[i0:i1, p0:p1], panel, out[i0:i1, j0:j1], own, t1 - t0, d)
-        atomic.fetch_add(finished, 1)
-        part = atomic.fetch_add(taken, 1)
-    if leads:
-        atomic.wait(finished, to_multiply, PATIENCE)
-    else:
-        atomic.wait(bell, product + 1, PATIENCE)
+    shared_packing.post(at, a, b, out, shared, threads, (packs, down, across), near, far)
 
 
-@compiled("AAAC", uses=("packed_product", "small_products"), nogil=True, boundscheck=False)
+@compiled(
+    "C",
+    uses=("board", "register_tile", "shared_packing", "small_products", "vector_moves"),
+    nogil=True,
+    boundscheck=False,
+)
+def _work(space: Array, at: int, seen: int, leads: int) -> int:
+    """Take parts of products posted after number `seen`; `space` is this thread's memory.
+
+    The thread that `leads` returns at its product's end; others return 0 if none comes, -1 for another dtype.
+    """
+    own = vector_moves.pointer(space, 0, 0)
+    while True:
+        seen = board.join(at, seen, space.itemsize, leads, PATIENCE)
+        if seen <= 0:
+            return seen
+        a, b, out = board.array(at, 0, space), board.array(at, 1, space), board.array(at, 2, space)
+        how, packs, down, across, packed_b = board.cut(at, space)
+        (m, n), columns = out.shape, register_tile.columns(out)
+        tiles = -(-m // register_tile.ROWS)
+        # No part of a product that is not packed is narrower than a tile: what is left over is the last's.
+        wide = n // columns if how else -(-n // columns)
+        to_pack = 0 if how else packs * -(-a.shape[1] // register_tile.DEPTH)
+        part = shared_packing.pack_together(b, packed_b, at, to_pack)
+        while part < to_pack + down * across:
+            t, s = divmod(part - to_pack, across)
+            t0, t1 = t * tiles // down, (t + 1) * tiles // down
+            i0, i1 = t0 * m // tiles, t1 * m // tiles
+            j0, j1 = s * wide // across * columns, (s + 1) * wide // across * columns
+            j1 = n if s == across - 1 else j1
+            if how:
+                small_products.multiply(a[i0:i1], b[:, j0:j1], out[i0:i1, j0:j1], how)
+            else:
+                shared_packing.multiply_packed(a[i0:i1], packed_b, out[i0:i1], j0, j1, own, t1 - t0)
+            part = board.take(at)
+        board.leave(at)
+        if leads:
+            board.close(at, PATIENCE)
+            return 0
+
+
+@compiled("AAAC", uses=("small_products",), nogil=True, boundscheck=False)
 def _multiply_alone(
     a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
 ) -> None:
-    """Multiply as rung 6 does, for a product that is too small for two threads."""
-    how = small_products.way(a, b, out, near, far)
-    if how:
-        small_products.multiply(a, b, out, how)
-    else:
-        packed_product.multiply_in_blocks(a, b, out, space, height, width)
+    small_products.multiply_alone(a, b, out, space, height, width, near, far)
 
 
 def compute(a: Array, b: Array, out: Array) -> None:
     """Fill out (m, n) with a (m, k) times b (k, n)."""
     if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
         a, b, out = b.T, a.T, out.T
-    size = blocks(out.dtype.char)
+    kind = out.dtype.char
+    size = blocks(kind)
     panels = SHARED // (a.shape[1] * size.columns * out.itemsize)
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
     threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
-    if threads < 2 or panels < 1:
-        space = memory("product", out.dtype.char, size.memory + size.depth * size.width)
+    if threads < 2 or panels < 1 or not thread_pool.begin(threads - 1, lambda: _serve(kind)):
+        space = memory("product", kind, size.memory + size.depth * size.width)
         _multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
         return
     width = panels * size.columns
-    for j in range(0, out.shape[1], width):
-        _multiply(a, b[:, j : j + width], out[:, j : j + width], threads)
+    try:
+        for j in range(0, out.shape[1], width):
+            _multiply(a, b[:, j : j + width], out[:, j : j + width], threads)
+    finally:
+        thread_pool.end()
 
 
 def _multiply(a: Array, b: Array, out: Array, threads: int) -> None:
     kind = out.dtype.char
     size = blocks(kind)
-    tiles, wide = -(-a.shape[0] // size.rows), -(-b.shape[1] // size.columns)
-    down, across = parts(tiles, wide, threads, size.tiles)
-    shared = memory("b of all threads", kind, a.shape[1] * wide * size.columns)
+    wide = -(-b.shape[1] // size.columns)
+    down, across = parts(-(-a.shape[0] // size.rows), wide, threads, size.tiles)
     packs = min(wide, PARTS * threads)
-    counters = empty(1, 3 * LINE + packs * -(-a.shape[1] // size.depth), np.int64)[0]
-    counters[:] = 0
-    caller, (bell, jobs) = threading.get_ident(), thread_pool.bell()
+    words = 8 // out.itemsize * packs * -(-a.shape[1] // size.depth)
+    shared = memory("b of all threads", kind, a.shape[1] * wide * size.columns + words)
+    space, at = memory("product", kind, size.memory), thread_pool.address()
+    _post(a, b, out, shared, at, threads, packs, down, across, size.near, size.far)
+    _work(space, at, thread_pool.latest() - 1, 1)
 
-    limits = (size.near, size.far)
 
-    def take_parts() -> None:
-        leads = threading.get_ident() == caller
-        space, start = memory("product", kind, size.memory), counters.ctypes.data
-        _take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs + 1, *limits)
-
-    def done() -> bool:
-        finished, packing = counters[LINE], counters[2 * LINE]
-        return bool(finished == down * across and packing == 0)
-
-    thread_pool.run(take_parts, threads, done)
+def _serve(kind: str) -> None:
+    """Work in a worker for what is posted, until nothing is for a while."""
+    board, at, other = thread_pool.board, thread_pool.address(), -1
+    while other:
+        seen = max(0, thread_pool.latest() - 1)
+        other = _work(memory("product", kind, blocks(kind).memory), at, seen, 0)
+        kind = "f" if board[thread_pool.ELEMENT] == 4 else "d"
 
 
 RUNG = Rung(
@@ -164,6 +145,6 @@ RUNG = Rung(
     idea="All cores take blocks of out from a common counter; b is packed once, by all of them together.",
     dtypes=("float32", "float64"),
     compute=compute,
-    aligned=False,  # it writes each row of out a few times at most
     cores="all",
+    aligned=False,  # it writes each row of out a few times at most
 )

@@ -10,5 +10,7 @@
 | register_tile | the innermost loop of rungs 6 and 7 |
 | block_sizes | how large packed blocks and threads' parts are, and the memory of blocks |
 | packed_product | packs blocks, and multiplies packed ones |
-| thread_pool, atomic | threads that share out a task, and the counters they share |
+| small_products | multiplies without packing what packing would only make slower |
+| shared_packing | a b that all threads pack, and products with it |
+| thread_pool, board, atomic | threads, the board where they find a product, and its counters |
 """

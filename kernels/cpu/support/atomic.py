@@ -36,6 +36,18 @@ def read(context: Any, address: Any) -> Any:
     return types.intp(types.intp), generate
 
 
+@intrinsic
+def store(context: Any, address: Any, value: Any) -> Any:
+    """store(address, value): set the counter; whatever was written before is visible to those who read it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
+        counter = builder.inttoptr(arguments[0], INT64.as_pointer())
+        builder.store_atomic(arguments[1], counter, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
 @njit("void(intp, intp, intp)", nogil=True)
 def wait(address: int, value: int, patience: int) -> None:
     """Return when the counter has reached `value`, or after `patience` looks at it."""

@@ -58,10 +58,12 @@ def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
     out is `tiles` tiles high and `wide` tiles wide; a part is at most `most` tiles high. Rows are cut first,
     because parts side by side each pack the same rows of a.
     """
-    down = max(min(PARTS * threads, tiles // LEAST_TILES), -(-tiles // most), 1)
+    # One row of tiles or one column reads a matrix once, and fastest in few long pieces.
+    pieces = threads if tiles == 1 or wide == 1 else PARTS * threads
+    down = max(min(pieces, tiles // LEAST_TILES), -(-tiles // most), 1)
     if down > threads:  # the same number for each thread
         down = max(down - down % threads, -(-tiles // most))
-    across = 1 if down >= threads else min(wide, -(-PARTS * threads // down))
+    across = 1 if down >= threads else min(wide, -(-pieces // down))
     if down * across < threads:
         down = min(tiles, -(-threads // across))
     return down, across

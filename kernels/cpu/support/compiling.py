@@ -16,13 +16,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
-KernelFunction = TypeVar("KernelFunction", bound=Callable[..., None])
+KernelFunction = TypeVar("KernelFunction", bound=Callable[..., Any])
 
 
 def compiled(
     layouts: str, *, uses: tuple[str, ...] = (), **options: Any
 ) -> Callable[[KernelFunction], KernelFunction]:
-    """Decorate `kernel(a, b, out, ...)`, so that its first call with each dtype compiles it.
+    """Decorate `kernel(array, ...)`, so that its first call with each dtype compiles it.
 
     `layouts` has one letter for each array, all of one dtype: "C" promises the compiler that rows are
     contiguous and follow each other, "A" stands for any strides. So there is one machine code for each dtype,
@@ -63,9 +63,9 @@ def compiled(
             return machine_codes[dtype.char]
 
         @functools.wraps(kernel)
-        def call(a: Any, b: Any, out: Any, *more: Any) -> None:
-            machine_code = machine_codes.get(out.dtype.char) or machine_code_for(out.dtype)
-            machine_code(a, b, out, *more)
+        def call(array: Any, *more: Any) -> Any:
+            machine_code = machine_codes.get(array.dtype.char) or machine_code_for(array.dtype)
+            return machine_code(array, *more)
 
         return call  # type: ignore[return-value]
 

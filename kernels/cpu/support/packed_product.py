@@ -80,21 +80,6 @@ def pack_panels(b: Any, to: Any) -> None:
 
 
 @njit(boundscheck=False)
-def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
-    """Pack one part of b (k, n): number `part` of the `parts` side by side in each of its depths.
-
-    When all parts are packed, `to` holds b's depths one after another, each as `pack_panels` leaves it.
-    """
-    k, n = b.shape
-    columns = register_tile.columns(b)
-    wide, depths = -(-n // columns), -(-k // register_tile.DEPTH)
-    d, s = divmod(part, parts)
-    p0, p1 = d * k // depths, (d + 1) * k // depths
-    j0, j1 = s * wide // parts * columns, min(n, (s + 1) * wide // parts * columns)
-    pack_panels(b[p0:p1, j0:j1], offset(to, p0 * wide * columns + j0 * (p1 - p0)))
-
-
-@njit(boundscheck=False)
 def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int) -> None:
     """out (m, n) = a (m, depth) b (depth, n), or += with `add`, for a b packed by `pack_panels`.
 
@@ -118,11 +103,13 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
             a_rows = offset(packed_a, i * pitch)
             if in_rows and width == columns:
                 c = pointer(out, i, j)
-                register_tile.multiply(rows, width, depth, a_rows, pitch, panel, columns, c, stride, add)
+                register_tile.multiply((rows, width, depth), a_rows, pitch, panel, columns, c, stride, add)
             else:
                 # A vector would cross the edge, or out's rows are not contiguous: go through a tile in
                 # memory.
-                register_tile.multiply(rows, width, depth, a_rows, pitch, panel, columns, memory, columns, 0)
+                register_tile.multiply(
+                    (rows, width, depth), a_rows, pitch, panel, columns, memory, columns, 0
+                )
                 put(memory, columns, out[i : i + rows, j : j + width], add)
 
 

@@ -49,19 +49,9 @@ def columns(context: Any, array: Any) -> Any:
 
 @intrinsic
 def multiply(
-    context: Any,
-    rows: Any,
-    width: Any,
-    depth: Any,
-    a: Any,
-    a_pitch: Any,
-    b: Any,
-    b_pitch: Any,
-    c: Any,
-    c_pitch: Any,
-    add: Any,
+    context: Any, shape: Any, a: Any, a_pitch: Any, b: Any, b_pitch: Any, c: Any, c_pitch: Any, add: Any
 ) -> Any:
-    """multiply(rows, width, depth, a, a_pitch, b, b_pitch, c, c_pitch, add): a tile of c = a b.
+    """multiply((rows, width, depth), a, a_pitch, b, b_pitch, c, c_pitch, add): a tile of c = a b.
 
     Or of c += a b with `add`. a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance
     from a row to the next. Whole vectors are read and written: one if `width` columns fit into one, else two.
@@ -69,22 +59,22 @@ def multiply(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         # Each shape of the tile has its own function: the sums are registers, and registers have no index.
-        rows_, width_, *others = arguments
+        rows, width, depth = cgutils.unpack_tuple(builder, arguments[0])
         done = builder.append_basic_block("done")
-        narrow = builder.icmp_signed("<=", width_, ir.Constant(INT64, lanes(a.dtype)))
-        shape = builder.sub(rows_, builder.select(narrow, ir.Constant(INT64, ROWS), ir.Constant(INT64, 0)))
-        choice = builder.switch(shape, done)
+        narrow = builder.icmp_signed("<=", width, ir.Constant(INT64, lanes(a.dtype)))
+        kind = builder.sub(rows, builder.select(narrow, ir.Constant(INT64, ROWS), ir.Constant(INT64, 0)))
+        choice = builder.switch(kind, done)
         for vectors in range(1, VECTORS + 1):
             for count in range(1, ROWS + 1):
                 with builder.goto_block(builder.append_basic_block()):
                     choice.add_case(ir.Constant(INT64, count - ROWS * (VECTORS - vectors)), builder.block)
-                    builder.call(_tile(builder.module, a.dtype, count, vectors), others)
+                    builder.call(_tile(builder.module, a.dtype, count, vectors), (depth, *arguments[1:]))
                     builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     integer = types.intp
-    return types.void(*[integer] * 3, a, integer, a, integer, a, integer, integer), generate
+    return types.void(types.UniTuple(integer, 3), *[a, integer] * 3, integer), generate
 
 
 def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:

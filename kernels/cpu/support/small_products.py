@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import njit
 
-from . import register_tile
+from . import packed_product, register_tile
 from .vector_moves import pointer, vector
 
 FEW = 2  # rows; with more, the register tile is faster although it packs
@@ -39,7 +40,6 @@ def way(a: Any, b: Any, out: Any, near: int, far: int) -> int:
     reads each element of b once, they may be `far`.
     """
     reach = far if a.shape[0] <= register_tile.ROWS else near
-    extent = a.shape[0] * abs(a.strides[0]) + b.shape[0] * abs(b.strides[0])
     if _few_rows_fit(a, b, out):
         return FEW_ROWS
     if _few_rows_fit(b.T, a.T, out.T):
@@ -53,7 +53,7 @@ def way(a: Any, b: Any, out: Any, near: int, far: int) -> int:
         and _in_rows(a)
         and _in_rows(b)
         and _in_rows(out)
-        and extent <= reach * out.itemsize
+        and b.shape[0] * abs(b.strides[0]) <= reach * out.itemsize
     ):
         return IN_PLACE
     return PACKED
@@ -76,17 +76,32 @@ def multiply(a: Any, b: Any, out: Any, how: int) -> None:
 
 
 @njit(boundscheck=False)
-def _in_rows(x: Any) -> bool:
+def multiply_alone(
+    a: Any, b: Any, out: Any, space: Any, height: int, width: int, near: int, far: int
+) -> None:
+    """out (m, n) = a (m, k) b (k, n) in one thread, where they lie or packed into `space`.
+
+    A packed block of a is `height` tiles high, one of b `width` columns wide; near, far: see `way`.
+    """
+    how = way(a, b, out, near, far)
+    if how:
+        multiply(a, b, out, how)
+    else:
+        packed_product.multiply_in_blocks(a, b, out, space, height, width)
+
+
+@njit(boundscheck=False)
+def _in_rows(x: Any) -> Any:
     return x.strides[1] == x.itemsize
 
 
 @njit(boundscheck=False)
-def _few_rows_fit(a: Any, b: Any, out: Any) -> bool:
+def _few_rows_fit(a: Any, b: Any, out: Any) -> Any:
     return a.shape[0] <= FEW and _in_rows(b) and _in_rows(out)
 
 
 @njit(boundscheck=False)
-def _few_columns_fit(a: Any, out: Any) -> bool:
+def _few_columns_fit(a: Any, out: Any) -> Any:
     return out.shape[1] <= vector(out) // 2 and out.shape[0] >= GROUP and _in_rows(a)
 
 
@@ -103,19 +118,19 @@ def _in_place(a: Any, b: Any, out: Any) -> None:
     a_pitch, b_pitch = a.strides[0] // a.itemsize, b.strides[0] // b.itemsize
     c_pitch = out.strides[0] // out.itemsize
     tiles, depths = -(-m // register_tile.ROWS), -(-k // register_tile.DEPTH)
-    done = 0
-    while done < n:
-        width = columns if n - done > length and n >= columns else length
-        j = min(done, n - width)
-        for d in range(depths):
-            p0, p1 = d * k // depths, (d + 1) * k // depths
-            panel = pointer(b, p0, j)
-            for t in range(tiles):
-                i = t * m // tiles
-                rows = (t + 1) * m // tiles - i
-                a_rows, c = pointer(a, i, p0), pointer(out, i, j)
-                register_tile.multiply(rows, width, p1 - p0, a_rows, a_pitch, panel, b_pitch, c, c_pitch, d)
-        done += width
+    for t in range(tiles):
+        i = t * m // tiles
+        rows = (t + 1) * m // tiles - i
+        done = 0
+        while done < n:
+            width = columns if n - done > length and n >= columns else length
+            j = min(done, n - width)
+            c = pointer(out, i, j)
+            for d in range(depths):
+                p, end = d * k // depths, (d + 1) * k // depths
+                a_rows, panel = pointer(a, i, p), pointer(b, p, j)
+                register_tile.multiply((rows, width, end - p), a_rows, a_pitch, panel, b_pitch, c, c_pitch, d)
+            done += width
 
 
 @njit(boundscheck=False, fastmath={"contract"})
@@ -151,12 +166,16 @@ def _few_columns(a: Any, b: Any, out: Any) -> None:
     """
     m, k = a.shape
     n = b.shape[1]
-    columns = b.T.copy()
+    in_columns = b.strides[0] == b.itemsize
+    copy = np.empty((0 if in_columns else n, k), out.dtype)
+    for j in range(len(copy)):
+        for p in range(k):
+            copy[j, p] = b[p, j]
     for step in range(0, m, GROUP):
         i = min(step, m - GROUP)
         a0, a1, a2, a3 = pointer(a, i, 0), pointer(a, i + 1, 0), pointer(a, i + 2, 0), pointer(a, i + 3, 0)
         for j in range(n):
-            column = pointer(columns, j, 0)
+            column = pointer(b, 0, j) if in_columns else pointer(copy, j, 0)
             s0 = s1 = s2 = s3 = a.dtype.type(0)
             for p in range(k):
                 s0 += a0[p] * column[p]

@@ -1,7 +1,8 @@
-"""Run a task in several threads at once: compiled code without the GIL (`nogil`) runs on all cores.
+"""Worker threads that find their work on a board, in compiled code without the GIL (`nogil`).
 
-A product of 64 x 4096 x 64 takes two cores 0.2 ms, and the futures of `concurrent.futures` cost a third of
-that. This pool does one thing only: it lets threads take part in work that they share out among themselves.
+For some 0.3 ms after a product a worker watches the board (`board.py`), because the next product often
+follows at once and waking up takes longer than a small product. Then it sleeps until a caller wakes it.
+Callers wait for no worker to come: they multiply themselves what no worker takes.
 """
 
 from __future__ import annotations
@@ -11,58 +12,29 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
 
-_inbox: SimpleQueue[_Job] = SimpleQueue()
-_bell = np.zeros(1, np.int64)  # counts the jobs, for workers that spin until the next one
-_workers: dict[int, frozenset[int]] = {}  # the CPUs that each may run on, by the worker's system thread id
+from ...rung import CACHE_LINE, empty
+
+LINE = CACHE_LINE // 8  # words of the board in a cache line; each counter has a line of its own
+BELL, DOOR, OPEN, TAKEN, NUMBERS = range(0, 5 * LINE, LINE)  # words of the board
+ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
 
+board = empty(1, NUMBERS + 4 * LINE, np.int64)[0]
+board[:] = 0
 
-class _Job:
-    """A task that its caller and workers call at the same time."""
-
-    def __init__(self, task: Callable[[], None]) -> None:
-        self._task = task
-        self._changed = threading.Condition()
-        self._open = True
-        self._running = 0
-
-    def take_part(self) -> None:
-        """Call the task in a worker, unless the caller has closed the job."""
-        with self._changed:
-            if not self._open:
-                return
-            self._running += 1
-        try:
-            # If it fails, for lack of memory say, the others do its share.
-            with contextlib.suppress(Exception):
-                self._task()
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify()
-
-    def close(self, done: Callable[[], bool]) -> None:
-        """Let no more workers begin; wait for the running ones, even if interrupted, unless all is done."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._open = False
-                    if not done():
-                        _bell[0] += 1  # makes calls return that wait for the next job
-                        self._changed.wait_for(lambda: self._running == 0)
-                break
-            except BaseException as stop:
-                interrupt = stop
-        if interrupt:
-            raise interrupt
+_posting = threading.Lock()  # held by the one thread whose product is on the board
+_inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_workers: dict[int, frozenset[int]] = {}  # the CPUs that each may run on, by the worker's system thread id
+_asleep: list[None] = []  # one item for each worker that waits for the inbox; whoever wakes one takes it
 
 
+@functools.cache
 def threads() -> int:
     """Return how many threads compiled code may use: this process's cores, or NUMBA_NUM_THREADS.
 
@@ -73,54 +45,69 @@ def threads() -> int:
     return int(config.NUMBA_NUM_THREADS)
 
 
-def bell() -> tuple[int, int]:
-    """Return the address of the counter of jobs, and its value.
+@functools.cache
+def address() -> int:
+    """Return where the board begins."""
+    return int(board.ctypes.data)
 
-    The caller's own call of a task adds 1 to it once it is in compiled code. Workers that wait for it then
-    find the GIL free: a thread that meets another one there is put to sleep, and waking up takes longer than
-    multiplying. For the same reason a worker waits for the next job in compiled code.
+
+def latest() -> int:
+    """Return the number of the product posted last, from 1."""
+    return int(board[BELL])
+
+
+def begin(helpers: int, serve: Callable[[], None]) -> bool:
+    """Let this thread post products until `end`, and wake workers; or return False if another one posts now.
+
+    Up to `helpers` workers that sleep call serve(), which returns when nothing is posted for a while.
     """
-    return _bell.ctypes.data, int(_bell[0])
-
-
-def run(task: Callable[[], None], count: int, done: Callable[[], bool]) -> None:
-    """Call task() in this thread and, if they wake up in time, in count - 1 others.
-
-    The calls share out the work among themselves, so when this thread's call returns nothing is left to take.
-    `done` says whether all work taken is also finished. If not, `run` waits for the calls that have begun,
-    also when this thread is interrupted, because they write to memory that its caller will use again. Calls
-    that have not begun never will.
-    """
-    job = _Job(task)
+    if not _posting.acquire(blocking=False):
+        return False
     # If no more threads can start (a limit, or the interpreter is ending), the present ones do the work.
     with contextlib.suppress(RuntimeError):
-        while len(_workers) < count - 1:
+        while len(_workers) < helpers:
             _start_worker()
-    _keep_off_this_cpu()
-    try:
-        for _ in range(count - 1):
-            _inbox.put(job)
-        task()
-    finally:
-        job.close(done)
+    if _asleep:
+        _keep_off_this_cpu()
+    for _ in range(min(helpers, len(_asleep))):
+        _asleep.pop()
+        _inbox.put(serve)
+    return True
+
+
+def end() -> None:
+    """Take the product off the board, and wait until nobody works for it, even if interrupted.
+
+    Workers write to memory that the caller will use again.
+    """
+    board[OPEN] = 0
+    interrupt: BaseException | None = None
+    while board[DOOR]:
+        try:
+            time.sleep(5e-5)
+        except BaseException as stop:
+            interrupt = stop
+    _posting.release()
+    if interrupt:
+        raise interrupt
 
 
 def _start_worker() -> None:
-    """Start a thread that takes part in every job; it ends with the process."""
-    from . import atomic
+    """Start a thread that serves whenever it is woken; it ends with the process."""
 
     def work() -> None:
         while True:
-            _inbox.get().take_part()
-            # The next product often follows at once, and waking up can take longer than multiplying.
-            jobs = int(_bell[0])
-            if _inbox.empty():
-                atomic.wait(_bell.ctypes.data, jobs + 1, PATIENCE)
+            serve = _inbox.get()
+            # If it fails, for lack of memory say, the others do its share.
+            with contextlib.suppress(Exception):
+                serve()
+            _asleep.append(None)
 
     worker = threading.Thread(target=work, name="minidist-kernels", daemon=True)
     worker.start()
     assert worker.native_id is not None  # it has started
     _workers[worker.native_id] = frozenset()
+    _asleep.append(None)
 
 
 def _keep_off_this_cpu() -> None:
@@ -151,10 +138,12 @@ def _sched_getcpu() -> Callable[[], int] | None:
 
 
 def _forget() -> None:
-    """Threads don't survive a fork: the child starts its own, and the jobs in the inbox are the parent's."""
-    global _inbox
-    _inbox = SimpleQueue()
+    """Threads don't survive a fork: the child starts its own, and what is on the board is the parent's."""
+    global _inbox, _posting
+    _inbox, _posting = SimpleQueue(), threading.Lock()
     _workers.clear()
+    _asleep.clear()
+    board[DOOR] = board[OPEN] = 0
 
 
 if hasattr(os, "register_at_fork"):

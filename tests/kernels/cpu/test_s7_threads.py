@@ -1,7 +1,6 @@
 """Rung 7: the same bits as rung 6, whoever takes part, when, and how often."""
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -106,13 +105,25 @@ def test_sizes_past_every_block_in_any_layout(data):
 
 def test_small_products_stay_in_one_thread(monkeypatch):
     monkeypatch.setattr(thread_pool, "threads", lambda: 4)
-    started = []
-    monkeypatch.setattr(thread_pool, "run", lambda task, count, done: started.append(count) or task())
-    for m, count in [(1, None), (2 * s7_threads.LEAST_WORK // 10_000, 2), (10**4, 4)]:
-        started.clear()
+    helpers = []
+    monkeypatch.setattr(thread_pool, "begin", lambda count, serve: bool(helpers.append(count)))
+    for m, count in [(1, None), (2 * s7_threads.LEAST_WORK // 10_000, 1), (10**4, 3)]:
+        helpers.clear()
         a, b = harness.inputs(m, 100, 100, "float32", 1)
         assert_same_bits(a, b)
-        assert started == ([count] if count else [])
+        assert helpers == ([count] if count else [])
+
+
+def test_few_rows_and_few_columns_are_cut_too():
+    rng = np.random.default_rng()
+    for m, n, k in [(1, 700, 900), (2, 90, 800), (700, 1, 900), (90, 5, 1700), (14, 700, 30), (1, 1, 5000)]:
+        for dtype in ("float32", "float64"):
+            a, b = harness.inputs(m, n, k, dtype, int(rng.integers(2**32)))
+            for count in (2, 3):
+                with threads(count):
+                    assert_same_bits(a, b)
+                    assert_same_bits(np.asfortranarray(a), b)
+                    assert_same_bits(a, np.asfortranarray(b))
 
 
 def test_workers_take_part():
@@ -217,28 +228,25 @@ def test_the_callers_error_leaves_the_pool_in_order():
             assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("late", ["packs", "multiplies", None])
-def test_a_worker_that_still_packs_or_multiplies_is_waited_for(late):
-    """With the compiled code replaced by what it does to the counters: a worker stopped in the middle."""
+def test_a_worker_that_is_still_inside_is_waited_for():
+    """With the compiled code replaced by what it does to the board: a worker stopped in the middle."""
     begun, ended = threading.Event(), threading.Event()
-    line = s7_threads.LINE
 
-    def take_parts(a, b, out, space, shared, start, packs, down, across, leads, bell, jobs, near, far):
-        counters = np.ctypeslib.as_array((ctypes.c_int64 * (3 * line)).from_address(start))
-        finished, packing = counters[line:], counters[2 * line :]
+    def work(space, at, seen, leads):
         if leads:
             assert begun.wait(20)
-            finished[0] += down * across - (late == "multiplies")
-        else:
-            packing[0] += late == "packs"
+        elif not begun.is_set():
+            thread_pool.board[thread_pool.DOOR] -= 1
             begun.set()
             time.sleep(0.1)
             ended.set()
+            thread_pool.board[thread_pool.DOOR] += 1
+        return 0
 
-    with threads(2, _take_parts=take_parts):
+    with threads(2, _work=work):
+        time.sleep(0.05)  # workers of earlier products fall asleep
         RUNG.matmul(np.ones((50, 50)), np.ones((50, 50)))
-    assert ended.is_set() == bool(late)
-    assert ended.wait(20)
+    assert ended.is_set()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
@@ -270,15 +278,15 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_lost_part_is_found():
-    """A planted fault: when all is packed, the counter deals out the second part of out first."""
-    take_parts = s7_threads._take_parts
+    """A planted fault: the counter begins with the second part."""
+    post = s7_threads._post
 
-    def skip_one(a, b, out, space, shared, counters, packs, *others):
-        ctypes.c_int64.from_address(counters).value += packs + 1
-        take_parts(a, b, out, space, shared, counters, packs, *others)
+    def skip_one(*product):
+        post(*product)
+        thread_pool.board[thread_pool.TAKEN] += 1
 
     a, b = harness.inputs(100, 100, 100, "float32", 1)
     with threads(2):
         assert_same_bits(a, b)
-    with threads(2, _take_parts=skip_one), pytest.raises(AssertionError):
+    with threads(2, _post=skip_one), pytest.raises(AssertionError):
         assert_same_bits(a, b)

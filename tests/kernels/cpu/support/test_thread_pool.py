@@ -1,4 +1,4 @@
-"""The pool: who calls a task, what is waited for, and what becomes of errors, forks and the end."""
+"""The pool: who is woken, what is waited for, and what becomes of errors, forks and the end."""
 
 import os
 import signal
@@ -15,48 +15,30 @@ from minidist.kernels.cpu.support import thread_pool
 LIMIT = 20  # seconds, for what takes milliseconds
 
 
-class End:
-    """A job that keeps the worker who takes it for good."""
-
-    def __init__(self):
-        self.taken = threading.Event()
-
-    def take_part(self):
-        self.taken.set()
-        threading.Event().wait()
-
-
-def workers():
-    return [thread for thread in threading.enumerate() if thread.native_id in thread_pool._workers]
-
-
 @pytest.fixture(autouse=True)
 def fresh_pool(monkeypatch):
     """A pool without workers at first; those that a test starts take part in no other test."""
-    monkeypatch.setattr(thread_pool, "_inbox", SimpleQueue())
+    inbox, ended = SimpleQueue(), []
+    monkeypatch.setattr(thread_pool, "_inbox", inbox)
     monkeypatch.setattr(thread_pool, "_workers", {})
+    monkeypatch.setattr(thread_pool, "_asleep", [])
     yield
-    ends = [End() for _ in workers()]
-    for end in ends:
-        thread_pool._inbox.put(end)
-    assert all(end.taken.wait(LIMIT) for end in ends)
+    count = len(thread_pool._workers)
+    for _ in range(count):
+        inbox.put(lambda: (ended.append(1), threading.Event().wait()))
+    assert until(lambda: len(ended) == count)
 
 
-class Meeting:
-    """A task whose first call by a worker the caller waits for, and which then lasts until `released`."""
+def until(condition):
+    """Whether the condition holds in time."""
+    deadline = time.monotonic() + LIMIT
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
 
-    def __init__(self, then=lambda: None):
-        self.then, self.caller = then, threading.get_ident()
-        self.begun, self.released, self.ended = (threading.Event() for _ in range(3))
 
-    def __call__(self):
-        if threading.get_ident() == self.caller:
-            assert self.begun.wait(LIMIT)
-            self.then()
-        else:
-            self.begun.set()
-            assert self.released.wait(LIMIT)
-            self.ended.set()
+def fail(error):
+    raise error
 
 
 def later(action, seconds=0.1):
@@ -65,95 +47,96 @@ def later(action, seconds=0.1):
     return timer
 
 
-def fail(error):
-    raise error
+def post(helpers, serve):
+    """One product: begin, and end once `helpers` workers sleep again."""
+    assert thread_pool.begin(helpers, serve)
+    thread_pool.end()
+    assert until(lambda: len(thread_pool._asleep) == len(thread_pool._workers))
 
 
-def test_the_caller_and_its_workers_take_part_at_the_same_time():
-    together = threading.Barrier(3)
-    callers = set()
+def test_workers_serve_beside_the_caller_and_at_the_same_time():
+    together, served = threading.Barrier(3), []
 
-    def task():
+    def serve():
         together.wait(LIMIT)
-        callers.add(threading.get_ident())
+        served.append(threading.get_ident())
 
-    thread_pool.run(task, 3, done=lambda: False)
-    assert len(callers) == 3
-    assert threading.get_ident() in callers
-
-
-def test_one_thread_needs_no_workers():
-    calls = []
-    thread_pool.run(lambda: calls.append(threading.get_ident()), 1, done=lambda: False)
-    assert calls == [threading.get_ident()]
-    assert not thread_pool._workers
+    assert thread_pool.begin(2, serve)
+    together.wait(LIMIT)
+    thread_pool.end()
+    assert until(lambda: len(set(served)) == 2)
+    assert threading.get_ident() not in served
 
 
 def test_there_are_never_more_workers_than_the_largest_count_asks_for():
     before = threading.active_count()
-    for count in (2, 4, 3, 1, 4):
-        thread_pool.run(lambda: None, count, done=lambda: False)
-    assert len(workers()) == threading.active_count() - before == 3
-    assert all(worker.daemon for worker in workers())
+    for helpers in (1, 3, 2, 3):
+        post(helpers, lambda: None)
+    assert len(thread_pool._workers) == threading.active_count() - before == 3
+    assert all(thread.daemon for thread in threading.enumerate() if thread.native_id in thread_pool._workers)
 
 
-def test_the_callers_error_arrives():
-    with pytest.raises(RuntimeError, match="the caller's"):
-        thread_pool.run(lambda: fail(RuntimeError("the caller's")), 1, done=lambda: False)
-
-
-def test_a_workers_error_leaves_its_part_to_the_others_and_the_worker_goes_on():
+def test_a_worker_that_is_awake_is_not_woken_again():
+    served, released = [], threading.Event()
+    assert thread_pool.begin(1, lambda: (served.append(1), released.wait(LIMIT)))
+    assert until(lambda: served)
+    thread_pool.end()
     for _ in range(3):
-        meeting = Meeting()
-        meeting.released.wait = lambda _: fail(MemoryError())
-        thread_pool.run(meeting, 2, done=lambda: False)
-    assert len(workers()) == 1
+        assert thread_pool.begin(1, lambda: served.append(2))
+        thread_pool.end()
+    released.set()
+    assert until(lambda: thread_pool._asleep)
+    assert served == [1]
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_calls_that_have_begun_are_waited_for(error):
-    meeting = Meeting(lambda: fail(error) if error else None)
-    later(meeting.released.set)
-    if error:
-        with pytest.raises(error):
-            thread_pool.run(meeting, 2, done=lambda: False)
-    else:
-        thread_pool.run(meeting, 2, done=lambda: False)
-    assert meeting.ended.is_set()
+def test_one_thread_posts_at_a_time():
+    assert thread_pool.begin(0, lambda: None)
+    others = []
+    other = threading.Thread(target=lambda: others.append(thread_pool.begin(0, lambda: None)))
+    other.start()
+    other.join(LIMIT)
+    thread_pool.end()
+    assert others == [False]
+    post(0, lambda: None)
 
 
-def test_where_all_is_done_nobody_is_waited_for_and_what_has_not_begun_never_does():
-    meeting, calls = Meeting(), []
-    thread_pool.run(meeting, 2, done=lambda: True)
-    assert not meeting.ended.is_set()
+def test_a_workers_error_ends_nothing():
+    for _ in range(3):
+        post(1, lambda: fail(MemoryError()))
+    assert len(thread_pool._workers) == 1
 
-    def late():
-        calls.append(threading.get_ident())
 
-    thread_pool.run(
-        late, 2, done=lambda: False
-    )  # the one worker is still busy: it has not begun, nor will it
-    meeting.released.set()
-    thread_pool.run(
-        last := Meeting(lambda: last.released.set()), 2, done=lambda: False
-    )  # past `late` in its inbox
-    assert last.ended.is_set()
-    assert calls == [threading.get_ident()]
+def test_the_end_closes_the_product_and_waits_for_those_inside():
+    assert thread_pool.begin(0, lambda: None)
+    thread_pool.board[thread_pool.OPEN], thread_pool.board[thread_pool.DOOR] = 7, -1
+    left = []
+
+    def leave():
+        left.append(int(thread_pool.board[thread_pool.OPEN]))
+        thread_pool.board[thread_pool.DOOR] = 0
+
+    timer = later(leave)
+    thread_pool.end()
+    assert left == [0]
+    timer.join()
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer signals")
 def test_ctrl_c_during_the_wait_does_not_end_the_wait():
     """It arrives afterwards: until then a worker writes to memory that the caller would use again."""
-    meeting = Meeting(lambda: signal.setitimer(signal.ITIMER_REAL, 0.05))
+    assert thread_pool.begin(0, lambda: None)
+    thread_pool.board[thread_pool.DOOR] = -1
     before = signal.signal(signal.SIGALRM, lambda *_: fail(KeyboardInterrupt()))
-    timer = later(meeting.released.set, 0.3)
+    timer = later(lambda: thread_pool.board.__setitem__(thread_pool.DOOR, 0), 0.3)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         with pytest.raises(KeyboardInterrupt):
-            thread_pool.run(meeting, 2, done=lambda: False)
-        assert meeting.ended.is_set()
+            thread_pool.end()
+        assert thread_pool.board[thread_pool.DOOR] == 0
     finally:
         signal.signal(signal.SIGALRM, before)
         timer.join()
+    post(0, lambda: None)
 
 
 def run_script(code):
@@ -167,9 +150,9 @@ def test_workers_do_not_keep_the_process():
 import threading, time
 from minidist.kernels.cpu.support import thread_pool as pool
 begun = threading.Event()
-caller = threading.get_ident()
-pool.run(lambda: begun.wait() if threading.get_ident() == caller else (begun.set(), time.sleep(3600)),
-         3, done=lambda: True)
+pool.begin(2, lambda: (begun.set(), time.sleep(3600)))
+begun.wait()
+pool.end()
 print(threading.active_count())
 """
     start = time.perf_counter()
@@ -179,20 +162,24 @@ print(threading.active_count())
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
 def test_a_child_starts_workers_of_its_own():
+    """Also one forked while a product was on the board."""
     code = """
 import os, threading, warnings
 warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 from minidist.kernels.cpu.support import thread_pool as pool
 def meet():
     both = threading.Barrier(2)
-    pool.run(lambda: both.wait(10), 2, done=lambda: False)
+    assert pool.begin(1, lambda: both.wait(10))
+    both.wait(10)
+    pool.end()
 meet()
+assert pool.begin(0, lambda: None)
+pool.board[pool.DOOR] = -1
 child = os.fork()
 if child == 0:
     assert not pool._workers
     meet()
     os._exit(7 if len(pool._workers) == 1 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-meet()
 """
     assert run_script(code).strip() == "7"

@@ -1,0 +1,157 @@
+"""The board: where a thread posts a product, and others find it without a word of Python.
+
+A thread that asks Python for work needs some 20 us, in which two cores multiply 128 x 128 matrices. So the
+board is memory that compiled code reads. Its first words are counters, each on a cache line of its own:
+
+- the bell counts the products posted, and workers watch it;
+- the door counts the threads inside, which read the board or work for it, downwards from 0;
+- `open` is the number of the product while threads may still join;
+- `taken` deals out the product's parts.
+
+Whoever joins steps inside first and then looks whether the product is still open. Whoever posted it closes it
+first and then waits until nobody is inside. So nobody works for a product that has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from . import atomic, thread_pool
+from .vector_instructions import Value
+
+BELL, DOOR, OPEN, TAKEN, NUMBERS = (
+    8 * word
+    for word in (
+        thread_pool.BELL,
+        thread_pool.DOOR,
+        thread_pool.OPEN,
+        thread_pool.TAKEN,
+        thread_pool.NUMBERS,
+    )
+)
+ARRAY = 5  # numbers of an array: its address, its shape and its strides
+# The numbers after those of a, b and out, in the order in which rung 7 writes them.
+ELEMENT, SEATS, PACKS, DOWN, ACROSS, HOW, SHARED, FLAGS = range(3 * ARRAY, 3 * ARRAY + 8)
+
+
+@intrinsic
+def _at(context: Any, address: Any, like: Any) -> Any:
+    """_at(address, like): the address, as a pointer to an element of the array `like`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.intp, like), generate
+
+
+@njit(boundscheck=False)
+def address(x: Any) -> Any:
+    """Return where an array begins."""
+    return np.intp(x.ctypes.data)
+
+
+@njit(boundscheck=False)
+def write(at: int, place: int, value: int) -> None:
+    """Write one of the product's numbers."""
+    atomic.store(at + NUMBERS + 8 * place, value)
+
+
+@njit(boundscheck=False)
+def number(at: int, place: int) -> Any:
+    """Read one of the product's numbers."""
+    return atomic.read(at + NUMBERS + 8 * place)
+
+
+@njit(boundscheck=False)
+def write_array(at: int, place: int, x: Any) -> None:
+    """Write where an array lies: `place` is 0 for a, 1 for b, 2 for out."""
+    start = ARRAY * place
+    write(at, start, address(x))
+    for axis in range(2):
+        write(at, start + 1 + axis, x.shape[axis])
+        write(at, start + 3 + axis, x.strides[axis])
+
+
+@njit(boundscheck=False)
+def array(at: int, place: int, like: Any) -> Any:
+    """Return the array at `place`, of the dtype of the array `like`."""
+    start = ARRAY * place
+    shape = (number(at, start + 1), number(at, start + 2))
+    strides = (number(at, start + 3), number(at, start + 4))
+    first = carray(_at(number(at, start), like), (1, 1))
+    return np.lib.stride_tricks.as_strided(first, shape, strides)
+
+
+@njit(boundscheck=False)
+def cut(at: int, like: Any) -> tuple[int, int, int, int, Any]:
+    """Return the product's way, its parts of b, of out below and beside each other, and where b is packed."""
+    packed = _at(number(at, SHARED), like)
+    return number(at, HOW), number(at, PACKS), number(at, DOWN), number(at, ACROSS), packed
+
+
+@njit(boundscheck=False)
+def post(
+    at: int, a: Any, b: Any, out: Any, how: int, seats: int, parts: Any, shared: int, flags: int
+) -> None:
+    """Write a product on the board, and ring the bell.
+
+    `how` is its way of `small_products.py`; `parts` counts those of b side by side, and of out one below
+    the other and side by side. b is packed into the memory at `shared`, with a word at `flags` for each part.
+    """
+    write_array(at, 0, a)
+    write_array(at, 1, b)
+    write_array(at, 2, out)
+    packs, down, across = parts
+    for i, value in enumerate((out.itemsize, seats, packs, down, across, how, shared, flags)):
+        write(at, ELEMENT + i, value)
+    product = atomic.read(at + BELL) + 1
+    atomic.store(at + TAKEN, 0)
+    atomic.store(at + OPEN, product)
+    atomic.fetch_add(at + BELL, 1)
+
+
+@njit(boundscheck=False)
+def join(at: int, seen: int, element: int, leads: bool, patience: int) -> Any:
+    """Wait for a product after number `seen`, step inside to work for it, and return its number.
+
+    Return 0 if none comes for so many looks, and -1 for one whose elements are not of `element` bytes. A
+    product that has ended, or has no seat left, is passed over; the thread that `leads`, its caller, needs
+    none.
+    """
+    while True:
+        atomic.wait(at + BELL, seen + 1, 0 if leads else patience)
+        product = atomic.read(at + BELL)
+        if product == seen:
+            return 0
+        seen = product
+        inside = -atomic.fetch_add(at + DOOR, -1)
+        is_open = atomic.fetch_add(at + OPEN, 0) == product
+        fits = number(at, ELEMENT) == element
+        if is_open and fits and (leads or inside < number(at, SEATS)):
+            return product
+        leave(at)
+        if is_open and not fits:
+            return -1
+
+
+@njit(boundscheck=False)
+def take(at: int) -> Any:
+    """Return the number of the next part, which no other thread gets."""
+    return atomic.fetch_add(at + TAKEN, 1)
+
+
+@njit(boundscheck=False)
+def leave(at: int) -> None:
+    """Step outside."""
+    atomic.fetch_add(at + DOOR, 1)
+
+
+@njit(boundscheck=False)
+def close(at: int, patience: int) -> None:
+    """Let no more threads join, and wait for those inside, for so many looks at the door."""
+    atomic.fetch_add(at + OPEN, -atomic.read(at + OPEN))
+    atomic.wait(at + DOOR, 0, patience)

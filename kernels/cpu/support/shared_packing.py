@@ -1,0 +1,71 @@
+"""A b that all threads pack together, and products with it: rung 6's loops, cut into parts for rung 7."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from . import atomic, board, packed_product, register_tile, small_products
+from .vector_moves import offset
+
+
+@njit(boundscheck=False)
+def post(at: int, a: Any, b: Any, out: Any, shared: Any, seats: int, parts: Any, near: int, far: int) -> None:
+    """Put a product on the board at `at`: see `board.post`, and `small_products.way` for near and far.
+
+    `shared` is the memory for the packed b, and behind it for a word that says whether a part is packed.
+    """
+    columns = register_tile.columns(out)
+    start = board.address(shared)
+    flags = start + b.shape[0] * -(-b.shape[1] // columns) * columns * out.itemsize
+    for part in range(parts[0] * -(-b.shape[0] // register_tile.DEPTH)):
+        atomic.store(flags + 8 * part, 0)
+    how = small_products.way(a, b, out, near, far)
+    board.post(at, a, b, out, how, seats, parts, start, flags)
+
+
+@njit(boundscheck=False)
+def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
+    """Pack one part of b (k, n): number `part` of the `parts` side by side in each of its depths.
+
+    When all parts are packed, `to` holds b's depths one after another, each as `pack_panels` leaves it.
+    """
+    k, n = b.shape
+    columns = register_tile.columns(b)
+    wide, depths = -(-n // columns), -(-k // register_tile.DEPTH)
+    d, s = divmod(part, parts)
+    p0, p1 = d * k // depths, (d + 1) * k // depths
+    j0, j1 = s * wide // parts * columns, min(n, (s + 1) * wide // parts * columns)
+    packed_product.pack_panels(b[p0:p1, j0:j1], offset(to, p0 * wide * columns + j0 * (p1 - p0)))
+
+
+@njit(boundscheck=False)
+def pack_together(b: Any, packed_b: Any, at: int, parts: int) -> Any:
+    """Pack b (k, n) in `parts` parts with the other threads of a board; return the part dealt after those.
+
+    What others have not finished is packed again, to the same values, instead of waiting for them: their
+    cores may belong to another program for milliseconds.
+    """
+    packs, flags = board.number(at, board.PACKS), board.number(at, board.FLAGS)
+    part = board.take(at)
+    while part < parts:
+        pack_part(b, packed_b, part, packs)
+        atomic.store(flags + 8 * part, 1)
+        part = board.take(at)
+    for other in range(parts):
+        if not atomic.read(flags + 8 * other):
+            pack_part(b, packed_b, other, packs)
+    return part
+
+
+@njit(boundscheck=False)
+def multiply_packed(a: Any, packed_b: Any, out: Any, j0: int, j1: int, own: Any, tiles: int) -> None:
+    """Fill columns j0 to j1 of out (m, n) with a (m, k) times b, which `pack_together` has packed."""
+    k = a.shape[1]
+    columns = register_tile.columns(out)
+    wide, depths = -(-out.shape[1] // columns), -(-k // register_tile.DEPTH)
+    for d in range(depths):
+        p0, p1 = d * k // depths, (d + 1) * k // depths
+        panel = offset(packed_b, p0 * wide * columns + j0 * (p1 - p0))
+        packed_product.multiply(a[:, p0:p1], panel, out[:, j0:j1], own, tiles, d)

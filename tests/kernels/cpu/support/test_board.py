@@ -1,0 +1,73 @@
+"""The board: arrays come back as they were written, and who may work for a product."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from minidist.kernels.cpu.support import thread_pool
+from tests.helpers.products import LAYOUTS, laid_out
+
+
+@functools.cache
+def compiled():
+    from numba import njit, types
+
+    from minidist.kernels.cpu.support import board
+
+    matrix = types.Array(types.float64, 2, "A")
+
+    @njit(types.void(types.intp, matrix, matrix, matrix, types.intp))
+    def post(at, a, b, out, seats):
+        board.post(at, a, b, out, 0, seats, (1, 1, 1), 0, 0)
+
+    @njit(types.intp(types.intp, types.intp, types.intp, types.boolean))
+    def join(at, seen, element, leads):
+        return board.join(at, seen, element, leads, 1000)
+
+    @njit(types.void(types.intp, matrix, types.intp))
+    def copy(at, to, place):
+        to[...] = board.array(at, place, to)
+
+    @njit(types.void(types.intp))
+    def close(at):
+        board.close(at, 1000)
+
+    return post, join, copy, close
+
+
+@pytest.fixture
+def board():
+    """A board of one's own: the pool's workers do not see it."""
+    words = np.zeros(thread_pool.board.size + thread_pool.LINE, np.int64)
+    return words[-words.ctypes.data % 64 // 8 :][: thread_pool.board.size]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_arrays_come_back_with_their_strides(board, layout):
+    post, _, copy, _ = compiled()
+    rng = np.random.default_rng()
+    arrays = [laid_out(rng.standard_normal(shape), layout)[0] for shape in ((3, 4), (4, 5), (3, 5))]
+    post(board.ctypes.data, *arrays, 1)
+    for place, array in enumerate(arrays):
+        back = np.empty(array.shape)
+        copy(board.ctypes.data, back, place)
+        np.testing.assert_array_equal(back, array)
+
+
+def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
+    post, join, _, close = compiled()
+    at, x = board.ctypes.data, np.ones((2, 2))
+    assert join(at, 0, 8, False) == 0  # nothing is posted
+    post(at, x, x, x, 2)
+    assert join(at, 0, 4, False) == -1  # its elements have 8 bytes
+    assert board[thread_pool.DOOR] == 0
+    assert [join(at, 0, 8, False) for _ in range(4)] == [1, 1, 0, 0]
+    assert join(at, 0, 8, True) == 1  # whoever posted it needs no seat
+    assert board[thread_pool.DOOR] == -3
+    board[thread_pool.DOOR] = 0
+    close(at)
+    assert join(at, 0, 8, False) == 0
+    assert board[thread_pool.DOOR] == 0
+    post(at, x, x, x, 2)
+    assert join(at, 1, 8, False) == 2
