@@ -6,8 +6,7 @@
     python -m minidist bench cuda --full --json --out results.json
 
 Times are the GPU's own, from device events, on random operands that are not in its L2 cache. torch multiplies
-float32 without TF32, except next to rung 9, which rounds to TF32. A rung's sizes end where one product would
-take too long at the rate that the rung has just shown.
+float32 without TF32, except next to rung 9. A rung's sizes end where one product would take too long.
 """
 
 from __future__ import annotations

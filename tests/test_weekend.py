@@ -90,10 +90,6 @@ INTERFACES = {
         "vector_unit",
         "this machine's vector registers: elements in one, rows of the tile that fit",
     ),
-    "minidist.kernels.cpu.support.atomic": (
-        "fetch_add store",
-        "the processor's instructions for a counter that several threads use",
-    ),
     "minidist.kernels.cpu.support.thread_pool": (
         "ELEMENT PATIENCE address begin board end latest threads",
         "begin(helpers, serve) wakes threads that call serve(); end() waits for them",
