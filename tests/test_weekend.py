@@ -179,7 +179,7 @@ def test_a_file_is_a_page_or_two_and_leads_to_no_other_book(file: str) -> None:
         ("from minidist.parallel.sharding import zero", ["minidist.parallel.sharding.zero"]),
         ("import minidist.model.data", ["minidist.model.data."]),
         ("from .compiling import _checksum", ["minidist.kernels.cpu.support.compiling._checksum"]),
-        ("from . import atomic\natomic.clear()", ["minidist.kernels.cpu.support.atomic.clear"]),
+        ("from . import board\nboard.clear()", ["minidist.kernels.cpu.support.board.clear"]),
         ("from . import caches, register_tile", []),
     ],
 )
