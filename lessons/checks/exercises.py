@@ -72,8 +72,10 @@ class Lesson:
 
         return register
 
-    def check(self, answer: Any, seed: int | None = None) -> None:
+    def check(self, answer: Any, seed: int | None = None, points: float | None = None) -> float | None:
         """Try an answer on fresh random inputs; `seed` repeats those of an earlier check.
+
+        With `points`, as in a teacher's copy, return how many it earns: all of them at par, two thirds above.
 
         Raises:
             NotAnswered: it is still the stub.
@@ -91,6 +93,7 @@ class Lesson:
         print(right)
         exercise.passed = answer
         progress.note(self.topic, exercise.name, right.at_par)
+        return points if points is None or right.at_par else points * 2 / 3
 
     def judge(self, name: str, answer: Any, seed: int | None = None) -> Right:
         """What `check` says, without keeping it: for tests."""

@@ -2,6 +2,7 @@
 
     minidist lessons                  in a clone of the repository, or where a copy of the lessons lies
     minidist lessons --to my-lessons  copy the lessons that a wheel brings, and open them there
+    minidist lessons --export nbgrader --to course   make assignments of them, for teachers
 
 The lessons' checks write to .progress.json in that folder which exercises have passed, and which of them at
 par (at the cost of the lesson's own answer). Delete that file to start again.
@@ -38,14 +39,22 @@ def lessons(
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Copy the lessons into this folder first.")
     ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="For teachers: write assignments there; nbgrader or otter."),
+    ] = None,
     progress: Annotated[bool, typer.Option("--progress", help="Print only the table.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show which exercises have passed, then open JupyterLab in the lessons' folder; Ctrl-C ends it.
 
-    --to copies the lessons into a folder of yours. Files that lie there already stay as they are.
+    --to copies the lessons into a folder of yours. Files that lie there already stay as they are. With
+    --export it gets assignments instead, with graded checks, and the solutions in the teacher's copy.
     """
+    if export is not None:
+        _export(export, to)
+        return
     at = folder() if to is None else copy(to)
     found = read_lessons(at)
     if as_json:
@@ -103,6 +112,19 @@ def copy(to: Path) -> Path:
     except OSError as error:  # shutil.Error, which collects several, is one
         raise ValueError(f"--to is {to}, and copying there failed: {error}; name another folder") from None
     return to
+
+
+def _export(kind: str, to: Path | None) -> None:
+    """Write the lessons as assignments, and print what to do with them."""
+    from minidist.cli.lessons_export import FORMATS
+    from minidist.cli.lessons_export import export as write
+
+    if to is None:
+        raise ValueError(f"--export {kind} needs a folder for the course; add --to FOLDER")
+    new = write(shipped(), kind, to)
+    text = f"{len(new)} new files in {to}; those that were there stay. To go on:\n"
+    text += f"  cd {to} && {FORMATS[kind].then}"
+    console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def read_lessons(at: Path) -> list[Lesson]:

@@ -115,6 +115,13 @@ def test_a_check_passes_scores_and_keeps(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == ""
 
 
+def test_points_are_all_at_par_and_two_thirds_above() -> None:
+    assert a_lesson().check(double, points=3) == 2
+    assert scored(2, 2).check(double, points=3) == 3
+    with pytest.raises(WrongAnswer):
+        scored(4, 2).check(double, points=3)
+
+
 def scored(cost: float, par: float) -> Lesson:
     lesson = Lesson(8, "ranks_that_talk")
 

@@ -1,0 +1,197 @@
+"""Lessons as assignments: the students' copy is the lesson, and graded cells give the checks' points."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import inspect
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minidist.cli import commands
+from minidist.cli.lessons import shipped
+from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
+from tests.lessons.wrong_answers.your_machine import WRONG
+
+LESSONS = shipped()
+STEMS = [path.stem for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))]
+
+
+def lesson(stem: str) -> dict[str, Any]:
+    return json.loads((LESSONS / f"{stem}.ipynb").read_text())
+
+
+def solutions(stem: str) -> dict[str, str]:
+    return definitions((LESSONS / "solutions" / f"{stem}.py").read_text())
+
+
+def text(cell: Cell) -> str:
+    return "".join(cell["source"])
+
+
+def exercises(notebook: dict[str, Any]) -> list[Cell]:
+    return [cell for cell in notebook["cells"] if "exercise" in cell["metadata"].get("tags", ())]
+
+
+def students(cell: Cell, kind: str) -> str:
+    """A cell in the students' copy: without what stands between the two lines of a solution."""
+    begin, end = (re.escape(line) for line in (FORMATS[kind].begin, FORMATS[kind].end))
+    return re.sub(rf"\n{begin}\n.*\n{end}", "", text(cell), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_students_copy_is_the_lesson_and_the_teachers_has_the_solutions(stem: str, kind: str) -> None:
+    before, answers = lesson(stem), solutions(stem)
+    made = assignment(before, answers, FORMATS[kind])
+    assert [students(cell, kind) for cell in exercises(made)] == [text(cell) for cell in exercises(before)]
+    for cell in exercises(made):
+        (name,) = definitions(students(cell, kind))
+        assert definitions(text(cell))[name] == answers[name]
+    ids = [cell["id"] for cell in made["cells"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_nbgrader_finds_a_graded_check_for_each_exercise(stem: str) -> None:
+    made = assignment(lesson(stem), solutions(stem), FORMATS["nbgrader"])
+    marks = [cell["metadata"]["nbgrader"] for cell in made["cells"] if "nbgrader" in cell["metadata"]]
+    names = [name for cell in exercises(lesson(stem)) for name in definitions(text(cell))]
+    assert len({each["grade_id"] for each in marks}) == len(marks)
+    assert [each["grade_id"] for each in marks if each["solution"]] == [f"exercise-{name}" for name in names]
+    graded = [each for each in marks if each["grade"]]
+    assert [each["grade_id"] for each in graded] == [f"check-{name}" for name in names]
+    assert all(each["locked"] and each["points"] == POINTS for each in graded)
+
+
+@pytest.mark.parametrize("stem", STEMS[:1])
+def test_otter_finds_a_question_for_each_exercise(stem: str) -> None:
+    made = assignment(lesson(stem), solutions(stem), FORMATS["otter"])
+    raw = [text(cell).splitlines()[0] for cell in made["cells"] if cell["cell_type"] == "raw"]
+    question = ["# BEGIN QUESTION", "# BEGIN SOLUTION", "# END SOLUTION", "# BEGIN TESTS", "# END TESTS"]
+    count = len(exercises(made))
+    assert raw == ["# ASSIGNMENT CONFIG", *[*question, "# END QUESTION"] * count]
+    tests = [cell for cell in made["cells"] if text(cell).startswith("# HIDDEN")]
+    assert [list(definitions(text(cell))) for cell in tests] == [["passes"], ["at_par"]] * count
+
+
+def test_what_lies_there_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "source" / STEMS[0] / f"{STEMS[0]}.ipynb"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(SystemExit) as left:
+        commands.main(["lessons", "--export", "nbgrader", "--to", str(tmp_path)])
+    assert left.value.code in (0, None)
+    assert f"{len(STEMS)} new files in {tmp_path}" in capfd.readouterr().out
+    assert mine.read_text() == "mine"
+    assert sorted(path.stem for path in tmp_path.glob("source/*/*.ipynb")) == STEMS
+    assert export(LESSONS, "nbgrader", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--export", "nbgrader"], "needs a folder for the course; add --to FOLDER"),
+        (["--export", "nbgradr", "--to", "x"], "did you mean 'nbgrader'?"),
+        (["--export", "otter", "--to", __file__], "writing there failed"),
+    ],
+)
+def test_a_wrong_option_says_what_to_do(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        commands.main(["lessons", *words])
+    assert left.value.code == 2
+    assert says in capfd.readouterr().err
+
+
+def run(cells: list[Cell], at: Path) -> list[Cell]:
+    """The cells with their outputs, run as nbgrader runs them: an error does not stop it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Jupyter's own packages warn of is not ours to mend
+        import nbformat
+        from nbclient import NotebookClient
+
+        text = json.dumps(lesson(STEMS[0]) | {"cells": cells})
+        made = nbformat.reads(text, as_version=4)
+        place = {"metadata": {"path": str(at)}}
+        NotebookClient(made, timeout=300, allow_errors=True, resources=place).execute()
+    return made.cells
+
+
+def points(cell: Cell) -> float:
+    """What nbgrader gives for a graded cell: none with an error or a warning, else the value it ends with."""
+    for output in cell["outputs"]:
+        if output["output_type"] == "error" or output.get("name") == "stderr":
+            return 0
+        if output["output_type"] == "execute_result":
+            return float(output["data"]["text/plain"])
+    return float(POINTS)
+
+
+def graded(cells: list[Cell]) -> list[float]:
+    return [points(cell) for cell in cells if text(cell).startswith("check(")]
+
+
+def as_cell(wrong: Any) -> Cell:
+    """A wrong answer under the exercise's name."""
+    source = textwrap.dedent(inspect.getsource(wrong.answer))
+    (node,) = ast.parse(source).body
+    answer = "\n".join(source.splitlines()[node.lineno - 1 :])
+    return code(answer.replace(f"def {wrong.answer.__name__}(", f"def {wrong.exercise}("), "wrong")
+
+
+def test_solved_gets_all_points_blank_and_wrong_none(tmp_path: Path) -> None:
+    """In one kernel, which takes a second to start: all exercises blank, then wrong, then solved."""
+    made = assignment(lesson(STEMS[0]), solutions(STEMS[0]), FORMATS["nbgrader"])
+    checks = {text(cell)[6:].partition(",")[0]: cell for cell in made["cells"] if text(cell)[:6] == "check("}
+    imports = code("import sys\nimport numpy as np\nfrom checks.your_machine import check", "imports")
+    stubs = [cell | {"source": students(cell, "nbgrader")} for cell in exercises(made)]
+    tries = [
+        *zip(stubs, checks.values(), strict=True),
+        *((as_cell(wrong), checks[wrong.exercise]) for wrong in WRONG),
+        *zip(exercises(made), checks.values(), strict=True),
+    ]
+    cells = [made["cells"][0], imports, *(cell for each in tries for cell in each)]
+    done = graded(run([cell | {"id": f"cell-{place}"} for place, cell in enumerate(cells)], tmp_path))
+    refused = len(checks) + len(WRONG)
+    assert done == [0] * refused + [POINTS] * len(checks)
+    assert (tmp_path / ".progress.json").exists(), "progress is kept beside the assignment"
+
+
+@pytest.mark.lessons
+def test_a_lesson_with_ranks_gets_all_points(tmp_path: Path) -> None:
+    (stem,) = [stem for stem in STEMS if stem.endswith("ranks_that_talk")]
+    made = run(assignment(lesson(stem), solutions(stem), FORMATS["nbgrader"])["cells"], tmp_path)
+    assert graded(made) == [POINTS] * len(exercises(lesson(stem)))
+
+
+@pytest.mark.deep
+def test_nbgrader_itself_grades_so(tmp_path: Path) -> None:
+    pytest.importorskip("nbgrader", reason="nbgrader is not installed; pip install nbgrader")
+    stem, course = STEMS[0], [sys.executable, "-m", "nbgrader"]
+    export(LESSONS, "nbgrader", tmp_path)
+
+    def nbgrader(*words: str) -> None:
+        subprocess.run([*course, *words], cwd=tmp_path, check=True, timeout=600, capture_output=True)
+
+    nbgrader("generate_assignment", stem)
+    for student, copy in (("solved", "source"), ("blank", "release")):
+        to = tmp_path / "submitted" / student / stem
+        to.mkdir(parents=True)
+        (to / f"{stem}.ipynb").write_bytes((tmp_path / copy / stem / f"{stem}.ipynb").read_bytes())
+    nbgrader("autograde", stem)
+    nbgrader("export")
+    with (tmp_path / "grades.csv").open() as file:
+        scores = {
+            row["student_id"]: float(row["score"]) / float(row["max_score"]) for row in csv.DictReader(file)
+        }
+    assert scores == {"solved": 1, "blank": 0}
