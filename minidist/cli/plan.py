@@ -24,7 +24,10 @@ def plan(
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(help="h100, a100, a100-40gb, v100-16gb, t4, cpu-xeon-8480, or here: this machine."),
+        typer.Option(
+            help="h200, h100, a100, a100-40gb, v100-16gb, t4, tpu-v4, tpu-v5e, trainium, trainium2, "
+            "cpu-xeon-8480, or here: this machine."
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a global batch; default: 32 per rank, here 8.")

@@ -83,7 +83,7 @@ def plan(
         hardware: a machine, or its name; None for the GPU with the least memory that has `memory`.
         batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
             for 32 rows per rank, or 8 on a machine that was measured.
-        precision: None for bfloat16 (or float16) on a GPU and float32 on a CPU.
+        precision: None for bfloat16 (or float16) on an accelerator and float32 on a CPU.
         optimizer: "adam", "momentum" or "sgd".
         progress: called for each layout.
 
@@ -162,8 +162,8 @@ def question_of(
     size = ROWS[measured] * ranks if batch is None else batch
     rows, tokens = own_rows(size) if isinstance(shape, OwnModel) else rows_and_tokens(shape, size, 1)
     if precision is None:
-        is_gpu = machine.rates is not None and machine.rates.asynchronous
-        known = [name for name in ("bf16", "fp16") if name in machine.peak and is_gpu]
+        accelerator = machine.rates is not None and machine.rates.asynchronous
+        known = [name for name in ("bf16", "fp16") if name in machine.peak and accelerator]
         precision = known[0] if known else "fp32"
     if precision not in machine.peak:
         raise ValueError(

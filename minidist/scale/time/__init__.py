@@ -12,6 +12,7 @@
 | stages.py | all parts of a step, stage by stage |
 | rank_timing.py | what each rank times when a machine is measured |
 | measure_machine.py | `this_machine`: from these times to rates, kept in a JSON file |
-| hardware.py | machines by name, with sources |
+| data_sheets.py | the figures of machines, with their sources |
+| hardware.py | machines by name |
 | step_time.py | `predict_step` |
 """

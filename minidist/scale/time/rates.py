@@ -84,12 +84,14 @@ class Hardware:
     attained_source: str
     memory: int  # bytes of one rank's device
     bandwidth: float  # bytes per second of its memory
-    ranks_per_host: int
+    ranks_per_host: int  # ranks that `inside` joins: those of a host, or of a TPU's pod
     inside: LinkProfile  # links between ranks of one host
     between: LinkProfile  # links between hosts: one rank's share of the network cards
     overlaps: bool = True  # messages travel while the device computes
     rates: Rates | None = None
     cores: int | None = None  # shared by the ranks of a host; None if each rank has its own device
+    domain: str = "host"  # what `inside` joins
+    needs: str = ""  # the library that trains on it, if minidist does not
     # Measured figures by number of ranks on a host; empty for machines known from data sheets.
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
 

@@ -172,15 +172,17 @@ def assumptions(
         f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'}{of_tokens}, in "
         f"{_micro_batches(min(rows, layout.micro_batches))}; loading data takes no time",
     ]
+    if hardware.needs:
+        found.append(f"minidist does not run on {hardware.name}; to train there takes {hardware.needs}")
     if layout.ranks > 1:
         host = (
             f"ranks share {hardware.cores} cores"
             if hardware.cores
-            else f"{hardware.ranks_per_host} ranks a host"
+            else f"{hardware.ranks_per_host} ranks a {hardware.domain}"
         )
         found.append(f"{host}; links: {hardware.inside.source}")
     if layout.ranks > hardware.ranks_per_host:
-        found.append(f"between hosts {hardware.between.source}")
+        found.append(f"between {hardware.domain}s {hardware.between.source}")
     if layout.dp * layout.cp > 1:
         found.append(
             "gradients are sent during the last backward pass; ranks wait for what takes longer"

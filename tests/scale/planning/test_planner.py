@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -170,6 +170,16 @@ def test_one_rank_and_what_fits_nowhere() -> None:
     assert plan("bert-tiny", ranks=3, memory=GB, batch=2).too_large == []  # two rows for three ranks: refused
 
 
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_plan_keeps_to_a_machines_memory_and_precisions(name: str) -> None:
+    machine = HARDWARE[name]
+    found = plan("gpt2-small", ranks=2, hardware=name, batch=8)
+    sharing = 2 if machine.cores else 1
+    assert found.fitting
+    assert all(each.memory.peak <= machine.memory // sharing for each in found.fitting)
+    assert {each.layout.precision for each in found.fitting} <= set(machine.peak)
+
+
 def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -> None:
     for name, precision in (("cpu-xeon-8480", "fp32"), ("h100", "bf16"), ("v100-16gb", "fp16")):
         found = plan("byte-tiny", ranks=1, hardware=name, batch=2)
@@ -264,6 +274,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         entry["seconds"] for entry in found["fitting"][1:]
     )
     assert {entry["family"] for entry in found["fitting"]} >= {"plain", "sharded", "tensor", "pipeline"}
+
+
+def test_the_help_names_every_machine() -> None:
+    (option,) = get_type_hints(cli_plan.plan, include_extras=True)["profile"].__metadata__
+    assert set(HARDWARE) <= set(option.help.split(", "))
 
 
 def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

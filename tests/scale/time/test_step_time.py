@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,6 +314,23 @@ def test_llama_3_on_h100s_within_30_percent() -> None:
     assert predict_step(shape, layout, 2048, "h100").flops_per_rank == pytest.approx(430e12, rel=0.3)
 
 
+def test_trainings_on_tpus_within_30_percent() -> None:
+    # Chowdhery et al. 2022: 46.2% of the peak on two times 3072 TPU v4, 12 ranks to a matrix, recomputed. A
+    # GPT of that width and depth has 486 of its 540 billion parameters.
+    pods = replace(HARDWARE["tpu-v4"], ranks_per_host=3072)
+    palm = GPTConfig(vocabulary=256000, context=2048, layers=118, heads=48, width=18432)
+    layout = md.Layout(dp=512, tp=12, zero=3, shard=256, precision="bf16", recompute=True)
+    found = predict_step(palm, layout, 2048, pods)
+    assert found.flops_per_rank == pytest.approx(0.462 * 275e12, rel=0.3)
+    # MaxText, configs/v5e: 120 TFLOP/s with 16 billion parameters and six rows of 2048 tokens on each of 256
+    # chips. Which width and depth they have is not said; these make 16.5 billion.
+    shape = GPTConfig(vocabulary=32000, context=2048, layers=36, heads=48, width=6144)
+    layout = md.Layout(dp=256, zero=3, precision="bf16", recompute=True)
+    found = predict_step(shape, layout, 6 * 256, "tpu-v5e")
+    assert found.flops_per_rank == pytest.approx(120e12, rel=0.3)
+    assert "minidist does not run on tpu-v5e; to train there takes JAX or torch-xla" in found.assumptions
+
+
 def test_a_v100_is_between_what_was_published_for_two_sets_of_kernels() -> None:
     shape = GPTConfig(vocabulary=51200, context=1024, layers=40, heads=16, width=1536)
     found = predict_step(shape, md.Layout(precision="fp16", recompute=True), 8, "v100-16gb").seconds
@@ -324,6 +343,7 @@ def test_a_v100_is_between_what_was_published_for_two_sets_of_kernels() -> None:
         (("gpt2-smal", None, 8), "did you mean 'gpt2-small'"),
         (("gpt2-small", None, 8, "h10"), "did you mean 'h100'"),
         (("gpt2-small", md.Layout(precision="bf16"), 8, "t4"), "t4 has no rate for it; give fp16 or fp32"),
+        (("gpt2-small", md.Layout(precision="fp16"), 8, "tpu-v4"), "tpu-v4 has no rate for it; give bf16"),
         (("gpt2-small", md.Layout(dp=8), 7), "7 rows for dp=8"),
         (("gpt2-small", md.Layout(dp=2), (8, 2000)), "2000 tokens a row; give 1 to 1024"),
         (("gpt2-small", md.Layout(cp=4), (8, 7)), "7 tokens a row for cp=4"),
@@ -349,7 +369,18 @@ def test_every_machine_is_what_its_data_sheet_says_and_less() -> None:
         assert machine.rates.moved < machine.bandwidth
     assert smallest(16 * 10**9).name == "v100-16gb"
     assert smallest(17 * 10**9).name == "a100-40gb"
-    assert smallest(10**12).name == "h100"
+    assert smallest(80 * 10**9).name == "h100"
+    assert smallest(10**12).name == "h200"  # no GPU has so much; TPUs and Trainium are asked for by name
+
+
+def test_the_lessons_table_has_the_same_figures() -> None:
+    """Peak and bandwidth of lesson 02's rooflines, which are rounded."""
+    text = next((Path(__file__).parents[3] / "lessons").glob("02_*.py")).read_text()
+    for said, name in (("H100", "h100"), ("TPU v4", "tpu-v4"), ("Trainium", "trainium")):
+        found = re.search(rf'^    "{said}": \(([\d.e]+), ([\d.e]+)\),$', text, re.MULTILINE)
+        assert found, said
+        figures = (HARDWARE[name].peak["bf16"], HARDWARE[name].bandwidth)
+        assert (float(found[1]), float(found[2])) == pytest.approx(figures, rel=0.01)
 
 
 def measured(rates: Rates, passes: float = 1.0) -> Measured:
