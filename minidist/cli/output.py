@@ -29,7 +29,7 @@ MOST_HERE = 16
 
 def explain(error: Exception) -> int:
     """Print an error in one line; return the exit code."""
-    from minidist.comm.errors import RankError
+    from minidist.comm.errors import RankCountError, RankError
 
     # click may be installed or vendored by typer, so its usage error is reached through typer's exports.
     usage_error = typer.BadParameter.__mro__[1]
@@ -40,7 +40,8 @@ def explain(error: Exception) -> int:
         say(error.summary)
         return 1
     if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
-        say(str(error))
+        if speaks() or not isinstance(error, RankCountError):  # all ranks have that one
+            say(str(error))
         return 2
     if isinstance(error, OSError) and error.strerror:
         say(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)

@@ -42,6 +42,10 @@ class RankTimeout(RankError, TimeoutError):
     """One or more ranks had not returned within the time limit; `traceback` says where each one was."""
 
 
+class RankCountError(ValueError):
+    """A launcher started another number of ranks than the program asks for. Every rank raises it."""
+
+
 class OutOfSync(RuntimeError):
     """The ranks' copies of a model differ.
 

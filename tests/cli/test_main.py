@@ -206,6 +206,22 @@ def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch, tmp_path):
     assert run(capfd, *traced)[:2] == (0, "")
 
 
+@pytest.mark.parametrize(("rank", "says"), [("0", "started 2 ranks"), ("1", "")])
+def test_a_wrong_number_of_ranks_is_said_once(capfd, monkeypatch, rank, says):
+    from minidist.cli import train
+    from minidist.comm.errors import RankCountError
+
+    def refuse(*given, **options):
+        raise RankCountError("torchrun started 2 ranks and the program asks for 4; make them equal")
+
+    monkeypatch.setattr(train, "run", refuse)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("RANK", rank)
+    code, out, err = run(capfd, "train", "--layout", "dp=4", "--steps", "1")
+    assert (code, out, bool(err)) == (2, "", bool(says))
+    assert says in err
+
+
 def test_ctrl_c_ends_a_training_with_one_line():
     process = subprocess.Popen(
         [*COMMAND, "train", "--data", "bytes", "--steps", "1000000"], stderr=subprocess.PIPE, text=True

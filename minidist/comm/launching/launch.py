@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from minidist.comm.errors import RankCountError
 from minidist.comm.launchers import Started, started
 from minidist.comm.launching.cluster import START_TIMEOUT, Cluster
 
@@ -49,7 +50,8 @@ def launch(
 
     Raises:
         RankError, RankDied, RankTimeout, TypeError: as `Cluster.run`.
-        ValueError: an argument is out of range, or the launcher started another number of ranks.
+        ValueError: an argument is out of range.
+        RankCountError: a ValueError; the launcher started another number of ranks.
     """
     if not isinstance(args, tuple):
         raise TypeError(f"args is {args!r}; give a tuple, such as ({args!r},)")
@@ -72,7 +74,7 @@ def _run_as_rank(
 
     world.init(timeout or world.DEFAULT_TIMEOUT, check)
     if world.size() != ranks:
-        raise ValueError(
+        raise RankCountError(
             f"{found.launcher} started {world.size()} ranks and the program asks for {ranks}; make them equal"
         )
     results: list[Any] = [None] * ranks

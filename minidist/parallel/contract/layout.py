@@ -20,25 +20,38 @@ class Layout:
     >>> Layout(dp=4)
     >>> Layout.parse("dp=2,tp=2,pp=2,micro_batches=4")
 
+    Attributes:
+        dp: data parallel: ranks that share the rows of a batch.
+        tp: tensor parallel: ranks that share each layer's matrices.
+        pp: pipeline: ranks that share the layers.
+        zero: stage of ZeRO: 1 shards the optimizer's state over dp and cp, 2 also gradients, 3 also
+            parameters.
+        micro_batches: into how many parts a rank's rows are cut, over which gradients add up.
+        precision: "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix it with float32.
+        recompute: recompute activations in the backward pass instead of keeping them.
+        cp: context parallel: ranks that share the tokens of each row.
+        sequence_parallel: with tp: norms and dropout work on a share of the tokens.
+        schedule: with pp: the order of forward and backward passes.
+        chunks: with pp: parts of the model on each rank, for the interleaved schedule.
+        shard: with zero: neighbours over dp and cp that share one copy of the state; 0 for all.
+
     Raises:
         TypeError: a field has another type than its default.
         ValueError: a field is out of range, or conflicts with another one, which is named.
     """
 
-    dp: int = 1  # data parallel: ranks that share the rows of a batch
-    tp: int = 1  # tensor parallel: ranks that share each layer's matrices
-    pp: int = 1  # pipeline: ranks that share the layers
-    zero: int = (
-        0  # ZeRO stage: 1 shards the optimizer's state over dp and cp, 2 also gradients, 3 also parameters
-    )
-    micro_batches: int = 1  # into how many parts a rank's rows are cut, over which gradients add up
-    precision: str = "fp32"  # "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix
-    recompute: bool = False  # recompute activations in the backward pass instead of keeping them
-    cp: int = 1  # context parallel: ranks that share the tokens of each row
-    sequence_parallel: bool = False  # with tp: norms and dropout on a share of the tokens
-    schedule: str = DEFAULT_SCHEDULE  # with pp: the order of forward and backward passes
-    chunks: int = 1  # with pp: parts of the model on each rank, for the interleaved schedule
-    shard: int = 0  # with zero: neighbours over dp and cp that share one copy of the state; 0 for all
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    micro_batches: int = 1
+    precision: str = "fp32"
+    recompute: bool = False
+    cp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = DEFAULT_SCHEDULE
+    chunks: int = 1
+    shard: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,8 @@ def check(
             f"loss is {loss!r}; give a function from outputs and targets to the mean over their rows, such "
             "as torch.nn.functional.cross_entropy, or None for the model's own"
         )
+    if loss is not None:
+        require_two_arguments(loss)
     if loss is not None and first_argument(loss) == "model" and layout.pp > 1:
         raise ValueError(
             f"the loss takes the model, and the layout has pp={layout.pp}, where no rank can call the whole "
@@ -91,6 +94,23 @@ def check(
         )
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
+
+
+def require_two_arguments(loss: Loss) -> None:
+    """TypeError if a loss cannot be called with outputs and targets alone."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):
+        return  # a function that does not say
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise TypeError(
+            f"the loss is {name}{signature}, and is called with two arguments, outputs and targets: {error}. "
+            "Give one that takes two: pack further targets into a tuple or a dict, and bind other arguments "
+            "with functools.partial"
+        ) from None
 
 
 def check_available(layout: Layout) -> None:

@@ -80,10 +80,17 @@ class StepExecutor(ABC):
         """A metric of outputs, or the loss for None, and its weight; `weight` if the function gives none."""
         if not rows_of(targets) * self._tokens:
             return _zero(outputs), 0.0
+        is_loss = function is None
         function = function or self.objective.function(outputs, inputs, targets, self.layout.cp)
         result = self.part.loss(function, outputs, targets)
         self.is_weighted |= isinstance(result, tuple)
-        return weighted(result, weight)
+        found = weighted(result, weight)
+        if is_loss and not found[0].requires_grad and any(x.requires_grad for _, x in tensors(outputs)):
+            raise ValueError(
+                "the loss has no gradient, and the outputs that it was given have one; compute it from them "
+                "with torch's operations, without .detach(), .item(), .data or torch.no_grad()"
+            )
+        return found
 
     @property
     def _tokens(self) -> int:

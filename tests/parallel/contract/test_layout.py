@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 import minidist as md
@@ -59,3 +63,11 @@ def test_wrong_text(text: str, message: str) -> None:
 def test_a_count_is_a_whole_number(value: object) -> None:
     with pytest.raises(TypeError, match=r"dp is .*; give a whole number"):
         md.Layout(dp=value)  # type: ignore[arg-type]
+
+
+def test_help_and_the_table_say_what_each_field_is() -> None:
+    names = [field.name for field in fields(md.Layout)]
+    said = re.findall(r"^ {8}(\w+): \S", (md.Layout.__doc__ or "").partition("Raises:")[0], re.MULTILINE)
+    page = (Path(__file__).parents[3] / "docs" / "strategies" / "index.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE)
+    assert sorted(said) == sorted(table) == sorted(names)

@@ -532,6 +532,31 @@ def test_a_loss_that_is_no_number_is_refused(loss: Any, told: str) -> None:
         engine.step(torch.randn(4, 3), torch.randn(4, 3))
 
 
+def detached(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.detach().flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2,micro_batches=2"])
+def test_a_detached_loss_is_refused(cluster_of: Clusters, layout: str) -> None:
+    def refused() -> None:
+        engine = md.prepare(Chain(0), SGD, PARSE(layout), loss=detached)
+        engine.step(torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 7, dtype=torch.int64))
+
+    with pytest.raises(
+        md.RankError, match="the loss has no gradient, and the outputs that it was given have"
+    ):
+        cluster_of(PARSE(layout).ranks).run(refused)
+
+
+def test_evaluation_takes_a_detached_loss() -> None:
+    engine = md.prepare(Chain(0), SGD, loss=detached)
+    tokens = torch.ones(4, 7, dtype=torch.int64)
+    assert engine.evaluate(tokens, tokens, metrics={"loss": None, "same": detached}).keys() == {
+        "loss",
+        "same",
+    }
+
+
 def test_a_step_in_inference_mode_is_refused() -> None:
     engine = md.prepare(nn.Linear(3, 3), SGD, loss=functional.mse_loss)
     with torch.inference_mode(), torch.enable_grad(), pytest.raises(RuntimeError, match="gradients are off"):

@@ -37,6 +37,11 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
         ),
         ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', but the layout has"),
         ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
+        (
+            {"loss": lambda outputs, targets, weights: weights},
+            TypeError,
+            r"<lambda>\(outputs, targets, weights\), and is called with two .*'weights'\. Give one that",
+        ),
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
         (
