@@ -22,8 +22,7 @@ from minidist.model import BERT, CONFIGS, GPT, MLP, BERTConfig, Dataset, GPTConf
 from minidist.model import config as shape_of
 from minidist.model.loss import cross_entropy, masked_cross_entropy
 from minidist.parallel.contract.engine import Loss
-from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.prepare_checks import check_available
+from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.training.clipping import check_max_norm
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -14,46 +14,56 @@
 `minidist.model.matmul` loads the ladders, so import it by its full name where you need it.
 """
 
-from minidist.model.bert import BERT
-from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, TransformerConfig, config
-from minidist.model.data import (
-    DATASETS,
-    Corpus,
-    Dataset,
-    Rows,
-    dataset,
-    digits,
-    masked,
-    stdlib_bytes,
-    windows,
-)
-from minidist.model.gpt import GPT, gpt_layers
-from minidist.model.loss import accuracy, cross_entropy, masked_accuracy, masked_cross_entropy
-from minidist.model.mlp import MLP
-from minidist.model.sampler import Sampler
+from __future__ import annotations
 
-__all__ = [
-    "BERT",
-    "CONFIGS",
-    "DATASETS",
-    "GPT",
-    "MLP",
-    "BERTConfig",
-    "Corpus",
-    "Dataset",
-    "GPTConfig",
-    "Rows",
-    "Sampler",
-    "TransformerConfig",
-    "accuracy",
-    "config",
-    "cross_entropy",
-    "dataset",
-    "digits",
-    "gpt_layers",
-    "masked",
-    "masked_accuracy",
-    "masked_cross_entropy",
-    "stdlib_bytes",
-    "windows",
-]
+from typing import TYPE_CHECKING
+
+from minidist._lazy import lazy
+
+if TYPE_CHECKING:
+    from minidist.model.bert import BERT as BERT
+    from minidist.model.configs import CONFIGS as CONFIGS
+    from minidist.model.configs import BERTConfig as BERTConfig
+    from minidist.model.configs import GPTConfig as GPTConfig
+    from minidist.model.configs import TransformerConfig as TransformerConfig
+    from minidist.model.configs import config as config
+    from minidist.model.data import DATASETS as DATASETS
+    from minidist.model.data import Corpus as Corpus
+    from minidist.model.data import Dataset as Dataset
+    from minidist.model.data import Rows as Rows
+    from minidist.model.data import dataset as dataset
+    from minidist.model.data import digits as digits
+    from minidist.model.data import masked as masked
+    from minidist.model.data import stdlib_bytes as stdlib_bytes
+    from minidist.model.data import windows as windows
+    from minidist.model.gpt import GPT as GPT
+    from minidist.model.gpt import gpt_layers as gpt_layers
+    from minidist.model.loss import accuracy as accuracy
+    from minidist.model.loss import cross_entropy as cross_entropy
+    from minidist.model.loss import masked_accuracy as masked_accuracy
+    from minidist.model.loss import masked_cross_entropy as masked_cross_entropy
+    from minidist.model.mlp import MLP as MLP
+    from minidist.model.sampler import Sampler as Sampler
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "minidist.model.bert": ("BERT",),
+        "minidist.model.configs": ("CONFIGS", "BERTConfig", "GPTConfig", "TransformerConfig", "config"),
+        "minidist.model.data": (
+            "DATASETS",
+            "Corpus",
+            "Dataset",
+            "Rows",
+            "dataset",
+            "digits",
+            "masked",
+            "stdlib_bytes",
+            "windows",
+        ),
+        "minidist.model.gpt": ("GPT", "gpt_layers"),
+        "minidist.model.loss": ("accuracy", "cross_entropy", "masked_accuracy", "masked_cross_entropy"),
+        "minidist.model.mlp": ("MLP",),
+        "minidist.model.sampler": ("Sampler",),
+    },
+)

@@ -26,7 +26,7 @@ To add a strategy:
    `minidist.comm` alone, and imports no other strategy.
 2. Give `Layout` (contract/layout.py) a field or a value that selects it. Pick it in `_strategy`
    (engine/prepare.py), and refuse the axes that it does not work with in `check_available`
-   (engine/prepare_checks.py).
+   (contract/layout.py).
 3. Add it to the models of memory (scale/memory/state_bytes.py) and time (scale/time/gradient_exchange.py),
    and to the layouts that the planner tries (scale/planning/candidates.py).
 4. Add its layouts to tests/parallel/test_layouts.py. These tests hold it to the contract in

@@ -11,8 +11,8 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.parallel.context.ring_attention import ring_bytes
-from minidist.parallel.tensor.cuts import share_of
 from minidist.parallel.tensor.plans import bytes_per_pass
+from minidist.parallel.tensor.shares import share_of
 from tests.parallel.test_layouts import SGD, gpt, tokens
 
 Clusters = Callable[[int], md.Cluster]

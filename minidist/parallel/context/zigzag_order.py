@@ -13,10 +13,10 @@ section 3.3.2 (context parallelism).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the estimate of memory asks for sizes, and runs without torch
+    from torch import Tensor
 
 
 def chunk(length: int, ranks: int, index: int) -> range:
@@ -36,12 +36,16 @@ def size(length: int, ranks: int, rank: int) -> int:
 
 def positions(length: int, ranks: int, rank: int) -> Tensor:
     """Return the positions of a rank, (size,), ascending int64."""
+    import torch
+
     early, late = share(length, ranks, rank)
     return torch.tensor([*early, *late], dtype=torch.int64)
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Return the whole sequence from the parts of all ranks, given in rank order."""
+    import torch
+
     length, ranks = sum(part.shape[dim] for part in parts), len(parts)
     order = torch.cat([positions(length, ranks, rank) for rank in range(ranks)])
     return torch.cat([*parts], dim).index_select(dim, order.argsort().to(parts[0].device))

@@ -133,6 +133,16 @@ class Layout:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "dp=1"
 
 
+def check_available(layout: Layout) -> None:
+    """ValueError if a layout combines axes that training does not support together."""
+    if layout.pp > 1 and layout.zero > 1:
+        moved = "gradients" if layout.zero == 2 else "parameters"
+        raise ValueError(
+            f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
+            "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
+        )
+
+
 _KINDS = {int: "a whole number", str: "a name", bool: "True or False"}
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # the estimate of memory is a formula, and runs without torch
+    from torch import Tensor
 
-from minidist.parallel.contract.strategy import ResidentTensors
+    from minidist.parallel.contract.strategy import ResidentTensors
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 

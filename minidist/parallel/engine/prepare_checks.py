@@ -15,7 +15,7 @@ from minidist._names import unknown
 from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.batch import rows, rows_of, tensors
 from minidist.parallel.contract.engine import Loss, first_argument
-from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.tensor.heads import COUNTS
@@ -111,16 +111,6 @@ def require_two_arguments(loss: Loss) -> None:
             "Give one that takes two: pack further targets into a tuple or a dict, and bind other arguments "
             "with functools.partial"
         ) from None
-
-
-def check_available(layout: Layout) -> None:
-    """ValueError if a layout combines axes that training does not support together."""
-    if layout.pp > 1 and layout.zero > 1:
-        moved = "gradients" if layout.zero == 2 else "parameters"
-        raise ValueError(
-            f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
-            "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
-        )
 
 
 def check_batch_norm(batch_norm: str | None, layout: Layout) -> None:

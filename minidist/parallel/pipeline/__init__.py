@@ -16,6 +16,7 @@ A schedule is data: it is made, proved, simulated and drawn without a process, a
 | stage_passes.py, split_backward.py | forward and backward passes; a backward pass in two parts |
 | stage_messages.py, stage_outputs.py | messages between stages, of one tensor or several; the loss to all |
 | tied_parameters.py | parameters that several stages share |
+| balanced_cut.py | where to cut a chain of layers with given weights; without torch |
 | layer_by_layer.py | `LayerByLayer`: one batch at a time; `cut`: where to cut a model |
 | layer_chain.py | the list of layers at which to cut a model; whether the model is nothing else |
 | layer_trace.py | how any model's `forward` calls the layers of a list |

@@ -18,9 +18,7 @@ Source: Huang et al. 2019, "GPipe", section 1 and figure 2b.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 from minidist.comm.work import Group
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.engine import Loss
+from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.pipeline.execution import Pipeline
 
 
@@ -89,33 +88,7 @@ def cut(
         weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if len(weights) != count or not all(0 <= weight < float("inf") for weight in weights):
         raise ValueError(f"weights are {list(weights)}; give one of 0 or more for each of the {count} layers")
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-
-    def best(most: float) -> list[tuple[float, list[int]]]:
-        """For each number of first layers: the least sum of squares and the cuts, no part over `most`."""
-        found: list[tuple[float, list[int]]] = [(0.0, [0])] + [(float("inf"), [])] * count
-        for part in range(1, parts + 1):
-            found = [
-                min(
-                    (
-                        (found[begin][0] + (sums[end] - sums[begin]) ** 2, [*found[begin][1], end])
-                        for begin in range(part - 1, end)
-                        if found[begin][1] and sums[end] - sums[begin] <= most
-                    ),
-                    default=(float("inf"), []),
-                    key=lambda each: each[0],
-                )
-                for end in range(count + 1)
-            ]
-        return found
-
-    # The weight of the heaviest part is that of some run of layers: search among those.
-    runs = sorted({sums[end] - sums[begin] for end in range(count + 1) for begin in range(end)})
-    lightest = bisect_left(runs, True, key=lambda most: bool(best(most)[count][1]))
-    edges = best(runs[lightest])[count][1]
-    return [range(begin, end) for begin, end in pairwise(edges)]
+    return cut_by_weights(weights, parts)
 
 
 def measure(layers: Sequence[nn.Module] | nn.ModuleList, inputs: Tensor, repeats: int = 3) -> list[float]:

@@ -14,5 +14,6 @@ Start with `parallelize`, which cuts a model by a plan. The layers can also be u
 | vocabulary.py | an embedding cut by rows; a cross entropy that never holds all logits |
 | sequence_parallel.py | norms, dropout and attention that work on a rank's own tokens or heads |
 | operators.py | collectives forward and backward between whole and shared parts |
+| shares.py | which rows, columns or heads each rank has; without torch |
 | cuts.py | where a tensor is cut between ranks; a rank's part of a whole layer |
 """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.tensor.shares import share_of
 
 Device = torch.device | str | None
 
@@ -114,17 +115,6 @@ def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor
             f"use at most {units}"
         )
     return share_of(size, rank_in(group), ranks, unit)
-
-
-def share_of(size: int, rank: int, ranks: int, unit: int = 1) -> range:
-    """Return a rank's part of `size` elements, which may be empty."""
-    units = size // unit
-    return range(units * rank // ranks * unit, units * (rank + 1) // ranks * unit)
-
-
-def sizes_of(size: int, ranks: int) -> list[int]:
-    """Return how many elements each rank has."""
-    return [len(share_of(size, rank, ranks)) for rank in range(ranks)]
 
 
 def is_conv1d(module: object) -> bool:

@@ -35,7 +35,8 @@ from torch.autograd.function import once_differentiable
 from minidist import comm
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.tensor.cuts import share, share_of, sizes_of
+from minidist.parallel.tensor.cuts import share
+from minidist.parallel.tensor.shares import share_of, sizes_of
 
 Finish = Callable[[], Tensor]
 

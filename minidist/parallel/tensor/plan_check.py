@@ -22,8 +22,9 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.contract.batch import call, mapped, rows_of, tensors
 from minidist.parallel.contract.engine import Loss, unchanged
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
-from minidist.parallel.tensor.cuts import cuts, send_whole, share_of
+from minidist.parallel.tensor.cuts import cuts, send_whole
 from minidist.parallel.tensor.parallelize import parallelize
+from minidist.parallel.tensor.shares import share_of
 from minidist.parallel.tensor.vocabulary import gather_logits, vocabulary_of
 
 NOISE = 100

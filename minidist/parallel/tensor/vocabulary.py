@@ -22,8 +22,9 @@ from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share, share_of
+from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share
 from minidist.parallel.tensor.operators import gather_from_ranks, reduce_from_ranks, scatter_sequence
+from minidist.parallel.tensor.shares import share_of
 
 
 class VocabParallelEmbedding(TensorParallel):

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.prepare_checks import check_available
-from minidist.parallel.tensor.cuts import share_of
+from minidist.parallel.contract.layout import Layout, check_available
+from minidist.parallel.tensor.shares import share_of
 from minidist.scale.dry_run.fake_world import WAYS
 from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.own_prediction import own_rows

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from minidist._arguments import is_whole
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.prepare_checks import check_available
+from minidist.parallel.contract.layout import Layout, check_available
 from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.memory.arguments import check, refuse_cut_rows
 from minidist.scale.memory.estimates import Estimate, estimate

@@ -13,11 +13,30 @@
 | largest_batch.py | `fits` |
 | bar_chart.py | `plot` |
 | __main__.py | the command |
+
+The estimate needs no torch; names are imported when first used.
 """
 
-from minidist.parallel.contract.memory_report import Memory as Memory
-from minidist.scale.memory.bar_chart import plot as plot
-from minidist.scale.memory.estimates import Estimate as Estimate
-from minidist.scale.memory.estimates import estimate as estimate
-from minidist.scale.memory.largest_batch import Fit as Fit
-from minidist.scale.memory.largest_batch import fits as fits
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minidist._lazy import lazy
+
+if TYPE_CHECKING:
+    from minidist.parallel.contract.memory_report import Memory as Memory
+    from minidist.scale.memory.bar_chart import plot as plot
+    from minidist.scale.memory.estimates import Estimate as Estimate
+    from minidist.scale.memory.estimates import estimate as estimate
+    from minidist.scale.memory.largest_batch import Fit as Fit
+    from minidist.scale.memory.largest_batch import fits as fits
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "minidist.parallel.contract.memory_report": ("Memory",),
+        "minidist.scale.memory.bar_chart": ("plot",),
+        "minidist.scale.memory.estimates": ("Estimate", "estimate"),
+        "minidist.scale.memory.largest_batch": ("Fit", "fits"),
+    },
+)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from rich import box
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from minidist.model.configs import CONFIGS, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import size
 from minidist.scale.memory.arguments import named_shape
 from minidist.scale.memory.estimates import Estimate, estimate
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MODELS = tuple(name for name in CONFIGS if not name.startswith("byte-"))
 EXACT_ROWS = 10**7
@@ -104,6 +105,9 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
 
     A cell has the rows on a rank, or a dash and the bytes that one row would take.
     """
+    from rich import box
+    from rich.table import Table
+
     found = list(dict.fromkeys(found))  # a model that was named twice gets one line
     layouts = list(dict.fromkeys(fit.layout for fit in found))
     drawn = Table(

@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch import nn
-
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
-from minidist.parallel.pipeline.layer_by_layer import cut
-from minidist.parallel.tensor.cuts import share_of
+from minidist.parallel.pipeline.balanced_cut import cut_by_weights
+from minidist.parallel.tensor.shares import share_of
 
 Sizes = list[int]
 """Elements of each parameter of a layer, in the order of registration."""
@@ -53,8 +51,7 @@ def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     """
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
-    layers = [nn.Identity() for _ in whole]  # stand-ins: `cut` goes by the given weights
-    return cut(layers, pp * chunks, weights=whole)
+    return cut_by_weights(whole, pp * chunks)
 
 
 def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:

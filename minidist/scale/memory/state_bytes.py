@@ -27,14 +27,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.flat.joined_messages import MB
 from minidist.scale.memory import parameter_sizes
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Per element of parameters and activations."""
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
 """Tensors of the parameter's shape in the optimizer's state; AdamW has as many as Adam."""
-BUCKET = 25 * MB
+BUCKET = 25 * 2**20
 TAIL = 2
 """Numbers sent with the gradients besides one per parameter: rows and loss."""
 
