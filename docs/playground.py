@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
+from functools import cache
 
 from minidist.parallel import schedules
 from minidist.parallel.pipeline.instructions import KINDS, sizes
@@ -19,9 +19,9 @@ from minidist.parallel.pipeline.schedule_plot import DRAWN
 from minidist.parallel.schedules import Instruction, Schedule
 
 SHORT = {kind: str(Instruction(kind, 0))[:-1] for kind in KINDS}  # "forward": "F", "recv_forward": "recv F"
-WORD = re.compile(r"((?:recv |send )?[FBIW])(\d+)(?:\.(\d+))?$")
-instruction = lru_cache(maxsize=None)(Instruction)
-"""Makes each instruction once: an edit changes one word of hundreds."""
+KINDS_BY_SHORT = {short: kind for kind, short in SHORT.items()}
+WORD = re.compile(r"(?:(?:recv|send)\s+)?\S+")
+INSTRUCTION = re.compile(r"((?:recv |send )?[FBIW])(\d+)(?:\.(\d+))?$")
 
 
 def choices() -> str:
@@ -70,21 +70,29 @@ def answer(request: str) -> str:
 
 def read(text: str) -> Schedule:
     """The schedule of a text. Where it has no message, the messages that it needs are put in."""
-    kinds = {short: kind for kind, short in SHORT.items()}
     schedule: list[list[Instruction]] = []
     for rank, line in enumerate(text.rstrip().split("\n")):
         schedule.append([])
-        for word in re.findall(r"(?:(?:recv|send)\s+)?\S+", line):
-            found = WORD.match(" ".join(word.split()))
+        for word in WORD.findall(line):
+            found = instruction(word)
             if found is None:
                 raise ValueError(
                     f"rank {rank} has {word!r}, which is no instruction; write F3 for the forward pass of "
                     "micro-batch 3, or F3.1 for its chunk 1; B3, I3 and W3; recv F3 and send B3"
                 )
-            kind, micro_batch, chunk = found.groups()
-            schedule[-1].append(instruction(kinds[kind], int(micro_batch), int(chunk or 0)))
+            schedule[-1].append(found)
     passes = all(each.computes for own in schedule for each in own)
     return schedules.with_messages(schedule) if passes else schedule
+
+
+@cache
+def instruction(word: str) -> Instruction | None:
+    """The instruction of a word, or None. Each is read once: an edit changes one word of hundreds."""
+    found = INSTRUCTION.match(" ".join(word.split()))
+    if found is None:
+        return None
+    short, micro_batch, chunk = found.groups()
+    return Instruction(KINDS_BY_SHORT[short], int(micro_batch), int(chunk or 0))
 
 
 def write(schedule: Schedule, messages: bool) -> str:

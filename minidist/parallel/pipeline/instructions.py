@@ -25,6 +25,12 @@ COMPUTE = ("forward", "backward", "backward_input", "backward_weight")
 MESSAGES = ("recv_forward", "send_forward", "recv_backward", "send_backward")
 KINDS = (*COMPUTE, *MESSAGES)
 _SHORT = dict(zip(KINDS, ("F", "B", "I", "W", "recv F", "send F", "recv B", "send B"), strict=True))
+_MOVES = {  # what a message holds, and how many stages before this one is the stage with that output
+    "send_forward": ("forward", 0),
+    "recv_forward": ("forward", 1),
+    "send_backward": ("backward", 1),  # the gradient of the output of the stage before
+    "recv_backward": ("backward", 0),
+}
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,16 @@ def sizes(schedule: Schedule) -> tuple[int, int, int]:
     )
 
 
+def moved(instruction: Instruction, rank: int, ranks: int) -> StageMessage:
+    """The message that an instruction sends or receives."""
+    kind, before = _MOVES[instruction.kind]
+    return StageMessage(kind, stage_of(rank, instruction.chunk, ranks) - before, instruction.micro_batch)
+
+
 def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel, StageMessage]:
     """The message that an instruction sends or receives, and its channel."""
-    role, kind = instruction.kind.split("_")
-    stage = stage_of(rank, instruction.chunk, ranks)
-    # `backward_input` of a stage sends the gradient of the output of the stage before.
-    boundary = stage if (role == "send") == (kind == "forward") else stage - 1
-    source, destination = boundary % ranks, (boundary + 1) % ranks
-    if kind == "backward":
+    message = moved(instruction, rank, ranks)
+    source, destination = message.stage % ranks, (message.stage + 1) % ranks
+    if message.kind == "backward":
         source, destination = destination, source
-    return Channel(kind, source, destination), StageMessage(kind, boundary, instruction.micro_batch)
+    return Channel(message.kind, source, destination), message

@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from minidist.parallel.pipeline.instructions import Instruction, Schedule, StageMessage, message_of
+from minidist.parallel.pipeline.instructions import (
+    COMPUTE,
+    Instruction,
+    Schedule,
+    StageMessage,
+    message_of,
+    moved,
+)
 
 
 class Deadlock(ValueError):
@@ -33,13 +40,14 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Instruction, StageMessage 
     ranks = len(schedule)
     done = [0] * ranks  # instructions of each rank
     sent: set[StageMessage] = set()
-    while any(done[rank] < len(own) for rank, own in enumerate(schedule)):
+    while left := {rank: own[done[rank]] for rank, own in enumerate(schedule) if done[rank] < len(own)}:
         before = sum(done)
-        for rank, own in enumerate(schedule):
-            while done[rank] < len(own):
-                each = own[done[rank]]
-                message = None if each.computes else message_of(each, rank, ranks)[1]
-                if message is not None:
+        for rank in left:
+            own = schedule[rank]
+            for index in range(done[rank], len(own)):
+                each, message = own[index], None
+                if each.kind not in COMPUTE:
+                    message = moved(each, rank, ranks)
                     if each.kind.startswith("send"):
                         sent.add(message)
                     elif message not in sent:
@@ -47,5 +55,4 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Instruction, StageMessage 
                 yield rank, each, message
                 done[rank] += 1
         if sum(done) == before:
-            left = {rank: own[done[rank]] for rank, own in enumerate(schedule) if done[rank] < len(own)}
             raise Deadlock(left, ranks)

@@ -7,15 +7,15 @@ executed once by `replay`, whose rules are those of `Pipeline`. (If sends waited
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 
 from minidist.parallel.pipeline.instructions import (
-    Channel,
+    COMPUTE,
     Instruction,
     Schedule,
     StageMessage,
-    message_of,
+    moved,
     require_schedule,
     sizes,
     stage_of,
@@ -37,6 +37,13 @@ def check(schedule: Schedule, micro_batches: int | None = None, chunks: int | No
         TypeError: it is not a list of instructions for each rank.
         ValueError: a rule is broken; names the rule, the rank and the instruction.
     """
+    check_rules(schedule, micro_batches, chunks)
+    for _ in replay(schedule):
+        pass  # raises Deadlock where no rank can go on
+
+
+def check_rules(schedule: Schedule, micro_batches: int | None = None, chunks: int | None = None) -> None:
+    """All of `check` but the replay, for a caller that replays the schedule anyway."""
     require_schedule(schedule)
     ranks, found_micro_batches, found_chunks = sizes(schedule)
     if not ranks or not found_micro_batches:
@@ -48,23 +55,25 @@ def check(schedule: Schedule, micro_batches: int | None = None, chunks: int | No
         if wanted is not None and wanted != found:
             raise ValueError(f"the schedule has {found} {name} and should have {wanted}")
     for rank, own in enumerate(schedule):
-        _check_complete(rank, own, ranks, found_micro_batches, found_chunks)
-        _check_order(rank, own, ranks, found_chunks)
+        index = {(each.kind, each.micro_batch, each.chunk): i for i, each in enumerate(own)}
+        if len(index) < len(own):
+            twice = next(each for each in own if own.count(each) > 1)
+            raise ValueError(
+                f"rank {rank} has {twice} {own.count(twice)} times; each instruction is there once"
+            )
+        _check_complete(rank, index, ranks, found_micro_batches, found_chunks)
+        _check_order(rank, index, ranks, found_chunks)
     _check_channels(schedule)
-    for _ in replay(schedule):
-        pass  # raises Deadlock where no rank can go on
 
 
-def _check_complete(
-    rank: int, own: Sequence[Instruction], ranks: int, micro_batches: int, chunks: int
-) -> None:
-    counts = Counter(own)
-    twice = next((each for each, count in counts.items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"rank {rank} has {twice} {counts[twice]} times; each instruction is there once")
+Index = Mapping[tuple[str, int, int], int]
+"""At which place of its rank's list the instruction of a kind, micro-batch and chunk stands."""
+
+
+def _check_complete(rank: int, index: Index, ranks: int, micro_batches: int, chunks: int) -> None:
     found: dict[tuple[int, int], set[str]] = defaultdict(set)
-    for each in own:
-        found[each.micro_batch, each.chunk].add(each.kind)
+    for kind, micro_batch, chunk in index:
+        found[micro_batch, chunk].add(kind)
     for chunk in range(chunks):
         for micro_batch in range(micro_batches):
             kinds = found[micro_batch, chunk]
@@ -102,39 +111,38 @@ _BEFORE = {
 """For each kind, the kinds that come earlier for the same micro-batch and chunk, if the schedule has them."""
 
 
-def _check_order(rank: int, own: Sequence[Instruction], ranks: int, chunks: int) -> None:
-    index = {each: i for i, each in enumerate(own)}
-
-    def require(earlier: Instruction, later: Instruction) -> None:
-        if earlier in index and index[earlier] > index[later]:
-            raise ValueError(f"rank {rank} has {later} before {earlier}, which it needs")
-
-    for each in own:
-        for kind in _BEFORE.get(each.kind, ()):
-            require(Instruction(kind, each.micro_batch, each.chunk), each)
-        if ranks > 1:
-            continue
-        # With one rank, the next stage is the rank's own next chunk.
-        if each.kind == "forward" and each.chunk:
-            require(Instruction("forward", each.micro_batch, each.chunk - 1), each)
-        if each.kind in ("backward", "backward_input") and each.chunk < chunks - 1:
-            for kind in ("backward", "backward_input"):
-                require(Instruction(kind, each.micro_batch, each.chunk + 1), each)
+def _check_order(rank: int, index: Index, ranks: int, chunks: int) -> None:
+    for (kind, micro_batch, chunk), i in index.items():
+        earlier = [(before, micro_batch, chunk) for before in _BEFORE.get(kind, ())]
+        if ranks == 1:  # the next stage is the rank's own next chunk
+            if kind == "forward":
+                earlier.append((kind, micro_batch, chunk - 1))
+            elif kind in ("backward", "backward_input") and chunk < chunks - 1:
+                earlier += [(before, micro_batch, chunk + 1) for before in ("backward", "backward_input")]
+        for each in earlier:
+            if index.get(each, -1) > i:
+                later = Instruction(kind, micro_batch, chunk)
+                raise ValueError(f"rank {rank} has {later} before {Instruction(*each)}, which it needs")
 
 
 def _check_channels(schedule: Schedule) -> None:
-    sent: dict[Channel, list[StageMessage]] = defaultdict(list)
-    received: dict[Channel, list[StageMessage]] = defaultdict(list)
+    ranks = len(schedule)
+    # A channel leads over the border behind a rank, forward or backward.
+    sent: dict[tuple[str, int], list[StageMessage]] = defaultdict(list)
+    received: dict[tuple[str, int], list[StageMessage]] = defaultdict(list)
     for rank, own in enumerate(schedule):
         for each in own:
-            if not each.computes:
-                channel, message = message_of(each, rank, len(schedule))
-                (sent if each.kind.startswith("send") else received)[channel].append(message)
-    for channel, messages in sent.items():
-        for there, here in zip(messages, received[channel], strict=True):
+            if each.kind not in COMPUTE:
+                message = moved(each, rank, ranks)
+                channels = sent if each.kind.startswith("send") else received
+                channels[message.kind, message.stage % ranks].append(message)
+    for (kind, border), messages in sent.items():
+        for there, here in zip(messages, received[kind, border], strict=True):
             if there != here:
+                ends = border, (border + 1) % ranks
+                source, destination = ends if kind == "forward" else ends[::-1]
                 raise ValueError(
-                    f"rank {channel.source} sends micro-batch {there.micro_batch} of stage {there.stage} and "
-                    f"rank {channel.destination} receives micro-batch {here.micro_batch} of stage "
-                    f"{here.stage} ({channel.kind}); messages arrive in the order in which they are sent"
+                    f"rank {source} sends micro-batch {there.micro_batch} of stage {there.stage} and "
+                    f"rank {destination} receives micro-batch {here.micro_batch} of stage "
+                    f"{here.stage} ({kind}); messages arrive in the order in which they are sent"
                 )

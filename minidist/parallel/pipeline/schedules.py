@@ -20,6 +20,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from minidist._arguments import check_whole
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
@@ -140,6 +141,7 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
             )
     ranks, _, chunks = sizes(compute)
     last = ranks * chunks - 1
+    instruction = cache(Instruction)  # several ranks have equal messages: make each once
     schedule: list[list[Instruction]] = []
     for rank, own in enumerate(compute):
         schedule.append([])
@@ -150,10 +152,10 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
             )
             sends = ranks > 1 and each.kind != "backward_weight"
             if sends and stage != first_end:
-                schedule[-1].append(Instruction(f"recv_{kind}", *which))
+                schedule[-1].append(instruction(f"recv_{kind}", *which))
             schedule[-1].append(each)
             if sends and stage != last_end:
-                schedule[-1].append(Instruction(f"send_{kind}", *which))
+                schedule[-1].append(instruction(f"send_{kind}", *which))
     return schedule
 
 

@@ -20,7 +20,7 @@ from minidist.parallel.pipeline.instructions import (
     stage_of,
 )
 from minidist.parallel.pipeline.replay import replay
-from minidist.parallel.pipeline.schedule_proof import check
+from minidist.parallel.pipeline.schedule_proof import check_rules
 
 PassTimes = Mapping[str, float | Sequence[float | Sequence[float]]]
 """Seconds of "forward", "backward", "backward_input", "backward_weight" and "message": one number for all,
@@ -67,7 +67,7 @@ def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
         TypeError: times is not a dict.
         ValueError: the schedule fails `check`, or times are negative, unknown, too few or too many.
     """
-    check(schedule)
+    check_rules(schedule)
     if times is not None and not isinstance(times, Mapping):
         raise TypeError(
             f"times is {times!r}; give a dict of seconds, such as {{'forward': 1, 'backward': 2}}"
