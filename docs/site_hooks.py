@@ -140,7 +140,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the pictures and the playground in."""
-    html = html.replace("<!-- playground -->", playground())
+    html = re.sub(r"<!-- (playground\w*) -->", lambda found: playground(found[1]), html)
     return re.sub(r"<!-- picture: (\w+)\.(\w+) -->", lambda found: picture(*found.groups()), html)
 
 
@@ -155,10 +155,10 @@ def picture(module: str, function: str) -> str:
     return "".join(each.data for each in shown)
 
 
-def playground(pyodide: Path = PYODIDE) -> str:
-    """The playground's form and scripts; or a sentence, where the npm package is missing."""
+def playground(name: str, pyodide: Path = PYODIDE) -> str:
+    """A form of the playground and its scripts; or a sentence, where the npm package is missing."""
     if pyodide.exists():
-        return (DOCS / "playground.html").read_text()
+        return (DOCS / f"{name}.html").read_text()
     return (
         "<p><strong>The playground is missing:</strong> <code>make site</code> could not install the npm "
         "package <code>pyodide</code>, which runs Python in a browser.</p>"
@@ -168,10 +168,10 @@ def playground(pyodide: Path = PYODIDE) -> str:
 def python_script() -> str:
     """A script that defines `loadPyodide`, and EMBEDDED: the files that it needs, each as base64 of its gzip.
 
-    Among them is sources.json: the text of docs/playground.py and of each file of minidist that it imports.
+    Among them is sources.json: the text of docs/playground*.py and of each file of minidist that they import.
     """
     program = (
-        "import json, sys, playground; "
+        "import json, sys, playground, playground_memory; "
         "print(json.dumps([m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'minidist']))"
     )
     paths = os.pathsep.join([os.fspath(ROOT), os.fspath(DOCS)])
@@ -185,7 +185,7 @@ def python_script() -> str:
     sources = {
         Path(file).relative_to(ROOT).as_posix(): Path(file).read_text() for file in json.loads(done.stdout)
     }
-    sources["playground.py"] = (DOCS / "playground.py").read_text()
+    sources |= {file.name: file.read_text() for file in DOCS.glob("playground*.py")}
     contents = {name: (PYODIDE / name).read_bytes() for name in EMBEDDED}
     contents["sources.json"] = json.dumps(sources).encode()
     packed = {

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from minidist.parallel import schedules
+from tests.helpers import memory_requests
 from tests.helpers.schedule_requests import cases, library, rounded, written
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +64,7 @@ def test_a_word_that_is_no_instruction_is_named(playground: Any) -> None:
 
 
 def test_answers_need_neither_torch_nor_numpy() -> None:
-    program = "import sys, playground; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    program = "import sys, playground, playground_memory; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "docs")])
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, timeout=60)
     assert done.returncode == 0
@@ -73,7 +74,7 @@ def test_without_the_npm_package_the_page_says_so() -> None:
     pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
     from docs import site_hooks
 
-    assert "package <code>pyodide</code>" in site_hooks.playground(ROOT / "nothing")
+    assert "package <code>pyodide</code>" in site_hooks.playground("playground", ROOT / "nothing")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def page(browser: Any, site: str) -> Iterator[Any]:
     opened.on("pageerror", lambda error: said.append(str(error)))
     opened.on("request", lambda request: said.append(request.url[:200]))
     opened.goto(site)
-    opened.wait_for_function("!!window.playgroundAnswer", timeout=60_000)
+    opened.wait_for_function("!!window.playgroundMemory", timeout=60_000)
     yield opened
     opened.close()
     assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
@@ -125,24 +126,50 @@ def test_the_page_answers_as_the_library(page: Any) -> None:
 
 @pytest.mark.browser
 def test_an_edit_gets_its_verdict(page: Any) -> None:
-    verdict, text = page.locator(".verdict"), page.locator("textarea")
-    page.locator("[name=schedule]").select_option("gpipe")
+    form = page.locator("#playground-form")
+    verdict, text = form.locator(".verdict"), form.locator("textarea")
+    form.locator("[name=schedule]").select_option("gpipe")
     assert "the fullest rank holds 8 micro-batches" in verdict.inner_text()
-    page.locator("[name=schedule]").select_option("1f1b")
+    form.locator("[name=schedule]").select_option("1f1b")
     assert "wait for 27.3 % of the time; the fullest rank holds 4 micro-batches" in verdict.inner_text()
-    assert page.locator(".pass").count() == 4 * 2 * 8
+    drawn = form.locator(".pass").evaluate_all("paths => paths.map(path => path.getAttribute('d')).join('')")
+    assert drawn.count("M") == drawn.count("z") == 4 * 2 * 8
     text.fill(text.input_value().replace("B7", "", 1))
     assert verdict.inner_text().startswith("rank 0, micro-batch 7, chunk 0: the backward pass is []")
-    assert page.locator("[name=schedule]").input_value() == ""
-    assert not page.locator(".chart").is_visible()
+    assert form.locator("[name=schedule]").input_value() == ""
+    assert not form.locator(".chart").is_visible()
     page.get_by_role("button", name="show it").click()
     assert verdict.inner_text().startswith("the schedule never ends: rank 0 waits at recv B0 for rank 1")
     text.fill("F0 F1 B0 B1\nF0 B0 F1 B1")
     assert verdict.inner_text().startswith("The schedule is complete")
-    assert page.locator("[name=ranks]").input_value() == "2"
-    page.locator("[name=messages]").check()
+    assert form.locator("[name=ranks]").input_value() == "2"
+    form.locator("[name=messages]").check()
     assert text.input_value().startswith("F0 send F0 F1 send F1 recv B0 B0")
-    page.locator("[name=messages]").uncheck()
+    form.locator("[name=messages]").uncheck()
+
+
+@pytest.mark.browser
+def test_the_page_estimates_memory_as_the_library(page: Any) -> None:
+    requests = memory_requests.cases(20)
+    answers = page.evaluate("requests => requests.map(playgroundMemory)", requests)
+    assert answers == [memory_requests.library(request) for request in requests]
+
+
+@pytest.mark.browser
+def test_a_layout_gets_its_bars_and_what_fits(page: Any) -> None:
+    form = page.locator("#memory-form")
+    form.locator("[name=memory]").fill("8GB")
+    verdict = form.locator(".verdict")
+    assert "zero=2,precision=bf16,recompute=True: the fullest rank needs " in verdict.inner_text()
+    assert "does not fit in 8GB. At most 2 rows" in verdict.inner_text()
+    form.locator("[name=zero]").fill("3")
+    assert "which fits in 8GB" in verdict.inner_text()
+    assert form.locator(".bar").count() == 4
+    assert form.locator(".chosen").inner_text().startswith("ZeRO-3")
+    form.locator("[name=pp]").fill("1")
+    assert verdict.inner_text().startswith("zero=3 with pp=2 in the layout would send parameters")
+    form.locator("[name=zero]").fill("1")
+    assert form.locator(".bar").count() == 2
 
 
 @pytest.mark.browser
@@ -160,7 +187,7 @@ def test_an_edit_of_8_ranks_and_32_micro_batches_takes_less_than_100_ms(page: An
     }"""
     passes = [[each for each in own if each.computes] for own in schedules.one_f_one_b(8, 32)]
     times = page.evaluate(program, written(passes))
-    assert "The schedule is complete" in page.locator(".verdict").inner_text()
+    assert "The schedule is complete" in page.locator("#playground-form .verdict").inner_text()
     assert min(times) < 100  # the shortest, since other programs run too
 
 
@@ -171,7 +198,7 @@ def test_it_opens_within_10_s(browser: Any, site: str) -> None:
     session = opened.context.new_cdp_session(opened)
     session.send("Performance.enable")
     opened.goto(site)
-    opened.wait_for_function("!!window.playgroundAnswer", timeout=60_000)
+    opened.wait_for_function("!!window.playgroundMemory", timeout=60_000)
     found = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
     opened.close()
     assert 0.5 < found["ProcessTime"] < 10
@@ -183,17 +210,21 @@ def test_it_opens_within_10_s(browser: Any, site: str) -> None:
 def test_it_fits_the_screen_in_both_themes(browser: Any, site: str, theme: str, width: int) -> None:
     opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
     opened.goto(site)
-    opened.wait_for_function("!!window.playgroundAnswer", timeout=60_000)
-    opened.locator("[name=schedule]").select_option("interleaved")
+    opened.wait_for_function("!!window.playgroundMemory", timeout=60_000)
+    form = opened.locator("#playground-form")
+    form.locator("[name=schedule]").select_option("interleaved")
     assert opened.evaluate("document.documentElement.scrollWidth") == width
     chart = opened.locator(".scroll").bounding_box()
     assert chart["x"] + chart["width"] <= width
-    opened.locator("[name=ranks]").fill("8")
+    form.locator("[name=ranks]").fill("8")
     opened.locator("[name=zoom]").fill("2")
-    boxes = [each.bounding_box() for each in (opened.locator(".scroll svg"), opened.locator(".pass").last)]
+    bars = opened.locator(".bars").bounding_box()
+    assert 0 < bars["x"] < bars["x"] + bars["width"] < width
+    boxes = [each.bounding_box() for each in (opened.locator(".scroll svg"), form.locator(".pass").last)]
     assert boxes[0]["width"] > 1.9 * chart["width"]
     assert boxes[0]["height"] > 8 * 30
-    assert boxes[1]["y"] - boxes[0]["y"] > 7 * 30
+    middle = boxes[1]["y"] + boxes[1]["height"] / 2  # the box of a path has its stroke too
+    assert 7 * 30 < middle - boxes[0]["y"] < 8 * 30
     assert (
         opened.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[theme]
     )

@@ -1,47 +1,11 @@
-// The playground: asks docs/playground.py, which runs in this page by Pyodide, and draws the answers.
-//
-// A page that is a file may not fetch other files. So `make site` puts Pyodide, Python's standard library and the
-// library's sources into playground-python.js, as the base64 of their gzip (EMBEDDED), and each becomes a blob.
+// The playground's part about schedules: asks docs/playground.py, and draws the answers.
 "use strict";
 
 const form = document.getElementById("playground-form");
 const part = (name) => form.querySelector(`.${name}`);
 const verdict = part("verdict");
-const svgNames = "http://www.w3.org/2000/svg";
 const rowHeight = 30;
 let python, choices, shown;
-
-/** A file of EMBEDDED as a blob. */
-async function unpacked(name, type) {
-  const packed = await fetch(`data:application/gzip;base64,${EMBEDDED[name]}`);
-  const stream = packed.body.pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream, { headers: { "Content-Type": type } }).blob();
-}
-
-/** Start Python and give it the library's sources. */
-async function start() {
-  const [script, wasm, library, lock, sources] = await Promise.all([
-    unpacked("pyodide.asm.mjs", "text/javascript"),
-    unpacked("pyodide.asm.wasm", "application/wasm"),
-    unpacked("python_stdlib.zip", "application/zip"),
-    unpacked("pyodide-lock.json", "application/json"),
-    unpacked("sources.json", "application/json"),
-  ]);
-  const module = await import(URL.createObjectURL(script));
-  const pyodide = await loadPyodide({
-    createPyodideModule: module.default,
-    indexURL: `${URL.createObjectURL(wasm)}#`, // the one file fetched from this "folder" is the wasm
-    stdLibURL: URL.createObjectURL(library),
-    lockFileContents: JSON.parse(await lock.text()),
-    packageBaseUrl: "about:blank", // no package is ever loaded
-  });
-  for (const [path, text] of Object.entries(JSON.parse(await sources.text()))) {
-    pyodide.FS.mkdirTree(`/library/${path}`.replace(/\/[^/]*$/, ""));
-    pyodide.FS.writeFile(`/library/${path}`, text);
-  }
-  pyodide.runPython("import sys; sys.path.insert(0, '/library')");
-  return pyodide.pyimport("playground");
-}
 
 /** What docs/playground.py answers, as an object. */
 function answer(request) {
@@ -101,18 +65,45 @@ function summary(found) {
   );
 }
 
-function element(name, attributes, text) {
-  const made = document.createElementNS(svgNames, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
 /** The colour of a pass: the first of several chunks is pale, the last is strong. */
 function color(short, chunk, chunks) {
   const strength = chunks === 1 ? 1 : 0.45 + (0.55 * chunk) / (chunks - 1);
   const own = choices.passes.find((each) => each[0] === short)[2];
   return `color-mix(in srgb, ${own} ${100 * strength}%, white)`;
+}
+
+/** A rank's row of the chart, as text. The passes of one colour are one path: a browser lays out thousands slowly. */
+function row(events, rank, scale, total, chunks) {
+  const y = rank * rowHeight + 1;
+  const tall = rowHeight - 2;
+  const paths = {};
+  let micros = "";
+  for (const [short, micro, chunk, from, to] of events) {
+    const x = from * scale;
+    const wide = (to - from) * scale;
+    paths[[short, chunk]] = `${paths[[short, chunk]] ?? ""}M${x} ${y}h${wide}v${tall}h${-wide}z`;
+    if (wide >= 1 + 5.6 * String(micro).length) {
+      micros += `<text x="${x + wide / 2}" y="${y + rowHeight / 2 + 3}" class="micro">${micro}</text>`;
+    }
+  }
+  const passes = Object.entries(paths).map(([key, path]) => {
+    const [short, chunk] = key.split(",");
+    return `<path class="pass" fill="${color(short, chunk, chunks)}" d="${path}"/>`;
+  });
+  const behind = `<rect class="row" x="0" y="${y}" width="${total * scale}" height="${tall}"/>`;
+  return behind + passes.join("") + micros;
+}
+
+/** Say which pass is at this place of the chart. */
+function point({ clientX, clientY }) {
+  const { left, top } = part("scroll").firstChild.getBoundingClientRect();
+  const rank = Math.floor((clientY - top) / rowHeight);
+  const time = (clientX - left) / shown.scale;
+  const found = shown.timeline[rank]?.find(([, , , from, to]) => from <= time && time < to);
+  if (!found) return;
+  const [short, micro, chunk, from, to] = found;
+  const which = `${short}${micro}${chunk ? `.${chunk}` : ""}`;
+  part("pointed").textContent = `${which} on rank ${rank}, ${seconds(from)} to ${seconds(to)}`;
 }
 
 /** The Gantt chart: a row for each rank, a box for each pass, an axis of seconds. */
@@ -123,32 +114,19 @@ function draw() {
   const width = Math.max(60, scroll.clientWidth - 2) * Number(form.elements.zoom.value);
   const height = ranks * rowHeight;
   const scale = (width - 12) / (total || 1);
-  const chart = element("svg", { role: "img", "aria-label": summary(shown) });
-  chart.style.width = `${width}px`;
-  chart.style.height = `${height + 22}px`;
-  timeline.forEach((events, rank) => {
-    const y = rank * rowHeight;
-    chart.append(element("rect", { class: "row", x: 0, y: y + 1, width: total * scale, height: rowHeight - 2 }));
-    for (const [short, micro, chunk, from, to] of events) {
-      const x = from * scale;
-      const wide = (to - from) * scale;
-      const box = { class: "pass", x, y: y + 1, width: wide, height: rowHeight - 2, fill: color(short, chunk, chunks) };
-      const which = `${short}${micro}${chunk ? `.${chunk}` : ""} on rank ${rank}, ${seconds(from)} to ${seconds(to)}`;
-      chart.append(element("rect", { ...box, "data-which": which }));
-      if (wide >= 1 + 5.6 * String(micro).length) {
-        chart.append(element("text", { x: x + wide / 2, y: y + rowHeight / 2 + 4, class: "micro" }, micro));
-      }
-    }
-  });
+  shown.scale = scale;
+  const made = timeline.map((events, rank) => row(events, rank, scale, total, chunks));
   const step = [1, 2, 5].flatMap((n) => [0.1, 1, 10, 100].map((ten) => n * ten)).sort((a, b) => a - b);
   const apart = step.find((each) => each * scale >= 45) ?? 1000;
   for (let time = 0; time <= total + 1e-9; time += apart) {
     const x = time * scale;
-    chart.append(element("line", { x1: x, x2: x, y1: height, y2: height + 5 }));
-    const anchor = time ? "middle" : "start";
-    chart.append(element("text", { x, y: height + 18, "text-anchor": anchor }, Number(time.toFixed(3))));
+    made.push(
+      `<line x1="${x}" x2="${x}" y1="${height}" y2="${height + 5}"/>` +
+        `<text x="${x}" y="${height + 18}" text-anchor="${time ? "middle" : "start"}">${Number(time.toFixed(3))}</text>`,
+    );
   }
-  scroll.replaceChildren(chart);
+  const size = `width: ${width}px; height: ${height + 22}px`;
+  scroll.innerHTML = `<svg role="img" aria-label="${summary(shown)}" style="${size}">${made.join("")}</svg>`;
   part("ranks").replaceChildren(...timeline.map((_, rank) => labelled(`rank ${rank}`)));
   const drawn = new Set(timeline.flat().map((event) => event[0]));
   part("legend").replaceChildren(
@@ -160,25 +138,10 @@ function draw() {
   );
 }
 
-function labelled(text) {
-  const made = document.createElement("span");
-  made.textContent = text;
-  return made;
-}
-
 /** A table: how long each rank waits, and how much it holds. */
 function tabulate(found) {
-  const table = document.createElement("table");
-  const head = table.createTHead().insertRow();
-  for (const title of ["Rank", "Waits", "Holds at most"]) {
-    head.append(Object.assign(document.createElement("th"), { textContent: title, scope: "col" }));
-  }
-  const body = table.createTBody();
-  found.bubbles.forEach((bubble, rank) => {
-    const row = body.insertRow();
-    for (const text of [rank, percent(bubble), found.peak_activations[rank]]) row.insertCell().textContent = text;
-  });
-  part("results").replaceChildren(table);
+  const rows = found.bubbles.map((bubble, rank) => [rank, percent(bubble), found.peak_activations[rank]]);
+  part("results").replaceChildren(tableOf(["Rank", "Waits", "Holds at most"], rows));
 }
 
 /** Update at every event of the form. An edit of the text makes the schedule one's own. */
@@ -195,11 +158,7 @@ function listen() {
     update(target.name === "messages");
   });
   form.addEventListener("submit", (event) => event.preventDefault());
-  for (const type of ["pointerover", "click"]) {
-    part("scroll").addEventListener(type, ({ target }) => {
-      if (target.dataset?.which) part("pointed").textContent = target.dataset.which;
-    });
-  }
+  for (const type of ["pointermove", "click"]) part("scroll").addEventListener(type, point);
   for (const button of document.querySelectorAll("button[data-schedule]")) {
     button.addEventListener("click", () => {
       form.elements.schedule.value = "";
@@ -214,7 +173,7 @@ function listen() {
 (async () => {
   const waiting = document.getElementById("playground-status");
   try {
-    python = await start();
+    python = (await playgroundPython)("playground");
   } catch (error) {
     waiting.textContent = `Python does not start in this browser: ${error}`;
     return;

@@ -1,8 +1,9 @@
 """Where to cut a chain of layers, given what each layer weighs. Needs no torch.
 
 The slowest part of a pipeline sets the pace, so the heaviest part is made as light as possible. Its weight is
-that of some run of consecutive layers: a bisection over all runs finds the lightest one with which the parts
-suffice, and a dynamic program makes each attempt.
+that of some run of consecutive layers. A bisection finds the lightest run with which the parts suffice: the
+fewest parts are those that are filled one after the other, each as far as that weight allows. With that
+weight as the limit, a dynamic program finds the most even parts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ def cut_by_weights(weights: Sequence[float], parts: int) -> list[range]:
     for weight in weights:
         sums.append(sums[-1] + weight)
 
+    def suffices(most: float) -> bool:
+        """Whether `parts` parts are enough if none may be heavier than `most`."""
+        begin, needed = 0, 1
+        for end in range(1, count + 1):
+            if sums[end] - sums[begin] > most:
+                begin, needed = end - 1, needed + 1
+                if sums[end] - sums[begin] > most:
+                    return False
+        return needed <= parts
+
     def best(most: float) -> list[tuple[float, list[int]]]:
         """For each number of first layers: the least sum of squares and the cuts, no part over `most`."""
         found: list[tuple[float, list[int]]] = [(0.0, [0])] + [(float("inf"), [])] * count
@@ -42,6 +53,6 @@ def cut_by_weights(weights: Sequence[float], parts: int) -> list[range]:
         return found
 
     runs = sorted({sums[end] - sums[begin] for end in range(count + 1) for begin in range(end)})
-    lightest = bisect_left(runs, True, key=lambda most: bool(best(most)[count][1]))
+    lightest = bisect_left(runs, True, key=suffices)
     edges = best(runs[lightest])[count][1]
     return [range(begin, end) for begin, end in pairwise(edges)]

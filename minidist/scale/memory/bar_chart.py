@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from minidist.kernels.measure.roofline_plot import GRID, MUTED
 from minidist.parallel.contract.memory_report import PARTS, Memory, size
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ def check_path(path: str | PathLike[str]) -> None:
 
 def _draw(axes: Axes, estimates: Mapping[str, Memory], measured: Mapping[str, Memory], title: str) -> None:
     from matplotlib.patches import Patch
+
+    from minidist.kernels.measure.roofline_plot import GRID, MUTED
 
     highest = max(bar.total for bar in (*estimates.values(), *measured.values()))
     unit = size(highest).split()[1]  # the highest bar's
