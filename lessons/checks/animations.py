@@ -24,12 +24,14 @@ from checks.figures import WORDS, framed, svg
 _numbers = itertools.count(1)
 
 PLAYER = """
-<div id="{own}-bar" style="display: flex; gap: 0.5em; align-items: center; margin-top: 0.3em">
+<div id="{own}-bar"
+style="display: flex; flex-wrap: wrap; gap: 0.5em; align-items: center; margin-top: 0.3em">
 <button type="button" aria-label="One step back" style="{button}">&#9664;</button>
 <button type="button" aria-label="Play or pause" style="{button}">Play</button>
 <button type="button" aria-label="One step on" style="{button}">&#9654;</button>
 <input type="range" min="0" max="{last}" value="0" aria-label="Step" style="flex: 0 1 12em">
-<span aria-live="polite" style="flex: 1; min-height: 2.6em; display: flex; align-items: center"></span></div>
+<span aria-live="polite"
+style="flex: 1 1 15em; min-height: 2.6em; display: flex; align-items: center"></span></div>
 <script>(() => {{
   const bar = document.getElementById("{own}-bar"), root = bar.parentElement.querySelector("svg, .stills");
   const [back, play, on] = bar.querySelectorAll("button"), range = bar.querySelector("input");
