@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,7 @@ _NUMBER = re.compile(rb'"saved":(\d{1,18}),')
 _PIECE = 2**20  # bytes of a file to read at a time
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A part of a tensor in a file."""
 
     offsets: tuple[int, ...]
@@ -43,8 +42,7 @@ class Box:
     start: int  # its first byte
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor in a checkpoint. Its boxes hold every element once."""
 
     dtype: torch.dtype

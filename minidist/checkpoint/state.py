@@ -12,8 +12,8 @@ import json
 import random
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -34,8 +34,7 @@ Shaped = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
 
 
-@dataclass(frozen=True)
-class CheckpointState:
+class CheckpointState(NamedTuple):
     """One rank's part of a checkpoint."""
 
     chunks: list[TensorBox]

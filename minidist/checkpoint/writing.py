@@ -12,9 +12,8 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,7 @@ BoxKey = tuple[str, tuple[int, ...]]
 """A box's name and offsets."""
 
 
-@dataclass(frozen=True)
-class HeldBox:
+class HeldBox(NamedTuple):
     """A box that a rank holds, as the other ranks hear of it."""
 
     name: str
@@ -48,8 +46,7 @@ class HeldBox:
         return f"{self.dtype} of sizes {self.sizes} of {self.shape}"
 
 
-@dataclass(frozen=True)
-class RankContents:
+class RankContents(NamedTuple):
     """The contents that one rank could write."""
 
     boxes: list[HeldBox]
@@ -57,8 +54,7 @@ class RankContents:
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     """The file that one rank has written."""
 
     starts: dict[BoxKey, int]  # each box's first byte

@@ -12,13 +12,12 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _PORTS = range(20_000, 30_000)  # below those that systems hand out by themselves
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """The variables in which a launcher describes a rank; of several names the first that is set counts."""
 
     launcher: str
@@ -55,8 +54,7 @@ _LAUNCHERS = (
 )
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """A process that a launcher started as one of several ranks."""
 
     launcher: str

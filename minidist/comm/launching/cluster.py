@@ -14,7 +14,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -231,7 +230,7 @@ class Cluster:
                 for rank in range(self.ranks):
                     process = RankProcess(rank, starter, listener if rank == 0 else None)
                     self._processes.append(process)
-                    process.channel.send(pickle.dumps(replace(setup, rank=rank)))
+                    process.channel.send(pickle.dumps(setup._replace(rank=rank)))
                 collect(self._processes, "ready", self.start_timeout, "start_timeout")
             except BaseException:
                 self._stop(0.0)

@@ -13,8 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist.comm.errors import FOLLOWS, RankDied, RankError, RankTimeout
 from minidist.comm.launching.rank_processes import RankProcess, signal_name
@@ -27,8 +26,7 @@ STACK_PAUSE = 0.2
 """Seconds that a stuck rank gets to write its stack."""
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A rank that raised an exception, or that died if `raised` is None."""
 
     when: float

@@ -18,9 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist.comm.launching.safeguards import set_starting, watch_parent
 from minidist.comm.transport.channel import Connection
@@ -31,8 +30,7 @@ LONGEST_LINE = 2**16
 """Characters after which an unfinished line is sent."""
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """The settings that a rank needs before it can run anything."""
 
     rank: int
@@ -47,16 +45,14 @@ class Setup:
     path: list[str]
 
 
-@dataclass(frozen=True)
-class Returned:
+class Returned(NamedTuple):
     """The result of a function in a rank."""
 
     value: bytes  # pickled
     caught: str = ""  # the error of a call that began and failed, if the function has caught one
 
 
-@dataclass(frozen=True)
-class Raised:
+class Raised(NamedTuple):
     """An exception that a function raised in a rank."""
 
     when: float  # time.monotonic(), which all processes of a machine share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ _preferred: list[str] = []
 threads."""
 
 
-@dataclass(frozen=True)
-class GroupMemory:
+class GroupMemory(NamedTuple):
     """The shared memory of a group, kept between calls."""
 
     memory: SharedMemory | None  # of the group's ranks on this host; None if they cannot share any

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,7 @@ HOST_VARIABLE = "MINIDIST_HOST"
 """Environment variable for experiments: ranks with different values count as on different hosts."""
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A rank's process, as its peers on the host see it."""
 
     host: tuple[int, int]  # two checksums of the host's identity

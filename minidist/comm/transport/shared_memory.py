@@ -13,7 +13,7 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ _HEADER = struct.Struct("<3q104s")  # segment, first byte there, number of sizes
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """A rank's announcement of what it is about to do."""
 
     segment: int  # number of the segment with its tensor; 0 if that is not in shared memory

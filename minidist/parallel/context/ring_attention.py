@@ -17,8 +17,7 @@ B batch, H query heads, K key heads, G = H / K, N = B K, T this rank's positions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +107,7 @@ def ring_bytes(
     return keys + 8 * TOLD * (ranks - 1)
 
 
-@dataclass(frozen=True)
-class _Ring:
+class _Ring(NamedTuple):
     """This rank's position in the ring, and what its queries see of the other ranks' keys."""
 
     group: Group

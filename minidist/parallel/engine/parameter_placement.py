@@ -9,8 +9,8 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from minidist.parallel.tensor.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
 
-@dataclass(frozen=True)
-class PlacedParameter:
+class PlacedParameter(NamedTuple):
     """A tensor of the whole model's `state_dict`."""
 
     shape: torch.Size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,7 @@ class _Nothing:
 NOTHING: Any = _Nothing()
 
 
-@dataclass(frozen=True)
-class Tied:
+class Tied(NamedTuple):
     """A parameter of which several stages of a pipeline hold a copy."""
 
     name: str | None  # on this rank; None if it has no copy

@@ -10,16 +10,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-@dataclass(frozen=True)
-class _Claim:
+class _Claim(NamedTuple):
     owner: weakref.ref[Any]
     kind: str
     takes_values: bool  # whether the owner moved the values into shards
