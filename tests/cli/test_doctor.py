@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from minidist.cli import commands, doctor, doctor_gpu
+from minidist.cli import commands, doctor, doctor_gpu, doctor_probe
 
 CPU_TORCH = {"version": "2.8.0+cpu", "cuda": None, "threads": 2, "gloo": True, "nccl": False, "devices": []}
 GPU = [{"name": "NVIDIA H200", "driver": "580.65", "memory_bytes": 2**37, "compute_capability": "9.0"}]
@@ -85,7 +85,7 @@ def test_where_the_cuda_ladder_runs_is_told(parts):
 
 def test_a_driver_that_does_not_fit_is_told_with_its_remedy(monkeypatch):
     monkeypatch.setenv("MINIDIST_CUDA_BACKEND", "wrong")
-    found = doctor.ladder(doctor.probe()["ladder"])
+    found = doctor.ladder(doctor_probe.attempt(doctor_probe.ladder))
     assert not found.ok
     assert found.found.startswith("MINIDIST_CUDA_BACKEND is 'wrong'")
     assert found.remedy == "set it to gpu, emulator, simulator, or unset it"
