@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minidist.benchmarks.harness import machine, results
+from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.deep
@@ -20,11 +21,13 @@ pytestmark = pytest.mark.deep
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a site; the build fails where a link or an anchor leads nowhere."""
     pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "site", build)
 
 
 def test_no_page_loads_anything_from_the_network(site: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import minidist
+from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.ipynb"))
@@ -35,31 +36,25 @@ def test_the_workflow_runs_what_ci_runs() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of a copy of this tree, since a build leaves a folder that a later wheel would hold too."""
     pytest.importorskip("setuptools", "77", reason="setuptools 77 builds the wheel; it is not installed here")
-    made = tmp_path_factory.mktemp("wheel")
-    unbuilt = shutil.ignore_patterns(".venv", ".git", ".*_cache", "build", "*.egg-info", "__pycache__")
-    source = Path(shutil.copytree(ROOT, made / "source", symlinks=True, ignore=unbuilt))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ".",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(made),
-    ]
-    subprocess.run(command, cwd=source, check=True, timeout=240, capture_output=True)
-    (found,) = made.glob("*.whl")
+
+    def build(folder: Path) -> None:
+        unbuilt = shutil.ignore_patterns(".venv", ".git", ".*_cache", "build", "*.egg-info", "__pycache__")
+        source = Path(shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=unbuilt))
+        command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
+        command += ["-w", str(folder)]
+        subprocess.run(command, cwd=source, check=True, timeout=240, capture_output=True)
+
+    (found,) = made_once(tmp_path_factory, "wheel", build).glob("*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the unpacked wheel and nothing else: it stands before this tree on Python's path."""
+    folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as file:
-        file.extractall(wheel.parent / "installed")
-    return wheel.parent / "installed"
+        file.extractall(folder)
+    return folder
 
 
 def run(installed: Path, at: Path, *words: str) -> str:
