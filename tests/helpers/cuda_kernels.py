@@ -13,12 +13,23 @@ TYPES = (numba_type("float32", 1), cuda.types.int32)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def without_gpu(tmp_path_factory):
-    """No GPU and a cache of its own, whatever this machine has."""
+def without_gpu():
+    """No GPU, whatever this machine has.
+
+    Kernels are kept in the user's cache, under a checksum of all that they depend on: the other test process,
+    the lessons' tests and the next run find them there. Most of these tests' time is compilation.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MINIDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("MINIDIST_CUDA_BACKEND", raising=False)
         patch.setattr(device, "has_gpu", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    """A cache without kernels, for tests of the compiler, and of kernels that nobody asks for again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINIDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("ml_dtypes")
 
 from minidist.kernels.cuda.runtime import gpu_driver
 from tests.helpers import cuda_mistakes, cuda_mistakes_tensor
-from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
+from tests.helpers.cuda_kernels import own_cache, without_gpu  # noqa: F401
 from tests.helpers.cuda_mutants import (
     built,
     caught_by,

@@ -10,7 +10,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from numba import cuda, float32, int32, uint32
 
-from tests.helpers.cuda_kernels import TYPES, without_gpu  # noqa: F401
+from tests.helpers.cuda_kernels import TYPES, own_cache, without_gpu  # noqa: F401
 from tests.helpers.occupancy import occupancy
 
 

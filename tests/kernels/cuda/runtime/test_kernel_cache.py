@@ -17,7 +17,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from numba import cuda
 
 from minidist.kernels.cuda import s1_naive as rung_file
-from tests.helpers.cuda_kernels import MULTIPLY, TYPES, scaled, without_gpu  # noqa: F401
+from tests.helpers.cuda_kernels import MULTIPLY, TYPES, own_cache, scaled, without_gpu  # noqa: F401
 
 
 def counted(monkeypatch):
