@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ import cloudpickle
 import pytest
 
 from minidist.comm.launching.cluster import Cluster
+from minidist.comm.launching.rank_processes import supervisor
+from minidist.comm.launching.supervisor import PRELOAD
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,7 +25,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What every rank that trains would import, for a second and more: those who start ranks do it once.
-os.environ.setdefault("MINIDIST_PRELOAD", "torch._dynamo,minidist.parallel.engine.prepare,minidist.model.gpt")
+os.environ.setdefault(PRELOAD, "torch._dynamo,minidist.parallel.engine.prepare,minidist.model.gpt")
 
 # A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
 # There is none while these are made, and later ones look at what tests make.
@@ -39,11 +42,15 @@ def _clusters() -> Iterator[dict[int, Cluster]]:
 
 @pytest.fixture(scope="session")
 def cluster_of(_clusters: dict[int, Cluster]) -> Callable[[int], Cluster]:
-    """`cluster_of(n)`: a warm cluster of n ranks with a time limit of 30 s."""
+    """`cluster_of(n)`: a warm cluster of n ranks of one thread each, with a time limit of 30 s.
+
+    Threads that spin while they wait take the cores from other tests. With two threads in the only rank of a
+    cluster, a training step of a small model took up to eight times as much time of the cores.
+    """
 
     def get(ranks: int) -> Cluster:
         if ranks not in _clusters:
-            _clusters[ranks] = Cluster(ranks, timeout=30.0)
+            _clusters[ranks] = Cluster(ranks, timeout=30.0, threads=1)
         return _clusters[ranks]
 
     return get
@@ -67,11 +74,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)  # compiling makes millions of objects that stay
     gc.enable()
+    if not session.config.option.collectonly:
+        start_supervisor([item for item in session.items if isinstance(item, pytest.Function)])
+
+
+def start_supervisor(items: list[pytest.Function]) -> None:
+    """Import what the ranks of these tests need once, and not in each of ten or more ranks.
+
+    A test module lists in `PRELOAD` what its ranks import beyond what all do. Programs that tests start do
+    not inherit these names: they would import them in vain.
+    """
+    names = {name for item in items for name in getattr(item.module, "PRELOAD", ())}
+    if names or any("cluster_of" in item.fixturenames for item in items):
+        known = [name for name in sorted(names) if importlib.util.find_spec(name.partition(".")[0])]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PRELOAD, ",".join([os.environ[PRELOAD], *known]))
+            supervisor()
 
 
 def pytest_sessionfinish() -> None:

@@ -22,6 +22,8 @@ from minidist.checkpoint.reading import MappedFiles
 from minidist.model import GPT, MLP, GPTConfig
 from tests.helpers.contract import ADAMW
 
+PRELOAD = ["transformers.models.llama.modeling_llama"]
+
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)

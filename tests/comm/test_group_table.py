@@ -80,9 +80,9 @@ def test_a_world_of_torchs_own_ends_its_threads(tmp_path: Path) -> None:
                 return len(os.listdir("/proc/self/task"))
 
             before = threads()
-            dist.init_process_group(
-                "gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2
-            )
+            child = os.fork()  # before there are threads
+            rank = 0 if child else 1
+            dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
             for algorithm in ("torch", "shared_memory", "ring"):
                 comm.all_reduce(torch.ones(2), algorithm=algorithm)
                 comm.all_reduce(torch.ones(2), algorithm=algorithm, async_op=True).wait()
@@ -91,22 +91,21 @@ def test_a_world_of_torchs_own_ends_its_threads(tmp_path: Path) -> None:
             begun = time.monotonic()
             while threads() > before and time.monotonic() < begun + 5:
                 time.sleep(0.01)
-            print(running, threads() - before)
+            os.write(1, f"{running} {threads() - before}\\n".encode())
+            if child:
+                sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             """
         )
     )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        out, err = rank.communicate(timeout=60)
-        assert rank.returncode == 0, err
-        running, left = map(int, out.split())
-        assert left == 0 < running
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(ranks) == 2
+    assert all(left == 0 < running for running, left in ranks), ranks

@@ -21,6 +21,8 @@ from torch.nn import functional
 import minidist as md
 from minidist.parallel.engine import step_executor
 
+PRELOAD = ["transformers.models.llama.modeling_llama", "functorch.compile", "torch._inductor.pattern_matcher"]
+
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 """Its steps grow with the gradients, so that a sum that counts twice shows."""

@@ -81,13 +81,12 @@ def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Re
                 f"{name or 'the model'} has dropout {dropout}, and what it drops depends on the layout; "
                 "compare layouts with dropout 0"
             )
-    kept = _KeptTensors(engine)
-    start = _parameters(engine)
-    losses, steps = _run(engine, given, None)
+    kept, start = _KeptTensors(engine), _parameters(engine)
+    losses, steps = _run(engine, given, start, None)
     kept.restore()
     rounding: list[dict[str, float]] = [defaultdict(float) for _ in steps]
     for repeat in range(repeats):
-        _, moved = _run(engine, given, repeat)
+        _, moved = _run(engine, given, start, repeat)
         kept.restore()
         for most, plain, other in zip(rounding, steps, moved, strict=True):
             for name in plain.keys() & other.keys():
@@ -111,10 +110,11 @@ def batches_of(batches: Iterable[Any]) -> list[Any]:
     return [as_batch(batch) for batch in given]
 
 
-def _run(engine: Engine, batches: Sequence[Any], repeat: int | None) -> tuple[list[float], list[Step]]:
-    """Take the steps, with moved results unless `repeat` is None; returns losses and whole tensors."""
+def _run(
+    engine: Engine, batches: Sequence[Any], before: dict[str, Tensor], repeat: int | None
+) -> tuple[list[float], list[Step]]:
+    """Take the steps from parameters `before`; return losses and whole tensors. repeat: of moved results."""
     losses, steps = [], []
-    before = _parameters(engine)
     for batch in batches:
         own_rows = slice(*(rows_of(batch) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
         pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)

@@ -181,18 +181,16 @@ def test_a_warm_cluster_keeps_its_processes(cluster_of: Clusters) -> None:
     assert cluster_of(2).run(os.getpid) == cluster_of(2).run(os.getpid)
 
 
-def test_threads_are_the_cores_divided_by_the_ranks(cluster_of: Clusters) -> None:
-    assert cluster_of(1).run(torch.get_num_threads) == [available_cores()]
-    assert cluster_of(4).run(torch.get_num_threads) == [max(1, available_cores() // 4)] * 4
-
-    def blas_threads() -> set[int]:
+def test_threads_are_the_cores_divided_by_the_ranks() -> None:
+    def threads() -> set[int]:
         import numpy  # noqa: F401
         from threadpoolctl import threadpool_info
 
-        return {library["num_threads"] for library in threadpool_info()}
+        return {torch.get_num_threads(), *(library["num_threads"] for library in threadpool_info())}
 
-    assert cluster_of(4).run(blas_threads) == [{max(1, available_cores() // 4)}] * 4
-    assert md.launch(torch.get_num_threads, ranks=1, threads=3) == [3]
+    assert md.launch(threads, ranks=1) == [{available_cores()}]
+    assert md.launch(threads, ranks=4) == [{max(1, available_cores() // 4)}] * 4
+    assert md.launch(threads, ranks=1, threads=3) == [{3}]
 
 
 def test_prints_are_labelled_with_the_rank(cluster_of: Clusters, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from tests.helpers import contract
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 
+PRELOAD = ["transformers.models.llama.modeling_llama"]
+
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)

@@ -21,6 +21,8 @@ from minidist import comm
 from minidist.model import GPT, config
 from tests.helpers import contract
 
+PRELOAD = ["functorch.compile", "torch._inductor.pattern_matcher"]
+
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 LAYOUTS = {
     "dp": md.Layout(dp=2),

@@ -18,6 +18,8 @@ import minidist as md
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+PRELOAD = ["transformers.models.llama.modeling_llama"]
+
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,22 +77,29 @@ def train_here(
     return found
 
 
-def check(results: Sequence[Any], rows: Sequence[int] = ROWS) -> None:
-    """Fail where ranks differ from one process."""
+@cache
+def in_one_process(rows: Sequence[int]) -> list[tuple[float, float, Gradients]]:
+    """For each batch the loss, the accuracy, and the gradients."""
     model = gpt()
     generator = torch.Generator().manual_seed(3)
-    for batch, count in enumerate(rows):
+    found = []
+    for count in rows:
         inputs, targets = tokens(generator, count)
         model.zero_grad()
         outputs = model(inputs)
         loss = cross_entropy(outputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        right = float(accuracy(outputs, targets))
-        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.item(), float(accuracy(outputs, targets)), gradients))
+    return found
+
+
+def check(results: Sequence[Any], rows: Sequence[int] = ROWS) -> None:
+    """Fail where ranks differ from one process."""
+    for batch, (loss, right, expected) in enumerate(in_one_process(rows)):
         seen = set()
         for found in results:
-            wanted = [loss.item(), loss.item(), right]
-            torch.testing.assert_close([*found[batch][:3]], wanted, **EXACT)
+            torch.testing.assert_close([*found[batch][:3]], [loss, loss, right], **EXACT)
             for name, gradient in found[batch][3].items():
                 name = "layers.0.token.weight" if name == "layers.7.output.weight" else name
                 torch.testing.assert_close(

@@ -17,6 +17,8 @@ from minidist.parallel.engine import staged_passes
 from minidist.parallel.pipeline.model_stage import ModelStage
 from tests.helpers import contract
 
+PRELOAD = ["transformers.models.llama.modeling_llama"]
+
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)

@@ -17,6 +17,8 @@ from minidist.parallel.tensor.plans import plan_for
 from tests.helpers import contract
 from tests.parallel.tensor.test_heads import Blocks, FusedAttention, patches
 
+PRELOAD = ["transformers.models.llama.modeling_llama"]
+
 Clusters = Callable[[int], md.Cluster]
 SIZES = {
     "hidden_size": 16,
