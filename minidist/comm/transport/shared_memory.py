@@ -74,7 +74,9 @@ class SharedMemory(InStep):
         if self.own == 0:
             semaphores.ProcessBarrier.prepare(common, ranks)
         dist.barrier(group)
-        patient = ranks > len(os.sched_getaffinity(0))
+        # The other groups' ranks on this host need cores as well.
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        patient = here > len(os.sched_getaffinity(0))
         self._barrier = semaphores.ProcessBarrier(common, self.own, ranks, patient)
         self._headers = common[semaphores.ProcessBarrier.size(ranks) :]
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}

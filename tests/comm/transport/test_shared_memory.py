@@ -448,3 +448,14 @@ def test_a_peer_may_end_once_it_has_come() -> None:
     waiting._peers = [Peer(), Peer()]  # type: ignore[list-item]
     waiting._look_after(lambda: list(late))
     assert not late, "it was looked at"
+
+
+def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cluster_of: Clusters) -> None:
+    def spins(cores: int) -> int:
+        group = md.comm.Mesh(dp=2, tp=2).group("tp")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+            return shared_memory.SharedMemory(group, 30.0)._barrier._spins
+
+    assert cluster_of(4).run(spins, 3) == [0] * 4
+    assert cluster_of(4).run(spins, 4) == [semaphores.SPINS] * 4

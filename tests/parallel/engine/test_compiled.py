@@ -38,6 +38,9 @@ LAYOUTS = {
 }
 WAYS = [("in place", "a wrapped layer"), ("model", "layers")]
 QUICK = {("tp", "model"), ("zero3", "layers")}
+OTHER_SIZES = {("zero3", "layers"), ("pp", "in place")}
+"""Cases in which the batches change their sizes: torch compiles again, for sizes that it does not know, which
+costs seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def gpt(seed: int) -> GPT:
     return GPT(shape, seed=seed, dtype=torch.float64)
 
 
-CASE = contract.Case(gpt, tokens, SGD, batches=(4, 5, 4), clip_norm=0.5)
+CASE = contract.Case(gpt, tokens, SGD, batches=(5, 5, 5), clip_norm=0.5)  # 2 ranks have 2 and 3 rows
 
 
 def compiled(model: Any, how: str) -> nn.Module:
@@ -71,9 +74,9 @@ def compiled(model: Any, how: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def train(layout: md.Layout, how: str) -> contract.Trained:
+def train(case: contract.Case, layout: md.Layout, how: str) -> contract.Trained:
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
-    return contract.train_on_this_rank(replace(CASE, model=lambda seed: compiled(gpt(seed), how)), layout)
+    return contract.train_on_this_rank(replace(case, model=lambda seed: compiled(gpt(seed), how)), layout)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +90,9 @@ def train(layout: md.Layout, how: str) -> contract.Trained:
 def test_a_compiled_model_trains_to_the_weights_of_one_process(
     ranks: md.Cluster, layout: str, how: str
 ) -> None:
-    expected = contract.train_in_one_process(CASE)
-    for trained in ranks.run(train, LAYOUTS[layout], how):
+    case = replace(CASE, batches=(4, 5, 4)) if (layout, how) in OTHER_SIZES else CASE
+    expected = contract.train_in_one_process(case)
+    for trained in ranks.run(train, case, LAYOUTS[layout], how):
         contract.compare(trained, expected)
 
 

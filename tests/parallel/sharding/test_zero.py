@@ -255,7 +255,7 @@ def test_the_contract_catches_a_planted_fault(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_step_sends_what_data_parallelism_sends(cluster_of: Clusters, ranks: int) -> None:
     def count(stage: int, bucket_mb: float) -> tuple[int, int, int, int, int]:
-        case = CASES["gpt"]
+        case = CASES["mlp"]
         model = case.model(0)
         inputs, targets = case.rows(torch.Generator().manual_seed(md.rank()), 3)
         layout = md.Layout(dp=md.size(), zero=stage)

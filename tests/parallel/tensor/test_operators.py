@@ -89,7 +89,8 @@ def check_gradients(operation: Callable[..., Tensor], shapes: tuple[tuple[int, .
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in ((B, T, D), *shapes)
     ]
-    torch.autograd.gradcheck(operation, inputs)
+    # Two ranks take the difference for each element; three take one, in a random direction.
+    torch.autograd.gradcheck(operation, inputs, fast_mode=md.size() > 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
