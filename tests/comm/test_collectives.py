@@ -379,6 +379,8 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
             before = bytes_on_loopback()
             counted = sum(cluster.run(count))
             on_wire.append(bytes_on_loopback() - before)
+            if on_wire[-1] <= 1.02 * counted:
+                break
         assert counted <= min(on_wire) <= 1.02 * counted, name  # 2%: the frames' headers
     before = bytes_on_loopback()
     assert cluster.run(in_memory) == [0] * 4
