@@ -744,7 +744,7 @@ def test_launch_takes_the_flag() -> None:
 
 
 def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
-    """With torchrun's variables; the script starts the ranks itself, since each import of torch takes seconds."""
+    """With torchrun's variables. The script starts the ranks itself: torch is imported once."""
     program = """
         import os, socket, sys
         import torch

@@ -39,8 +39,8 @@ LAYOUTS = {
 WAYS = [("in place", "a wrapped layer"), ("model", "layers")]
 QUICK = {("tp", "model"), ("zero3", "layers")}
 OTHER_SIZES = {("zero3", "layers"), ("pp", "in place")}
-"""Cases in which the batches change their sizes, and the first step checks the loss on fewer rows: torch compiles
-again, for sizes that it does not know, which costs seconds."""
+"""Cases in which the batches change their sizes, and the first step checks the loss on fewer rows. torch then
+compiles again, for sizes that it does not know, which costs seconds."""
 
 
 @pytest.fixture(scope="module")
