@@ -91,15 +91,15 @@ INTERFACES = {
         "this machine's vector registers: elements in one, rows of the tile that fit",
     ),
     "minidist.kernels.cpu.support.thread_pool": (
-        "ELEMENT PATIENCE address begin board end latest threads",
-        "begin(helpers, serve) wakes threads that call serve(); end() waits for them",
+        "ELEMENT PATIENCE address begin board clear end latest threads",
+        "begin(helpers, serve) wakes threads that call serve(); clear() and end() wait for them",
     ),
     "minidist.kernels.cpu.support.board": (
         "array close cut join leave take",
         "memory in which a product is posted, with the counters that deal out its parts",
     ),
     "minidist.kernels.cpu.support.small_products": (
-        "multiply multiply_alone way",
+        "in_columns multiply multiply_alone way",
         "rung 6's product in one thread; small and thin ones are not packed",
     ),
     "minidist.kernels.cpu.support.shared_packing": (

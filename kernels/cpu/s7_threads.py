@@ -3,7 +3,8 @@
 The idea: the blocks of rung 6 do not depend on each other, so each core computes some of them. First all
 threads pack b together, into the last cache, which they share. Then each thread takes the next part of out
 that is left, packs its rows of a, and multiplies. A shared counter deals out the parts instead of a fixed
-plan, so a thread that wakes up late, or whose core is busy, takes fewer.
+plan, so a thread that wakes up late, or whose core is busy, takes fewer. A product that rung 6 does not pack
+is cut in the same way.
 
 It uses this process's cores, or as many threads as $NUMBA_NUM_THREADS says when Numba is imported. After a
 product its threads watch for about 0.3 ms whether the next one is posted (`support/board.py`). A product too
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..rung import Array, Rung
 from .support import thread_pool
-from .support.block_sizes import PARTS, blocks, memory, parts
+from .support.block_sizes import blocks, cut, memory
 from .support.compiling import compiled
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ SHARED = 2**25  # bytes of b that are packed at a time
 PATIENCE = thread_pool.PATIENCE  # copied here because compiled code reads this module's globals
 
 
+@compiled("AAA", uses=("small_products",), nogil=True, boundscheck=False)
+def _way(a: Array, b: Array, out: Array, near: int, far: int) -> int:
+    return small_products.way(a, b, out, near, far)  # type: ignore[no-any-return]
+
+
 @compiled("AAAC", uses=("shared_packing",), nogil=True, boundscheck=False)
 def _post(
     a: Array,
@@ -37,14 +43,13 @@ def _post(
     out: Array,
     shared: Array,  # all threads' memory: for b, and behind it a word for each of its parts
     at: int,  # address of the board
+    how: int,
     threads: int,
     packs: int,  # parts of b, side by side
     down: int,  # parts of out, one below the other
     across: int,  # and side by side
-    near: int,
-    far: int,
 ) -> None:
-    shared_packing.post(at, a, b, out, shared, threads, (packs, down, across), near, far)
+    shared_packing.post(at, a, b, out, shared, how, threads, (packs, down, across))
 
 
 @compiled(
@@ -67,7 +72,7 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
         how, packs, down, across, packed_b = board.cut(at, space)
         (m, n), columns = out.shape, register_tile.columns(out)
         tiles = -(-m // register_tile.ROWS)
-        # No part of a product that is not packed is narrower than a tile: what is left over is the last's.
+        # Without packing, cut at whole tiles: the last part takes the remaining columns.
         wide = n // columns if how else -(-n // columns)
         to_pack = 0 if how else packs * -(-a.shape[1] // register_tile.DEPTH)
         part = shared_packing.pack_together(b, packed_b, at, to_pack)
@@ -101,32 +106,26 @@ def compute(a: Array, b: Array, out: Array) -> None:
         a, b, out = b.T, a.T, out.T
     kind = out.dtype.char
     size = blocks(kind)
-    panels = SHARED // (a.shape[1] * size.columns * out.itemsize)
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
     threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
-    if threads < 2 or panels < 1 or not thread_pool.begin(threads - 1, lambda: _serve(kind)):
+    if threads < 2 or not thread_pool.begin(threads - 1, lambda: _serve(kind)):
         space = memory("product", kind, size.memory + size.depth * size.width)
         _multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
         return
-    width = panels * size.columns
     try:
-        for j in range(0, out.shape[1], width):
-            _multiply(a, b[:, j : j + width], out[:, j : j + width], threads)
+        how = _way(a, b, out, size.near, size.far)
+        a, b = small_products.in_columns(a, b, how)
+        (m, k), n, at = a.shape, b.shape[1], thread_pool.address()
+        width = n if how else max(1, SHARED // (k * size.columns * out.itemsize)) * size.columns
+        for j in range(0, n, width):
+            strip, target = b[:, j : j + width], out[:, j : j + width]
+            *parts, elements = cut(m, strip.shape[1], k, size, threads, packed=not how)
+            shared, space = memory("b of all threads", kind, elements), memory("product", kind, size.memory)
+            _post(a, strip, target, shared, at, how, threads, *parts)
+            _work(space, at, thread_pool.latest() - 1, 1)
+            thread_pool.clear()
     finally:
         thread_pool.end()
-
-
-def _multiply(a: Array, b: Array, out: Array, threads: int) -> None:
-    kind = out.dtype.char
-    size = blocks(kind)
-    wide = -(-b.shape[1] // size.columns)
-    down, across = parts(-(-a.shape[0] // size.rows), wide, threads, size.tiles)
-    packs = min(wide, PARTS * threads)
-    words = 8 // out.itemsize * packs * -(-a.shape[1] // size.depth)
-    shared = memory("b of all threads", kind, a.shape[1] * wide * size.columns + words)
-    space, at = memory("product", kind, size.memory), thread_pool.address()
-    _post(a, b, out, shared, at, threads, packs, down, across, size.near, size.far)
-    _work(space, at, thread_pool.latest() - 1, 1)
 
 
 def _serve(kind: str) -> None:

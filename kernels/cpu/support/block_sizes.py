@@ -69,6 +69,21 @@ def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
     return down, across
 
 
+def cut(m: int, n: int, k: int, size: Blocks, threads: int, packed: bool) -> tuple[int, int, int, int]:
+    """Return how a product is cut for threads: (parts of b side by side, of out down, across, memory for b).
+
+    The memory is in elements, for a packed b and a word of 8 bytes for each of its parts. Without packing
+    both are 0, and out is cut at whole tiles: the last part takes the remaining columns.
+    """
+    wide = -(-n // size.columns) if packed else max(1, n // size.columns)
+    down, across = parts(-(-m // size.rows), wide, threads, size.tiles)
+    if not packed:
+        return 0, down, across, 0
+    packs = min(wide, PARTS * threads)
+    words = packs * -(-k // size.depth)  # of two elements at most
+    return packs, down, across, k * wide * size.columns + 2 * words
+
+
 class _KeptMemory(threading.local):
     """Each thread has its own."""
 

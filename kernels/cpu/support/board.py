@@ -4,12 +4,13 @@ A thread that asks Python for work needs some 20 us, in which two cores multiply
 board is memory that compiled code reads. Its first words are counters, each on a cache line of its own:
 
 - the bell counts the products posted, and workers watch it;
-- the door counts the threads inside, which read the board or work for it, downwards from 0;
+- the door is minus the number of threads inside, which read the board or work on its product;
 - `open` is the number of the product while threads may still join;
 - `taken` deals out the product's parts.
 
-Whoever joins steps inside first and then looks whether the product is still open. Whoever posted it closes it
-first and then waits until nobody is inside. So nobody works for a product that has ended.
+A worker that joins first steps inside, then checks that the product is still open. The thread that posted it
+first closes it, then waits until nobody is inside, in `close` for a while and then in `thread_pool.clear`. So
+nobody works on a product that has ended.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def array(at: int, place: int, like: Any) -> Any:
 
 @njit(boundscheck=False)
 def cut(at: int, like: Any) -> tuple[int, int, int, int, Any]:
-    """Return the product's way, its parts of b, of out below and beside each other, and where b is packed."""
+    """Return how the product is multiplied, its parts of b, of out down and across, and where b is packed."""
     packed = _at(number(at, SHARED), like)
     return number(at, HOW), number(at, PACKS), number(at, DOWN), number(at, ACROSS), packed
 
@@ -118,9 +119,9 @@ def post(
 def join(at: int, seen: int, element: int, leads: bool, patience: int) -> Any:
     """Wait for a product after number `seen`, step inside to work for it, and return its number.
 
-    Return 0 if none comes for so many looks, and -1 for one whose elements are not of `element` bytes. A
-    product that has ended, or has no seat left, is passed over; the thread that `leads`, its caller, needs
-    none.
+    Return 0 if none comes within `patience` looks, and -1 if its elements are not `element` bytes long. A
+    worker passes over a product that has ended or has no free seat. The thread that posted it (`leads`) needs
+    no seat.
     """
     while True:
         atomic.wait(at + BELL, seen + 1, 0 if leads else patience)
@@ -155,3 +156,4 @@ def close(at: int, patience: int) -> None:
     """Let no more threads join, and wait for those inside, for so many looks at the door."""
     atomic.fetch_add(at + OPEN, -atomic.read(at + OPEN))
     atomic.wait(at + DOOR, 0, patience)
+    atomic.fetch_add(at + DOOR, 0)  # with this, what those inside have written is here, too

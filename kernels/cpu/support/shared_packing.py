@@ -6,13 +6,13 @@ from typing import Any
 
 from numba import njit
 
-from . import atomic, board, packed_product, register_tile, small_products
+from . import atomic, board, packed_product, register_tile
 from .vector_moves import offset
 
 
 @njit(boundscheck=False)
-def post(at: int, a: Any, b: Any, out: Any, shared: Any, seats: int, parts: Any, near: int, far: int) -> None:
-    """Put a product on the board at `at`: see `board.post`, and `small_products.way` for near and far.
+def post(at: int, a: Any, b: Any, out: Any, shared: Any, how: int, seats: int, parts: Any) -> None:
+    """Put a product on the board at `at`: see `board.post`.
 
     `shared` is the memory for the packed b, and behind it for a word that says whether a part is packed.
     """
@@ -21,7 +21,6 @@ def post(at: int, a: Any, b: Any, out: Any, shared: Any, seats: int, parts: Any,
     flags = start + b.shape[0] * -(-b.shape[1] // columns) * columns * out.itemsize
     for part in range(parts[0] * -(-b.shape[0] // register_tile.DEPTH)):
         atomic.store(flags + 8 * part, 0)
-    how = small_products.way(a, b, out, near, far)
     board.post(at, a, b, out, how, seats, parts, start, flags)
 
 

@@ -3,14 +3,13 @@
 Packing copies each element of a and b once, which pays where the copy is read many times. Three kinds of
 products are faster without it:
 
-- small ones: the register tile reads a and b in place, from the second cache. If out is one tile high, b may
+- small ones: the register tile reads a in place, and b from the second cache. If out is one tile high, b may
   come from the last cache;
 - one or two rows times a matrix, and a matrix times a few columns. They use each element of the matrix once
   or twice, so memory's rate is the limit, and they read the matrix once, in the order in which it lies. So
   the order of a sum depends on it, too: only these products differ in their last bits with the strides.
 
-The loops go through pointers, because of an array of any strides the compiler does not know that its rows are
-contiguous.
+The loops use pointers: for an array of any strides, the compiler does not know that rows are contiguous.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ TRANSPOSED = 4  # added to a way: as the transposed product, out.T = b.T a.T
 def way(a: Any, b: Any, out: Any, near: int, far: int) -> int:
     """Return how to multiply a (m, k) by b (k, n): PACKED, or a way that `multiply` takes.
 
-    Few rows and few columns need their matrix in the order in which they read it. A small product has an a
-    and b that are, with what lies between their rows, `near` elements at most. If out is one tile high, which
-    reads each element of b once, they may be `far`.
+    Few rows and few columns need their matrix in the order in which they read it. A product is small if b,
+    with what lies between its rows, spans at most `near` elements. If out is one tile high, each element of b
+    is read once, and b may span `far`.
     """
     reach = far if a.shape[0] <= register_tile.ROWS else near
     if _few_rows_fit(a, b, out):
@@ -63,7 +62,7 @@ def way(a: Any, b: Any, out: Any, near: int, far: int) -> int:
 def multiply(a: Any, b: Any, out: Any, how: int) -> None:
     """out (m, n) = a (m, k) b (k, n), in the way found for it, or for a product of which this is a part.
 
-    A part has as many rows as it likes, but four with few columns; it has all columns, or a tile's and more.
+    A part has any number of rows, and all columns or at least a tile's.
     """
     if how >= TRANSPOSED:
         a, b, out, how = b.T, a.T, out.T, how - TRANSPOSED
@@ -73,6 +72,13 @@ def multiply(a: Any, b: Any, out: Any, how: int) -> None:
         _few_columns(a, b, out)
     else:
         _in_place(a, b, out)
+
+
+def in_columns(a: Any, b: Any, how: int) -> tuple[Any, Any]:
+    """Return a and b with few columns one after the other, so that no thread has to copy them for itself."""
+    if how == FEW_COLUMNS:
+        return a, np.asfortranarray(b)
+    return (np.ascontiguousarray(a) if how == FEW_COLUMNS + TRANSPOSED else a), b
 
 
 @njit(boundscheck=False)
@@ -102,7 +108,7 @@ def _few_rows_fit(a: Any, b: Any, out: Any) -> Any:
 
 @njit(boundscheck=False)
 def _few_columns_fit(a: Any, out: Any) -> Any:
-    return out.shape[1] <= vector(out) // 2 and out.shape[0] >= GROUP and _in_rows(a)
+    return out.shape[1] <= vector(out) // 2 and _in_rows(a)
 
 
 @njit(boundscheck=False)
@@ -159,10 +165,10 @@ def _few_rows(a: Any, b: Any, out: Any) -> None:
 
 @njit(boundscheck=False, fastmath={"reassoc", "contract"})
 def _few_columns(a: Any, b: Any, out: Any) -> None:
-    """Take four rows of a at a time, and all columns of b. a has contiguous rows, four or more.
+    """Take four rows of a at a time, and all columns of b. a has contiguous rows.
 
-    The last group starts back from the edge, so each sum has the same order wherever its row lies. Vectors of
-    partial sums need the compiler's leave to add in another order ("reassoc").
+    The last group starts back from the edge, or takes a row twice, so each sum has the same order wherever
+    its row lies. Vectors of partial sums need the compiler's leave to add in another order ("reassoc").
     """
     m, k = a.shape
     n = b.shape[1]
@@ -172,8 +178,9 @@ def _few_columns(a: Any, b: Any, out: Any) -> None:
         for p in range(k):
             copy[j, p] = b[p, j]
     for step in range(0, m, GROUP):
-        i = min(step, m - GROUP)
-        a0, a1, a2, a3 = pointer(a, i, 0), pointer(a, i + 1, 0), pointer(a, i + 2, 0), pointer(a, i + 3, 0)
+        i = max(0, min(step, m - GROUP))
+        i1, i2, i3 = min(i + 1, m - 1), min(i + 2, m - 1), min(i + 3, m - 1)
+        a0, a1, a2, a3 = pointer(a, i, 0), pointer(a, i1, 0), pointer(a, i2, 0), pointer(a, i3, 0)
         for j in range(n):
             column = pointer(b, 0, j) if in_columns else pointer(copy, j, 0)
             s0 = s1 = s2 = s3 = a.dtype.type(0)
@@ -182,4 +189,4 @@ def _few_columns(a: Any, b: Any, out: Any) -> None:
                 s1 += a1[p] * column[p]
                 s2 += a2[p] * column[p]
                 s3 += a3[p] * column[p]
-            out[i, j], out[i + 1, j], out[i + 2, j], out[i + 3, j] = s0, s1, s2, s3
+            out[i, j], out[i1, j], out[i2, j], out[i3, j] = s0, s1, s2, s3

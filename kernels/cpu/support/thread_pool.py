@@ -2,7 +2,7 @@
 
 For some 0.3 ms after a product a worker watches the board (`board.py`), because the next product often
 follows at once and waking up takes longer than a small product. Then it sleeps until a caller wakes it.
-Callers wait for no worker to come: they multiply themselves what no worker takes.
+A caller waits for no worker to arrive: it multiplies the parts that no worker takes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from ...rung import CACHE_LINE, empty
+from ...rung import empty
 
-LINE = CACHE_LINE // 8  # words of the board in a cache line; each counter has a line of its own
+LINE = 8  # words of the board in a cache line; each counter has a line of its own
 BELL, DOOR, OPEN, TAKEN, NUMBERS = range(0, 5 * LINE, LINE)  # words of the board
 ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
@@ -52,7 +52,7 @@ def address() -> int:
 
 
 def latest() -> int:
-    """Return the number of the product posted last, from 1."""
+    """Return the number of the product posted last, from 1; 0 if none was."""
     return int(board[BELL])
 
 
@@ -63,33 +63,49 @@ def begin(helpers: int, serve: Callable[[], None]) -> bool:
     """
     if not _posting.acquire(blocking=False):
         return False
-    # If no more threads can start (a limit, or the interpreter is ending), the present ones do the work.
-    with contextlib.suppress(RuntimeError):
-        while len(_workers) < helpers:
-            _start_worker()
-    if _asleep:
-        _keep_off_this_cpu()
-    for _ in range(min(helpers, len(_asleep))):
-        _asleep.pop()
-        _inbox.put(serve)
+    try:
+        # If no more threads can start (a limit, or the interpreter is ending), the present ones do the work.
+        with contextlib.suppress(RuntimeError):
+            while len(_workers) < helpers:
+                _start_worker()
+        if _asleep:
+            _keep_off_this_cpu()
+        for _ in range(min(helpers, len(_asleep))):
+            _asleep.pop()
+            _inbox.put(serve)
+    except BaseException:
+        _posting.release()
+        raise
     return True
 
 
-def end() -> None:
+def clear() -> None:
     """Take the product off the board, and wait until nobody works for it, even if interrupted.
 
-    Workers write to memory that the caller will use again.
+    Workers write to memory that the caller will use again. The compiled code has closed the product and has
+    waited for a while, unless an interrupt kept it from that.
     """
-    board[OPEN] = 0
     interrupt: BaseException | None = None
-    while board[DOOR]:
+    while True:
         try:
-            time.sleep(5e-5)
+            if board[OPEN]:
+                board[OPEN] = 0
+                time.sleep(0)  # gives the GIL away: others see the store before the door is read
+            while board[DOOR]:
+                time.sleep(5e-5)
+            break
         except BaseException as stop:
             interrupt = stop
-    _posting.release()
     if interrupt:
         raise interrupt
+
+
+def end() -> None:
+    """Clear the board, and let other threads post."""
+    try:
+        clear()
+    finally:
+        _posting.release()
 
 
 def _start_worker() -> None:

@@ -116,7 +116,17 @@ def test_small_products_stay_in_one_thread(monkeypatch):
 
 def test_few_rows_and_few_columns_are_cut_too():
     rng = np.random.default_rng()
-    for m, n, k in [(1, 700, 900), (2, 90, 800), (700, 1, 900), (90, 5, 1700), (14, 700, 30), (1, 1, 5000)]:
+    for m, n, k in [
+        (1, 700, 900),
+        (2, 90, 800),
+        (7, 4, 900),
+        (3, 1, 800),
+        (5, 50, 900),
+        (700, 1, 900),
+        (90, 5, 1700),
+        (14, 700, 30),
+        (1, 1, 5000),
+    ]:
         for dtype in ("float32", "float64"):
             a, b = harness.inputs(m, n, k, dtype, int(rng.integers(2**32)))
             for count in (2, 3):
@@ -124,6 +134,42 @@ def test_few_rows_and_few_columns_are_cut_too():
                     assert_same_bits(a, b)
                     assert_same_bits(np.asfortranarray(a), b)
                     assert_same_bits(a, np.asfortranarray(b))
+
+
+def test_a_strip_of_b_waits_until_nobody_works_for_the_one_before():
+    """The board and the packed b are used again. A worker stopped inside comes out a little later."""
+    rng = np.random.default_rng()
+    a, b = harness.inputs(60, 400, 900, "float32", int(rng.integers(2**32)))
+    work, post = s7_threads._work, s7_threads._post
+    timers, inside = [], []
+
+    def slow(space, at, seen, leads):
+        done = work(space, at, seen, leads)
+        if leads:
+            thread_pool.board[thread_pool.DOOR] -= 1
+            out = threading.Timer(0.01, lambda: thread_pool.board.__setitem__(thread_pool.DOOR, 0))
+            timers.append(out)
+            out.start()
+        return done
+
+    def look(*product):
+        inside.append(int(thread_pool.board[thread_pool.DOOR]))
+        post(*product)
+
+    with threads(2, SHARED=3 * 900 * 4 * register_tile.tile_columns("float32"), _work=slow, _post=look):
+        assert_same_bits(a, b)
+    assert len(inside) > 3
+    assert set(inside) == {0}
+    for timer in timers:
+        timer.join()
+
+
+def test_large_products_in_strips_have_the_bits_of_rung_6():
+    """Parts take longer than a thread watches, and the last strip is narrow."""
+    a, b = harness.inputs(200, 2050, 4096, "float32", 1)
+    with threads(2, SHARED=2**23):
+        for _ in range(3):
+            assert_same_bits(a, b)
 
 
 def test_workers_take_part():

@@ -100,6 +100,14 @@ def test_one_thread_posts_at_a_time():
     post(0, lambda: None)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_beginning_that_fails_lets_others_post(error, monkeypatch):
+    monkeypatch.setattr(thread_pool, "_start_worker", lambda: fail(error()))
+    with pytest.raises(error):
+        thread_pool.begin(1, lambda: None)
+    post(0, lambda: None)
+
+
 def test_a_workers_error_ends_nothing():
     for _ in range(3):
         post(1, lambda: fail(MemoryError()))
