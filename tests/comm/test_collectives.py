@@ -141,6 +141,7 @@ def test_asynchronous_calls_complete_in_wait(cluster_of: Clusters) -> None:
 
 def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters) -> None:
     def meet() -> tuple[float, float]:
+        comm.barrier()  # both begin together
         if md.rank() == 1:
             time.sleep(0.2)
         started = time.monotonic()

@@ -79,7 +79,7 @@ def pack_panels(b: Any, to: Any) -> None:
                     panel[p * columns + c] = 0
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int) -> None:
     """out (m, n) = a (m, depth) b (depth, n), or += with `add`, for a b packed by `pack_panels`.
 
@@ -113,7 +113,7 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
                 put(memory, columns, out[i : i + rows, j : j + width], add)
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def multiply_in_blocks(a: Any, b: Any, out: Any, space: Any, height: int, width: int) -> None:
     """out (m, n) = a (m, k) b (k, n) in one thread: a block of b after the other, and of a for each of them.
 

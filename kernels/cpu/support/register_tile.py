@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
@@ -48,15 +48,9 @@ def columns(context: Any, array: Any) -> Any:
 
 
 @intrinsic
-def multiply(
+def _multiply(
     context: Any, shape: Any, a: Any, a_pitch: Any, b: Any, b_pitch: Any, c: Any, c_pitch: Any, add: Any
 ) -> Any:
-    """multiply((rows, width, depth), a, a_pitch, b, b_pitch, c, c_pitch, add): a tile of c = a b.
-
-    Or of c += a b with `add`. a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance
-    from a row to the next. Whole vectors are read and written: one if `width` columns fit into one, else two.
-    """
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         # Each shape of the tile has its own function: the sums are registers, and registers have no index.
         rows, width, depth = cgutils.unpack_tuple(builder, arguments[0])
@@ -75,6 +69,18 @@ def multiply(
 
     integer = types.intp
     return types.void(types.UniTuple(integer, 3), *[a, integer] * 3, integer), generate
+
+
+@njit(boundscheck=False)
+def multiply(shape: Any, a: Any, a_pitch: int, b: Any, b_pitch: int, c: Any, c_pitch: int, add: int) -> None:
+    """A tile of c = a b, or of c += a b with `add`; shape is (rows, width, depth).
+
+    a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance from a row to the next. Whole
+    vectors are read and written: one if `width` columns fit into one, else two.
+
+    Its callers are inlined: Numba makes each other function's machine code anew with all that it calls.
+    """
+    _multiply(shape, a, a_pitch, b, b_pitch, c, c_pitch, add)
 
 
 def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:

@@ -58,7 +58,7 @@ def pack_together(b: Any, packed_b: Any, at: int, parts: int) -> Any:
     return part
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def multiply_packed(a: Any, packed_b: Any, out: Any, j0: int, j1: int, own: Any, tiles: int) -> None:
     """Fill columns j0 to j1 of out (m, n) with a (m, k) times b, which `pack_together` has packed."""
     k = a.shape[1]

@@ -58,7 +58,7 @@ def way(a: Any, b: Any, out: Any, near: int, far: int) -> int:
     return PACKED
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def multiply(a: Any, b: Any, out: Any, how: int) -> None:
     """out (m, n) = a (m, k) b (k, n), in the way found for it, or for a product of which this is a part.
 
@@ -81,7 +81,7 @@ def in_columns(a: Any, b: Any, how: int) -> tuple[Any, Any]:
     return (np.ascontiguousarray(a) if how == FEW_COLUMNS + TRANSPOSED else a), b
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def multiply_alone(
     a: Any, b: Any, out: Any, space: Any, height: int, width: int, near: int, far: int
 ) -> None:
@@ -96,22 +96,22 @@ def multiply_alone(
         packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def _in_rows(x: Any) -> Any:
     return x.strides[1] == x.itemsize
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def _few_rows_fit(a: Any, b: Any, out: Any) -> Any:
     return a.shape[0] <= FEW and _in_rows(b) and _in_rows(out)
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def _few_columns_fit(a: Any, out: Any) -> Any:
     return out.shape[1] <= vector(out) // 2 and _in_rows(a)
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def _in_place(a: Any, b: Any, out: Any) -> None:
     """Multiply with the register tile. All three have contiguous rows, and n is one vector or more.
 

@@ -197,7 +197,7 @@ HARDWARE: dict[str, Hardware] = {
                 needs="the AWS Neuron SDK",
             )
             for name, instance, peak, single, gibibytes, bandwidth, link, network in (
-                ("trainium", "trn1.32xlarge", 190e12, 47.5e12, 32, 820 * 2**30, 384, 800),
+                ("trainium", "trn1.32xlarge", 190e12, 47.5e12, 32, 0.82e12, 384, 800),
                 ("trainium2", "trn2.48xlarge", 667e12, 181e12, 96, 2.9e12, 1024, 3200),
             )
         ),
