@@ -35,16 +35,16 @@ from minidist import comm
 ladder(8)
 
 # %% [markdown]
-# **The question.** Four processes hold a tensor each. Each of them wants the sum of all four. How can they get
-# it so fast that more processes hardly make it slower? (Llama 3 405B was trained on up to 16,384 GPUs, which
-# sum their gradients in every step: Grattafiori and others 2024.)
+# **The question.** Four processes hold a tensor each. Each of them wants the sum of all four. How can they
+# compute it in a time that hardly grows with the number of processes? (Llama 3 405B was trained on up to 16,384
+# GPUs, which sum their gradients in every step: Grattafiori and others 2024.)
 #
 # ## Four processes and a name for each
 #
-# `md.Cluster` starts processes that stay up, so that a cell which uses them answers at once. The processes are
-# called **ranks**, and numbered from 0. `cluster.run` runs one function on all of them, and returns a list of
-# their results. Inside the function, `md.rank()` is the number of this rank, and `md.size()` is the number of
-# ranks.
+# `md.Cluster` starts processes and keeps them running, so a later cell need not start them again. The processes
+# are called **ranks**, and they are numbered from 0. `cluster.run` runs one function on all of them, and
+# returns a list of their results. Inside the function, `md.rank()` is the number of this rank, and `md.size()`
+# is the number of ranks.
 
 # %%
 cluster = md.Cluster(ranks=4)
@@ -65,7 +65,7 @@ cluster.run(hello)
 # ## One message
 #
 # A message needs two ranks: one calls `comm.send`, the other `comm.recv`. The receiver passes a tensor of the
-# same shape, into which the message is written.
+# same shape, and `comm.recv` writes the message into it.
 
 
 # %%
@@ -102,21 +102,22 @@ with md.Cluster(ranks=2, check=True) as pair:
         print(in_words(error))
 
 # %% [markdown]
-# This is a **deadlock**: each rank waits until the other one receives, and neither does. `comm.send` may return
-# only when a receiver is there. Whether it has to wait depends on the size of the message and on the way that
-# it travels. So a program that does not expect the wait may run here and hang elsewhere. The remedy is to
+# This is a **deadlock**: each rank waits until the other one receives, and neither does. `comm.send` may wait
+# until the other rank calls `comm.recv`. Whether it waits depends on the size of the message and on the way
+# that the message travels. So the same program may run on one machine and hang on another. The remedy is to
 # *begin* a send without waiting for it: `work = comm.send(x, other, async_op=True)` returns at once, and
 # `work.wait()` waits later.
 #
-# **Exercise 8.1: shift.** All ranks sit in a ring. Each gives its tensor to the next one and gets the tensor of
-# the one before: rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do this at the same
-# time. `x` stays as it is; the result is a new tensor. If there is only one rank, it gets a copy of its own
-# tensor.
+# **Exercise 8.1: shift.** All ranks sit in a ring. Each rank gives its tensor to the next rank, and gets the
+# tensor of the rank before. Rank 0 gives to rank 1, and the last rank gives to rank 0. All of them do this at
+# the same time. `x` stays as it is; the result is a new tensor. If there is only one rank, it gets a copy of
+# its own tensor.
 #
 # **Par**, here and below, is the cost of the lesson's own answer. An answer that costs up to 1.5 times par
-# passes. One that costs more does not: it misses an idea, and the check says which.
+# passes. An answer that costs more fails: it misses an idea, and the check says which.
 #
-# Par: one message from each rank, and one round: no rank waits for a message before it sends its own.
+# Par: one message from each rank, in one round. In one round no rank waits for a message before it sends its
+# own.
 
 
 # %% tags=["exercise"]
@@ -131,7 +132,7 @@ check(shift)
 
 # %% [markdown]
 # No idea how to begin? `hint()` in a cell of its own gives the first of three hints. The next cell takes your
-# function if it has passed. If not, it takes the lesson's own, so the rest of the lesson works.
+# function if it has passed. If not, it takes the lesson's own function, so the rest of the lesson works.
 
 # %%
 shift = or_solution(shift)
@@ -175,9 +176,9 @@ def bytes_of(all_reduce, size=1_000_000):
 cluster.run(bytes_of, naive_all_reduce)
 
 # %% [markdown]
-# The tensor has 1 MB. Rank 0 sends 3 MB, and receives 3 MB, while the others wait for it. With 100 ranks, 99 MB
-# would go each way through one process. **The busiest rank decides**, and here it has to send (n - 1) times the
-# tensor.
+# The tensor has 1 MB. Rank 0 sends 3 MB, and receives 3 MB, while the others wait for it. With 100 ranks, rank
+# 0 would send 99 MB and receive 99 MB. **The busiest rank decides** how long an all-reduce takes, and here the
+# busiest rank has to send (n - 1) times the tensor.
 #
 # ## A ring
 #
@@ -191,14 +192,16 @@ ring_animation()
 
 # %% [markdown]
 # The first three steps are a **reduce-scatter**: afterwards rank r has the sum of part r, and of no other part.
-# The last three are an **all-gather**: these sums go around until every rank has all of them. Both are useful
-# alone (ZeRO, in a later lesson, consists of them), so you write them one after the other.
+# The last three are an **all-gather**: these sums go around until every rank has all of them. Each is also
+# useful alone: ZeRO, in a later lesson, consists of these two. So you write each as a function of its own.
 #
 # **Exercise 8.2: ring reduce-scatter.** `x` is a tensor of one dimension, the same length on all ranks. Its
-# parts are `x.tensor_split(n)`, whose lengths may differ by one, or be 0. Return part r, summed over all ranks.
-# You may overwrite `x`. Use only `comm.send` and `comm.recv`, and let each rank send only to its neighbour.
+# parts are `x.tensor_split(n)`. Their lengths may differ by one, and a part may have length 0. Return part r,
+# summed over all ranks. You may overwrite `x`. Use only `comm.send` and `comm.recv`, and let each rank send
+# only to its neighbour.
 #
-# Par: n - 1 messages from each rank, in n - 1 rounds; together they have all of `x` except one part.
+# Par: n - 1 messages from each rank, in n - 1 rounds. Together, a rank's messages have all of `x` except one
+# part.
 
 
 # %% tags=["exercise"]
@@ -220,7 +223,8 @@ cluster.run(lambda: ring_reduce_scatter(torch.arange(8.0)))
 # **Exercise 8.3: ring all-gather.** On rank r only part r of `x` is right; the other parts hold old numbers.
 # Fill all parts on all ranks, in place, and return `x`. Again, let each rank send only to its neighbour.
 #
-# Par: n - 1 messages from each rank, in n - 1 rounds; together they have all of `x` except one part.
+# Par: n - 1 messages from each rank, in n - 1 rounds. Together, a rank's messages have all of `x` except one
+# part.
 
 
 # %% tags=["exercise"]
@@ -240,8 +244,8 @@ cluster.run(lambda: ring_all_gather(torch.full((8,), float(md.rank()))))
 # %% [markdown]
 # **Exercise 8.4: ring all-reduce.** Sum `x` over all ranks, in place, and return it.
 #
-# Par: 2 (n - 1) messages from each rank, in as many rounds; together they have 2 (n - 1) / n times the bytes of
-# `x`.
+# Par: 2 (n - 1) messages from each rank, in as many rounds. Together, a rank's messages have 2 (n - 1) / n
+# times the bytes of `x`.
 
 
 # %% tags=["exercise"]
@@ -268,7 +272,7 @@ print("ring ", cluster.run(bytes_of, ring_all_reduce))
 # Two numbers describe the cost well (Hockney 1994). Even the smallest message takes **alpha** seconds, and each
 # byte adds **beta** seconds: b bytes take alpha + beta b. To find both, time a tiny message and a large one.
 #
-# Ranks of one machine may hand messages over in memory. Ranks of different machines send them through
+# Ranks on one machine may pass messages through memory. Ranks on different machines send them through
 # **sockets**. `comm.using("torch")` makes these ranks use sockets as well. (As in lesson 00, we take the best
 # of several rounds: other programs on your machine can only make a message slower.)
 
@@ -307,8 +311,9 @@ alpha, beta = t_small, (t_large - t_small) / 4_000_000
 print(f"alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.3f} ns a byte")
 
 # %% [markdown]
-# **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce for `size` bytes on each of `ranks`
-# ranks, if a message takes `alpha` seconds and `beta` more for each byte. Leave out the time of the additions.
+# **Exercise 8.5: ring_seconds.** Predict the time of your ring all-reduce. Each of `ranks` ranks has a tensor
+# of `size` bytes. A message takes `alpha` seconds, and `beta` seconds more for each byte. Leave out the time of
+# the additions.
 
 
 # %% tags=["exercise"]
@@ -331,9 +336,9 @@ for size in (1_000, 1_000_000, 16_000_000):
 #
 # The formula assumes that each rank has its own machine and its own network card. Your ranks share one machine,
 # and its cores copy every message. Eight ranks on two cores would take turns, and you would measure the cores.
-# So give each rank its own **link**: a message on it takes alpha + beta b seconds, because both ranks *sleep*
-# that long. A sleeping rank needs no core. Everything else is real: eight processes, their messages, and the
-# functions that you wrote.
+# So give each rank its own **link**: a message on it takes alpha + beta b seconds, because its sender and its
+# receiver *sleep* that long. A sleeping rank needs no core. Everything else is real: eight processes, their
+# messages, and the functions that you wrote.
 #
 # The link is slow, with alpha = 15 ms and 50 ns a byte (20 MB/s). Compared with it, the other work of your
 # machine hardly matters.
@@ -396,12 +401,14 @@ curves(
 # %% [markdown]
 # Read the figure from the left. **Small tensors:** the lines are flat, because only the number of messages
 # counts. On 8 ranks both ways take 14 messages one after the other, and the ring gains nothing. **Large
-# tensors:** the lines rise with the bytes, and each of the ring's messages has only an eighth of them.
+# tensors:** the lines rise with the bytes, and on 8 ranks each of the ring's messages has only an eighth of the
+# tensor.
 #
-# Now compare 2 ranks with 8. The naive way takes seven times as long, because rank 0 sends and receives for
-# all. With the ring, the bytes that a rank sends grow from 1 to 1.75 times the tensor, and can never pass 2.
-# The cost of alpha still grows, with 14 messages instead of 2. So here is the answer to this lesson's question:
-# **more ranks hardly make a large all-reduce slower**. Only a small one takes longer with every further rank.
+# Now compare 2 ranks with 8. With the naive way, 8 ranks take seven times as long as 2, because rank 0 sends
+# and receives for all. With the ring, the bytes that a rank sends grow from 1 to 1.75 times the tensor, and can
+# never pass 2 times the tensor. The cost of alpha still grows, with 14 messages instead of 2. So here is the
+# answer to this lesson's question: **more ranks hardly make a large all-reduce slower**. Only a small
+# all-reduce takes longer with every further rank.
 #
 # What happens without the links? Then your cores copy the messages.
 
@@ -415,8 +422,8 @@ print({way: f"{ms:.1f} ms" for way, ms in with_cores.items()})
 
 # %% [markdown]
 # This was a tensor of 16 MB on 4 ranks of one machine. Both ways copy 96 MB in all, 6 times the tensor, with
-# the same cores. The ring can gain only if the naive way leaves cores idle, and on a machine with two cores it
-# may gain nothing. **A model knows only what you put into it**: alpha and beta describe links, and say nothing
+# the same cores. The ring can save time only if the naive way leaves cores idle. On a machine with two cores it
+# may save nothing. **A model knows only what you put into it**: alpha and beta describe links, and say nothing
 # about cores.
 #
 # ## Machines that you do not have
@@ -436,8 +443,9 @@ for network in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{network:24}" + "".join(f"{t * 1e3:9.1f} ms" for t in times))
 
 # %% [markdown]
-# What about tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor, but a **tree**
-# takes 20. So libraries choose the algorithm by the size of the tensor.
+# What about tiny tensors on many ranks? A ring of 1000 ranks takes 1998 steps for any tensor. In a **tree**,
+# pairs of ranks add their tensors, then pairs of these sums are added, and so on; the total goes back the same
+# way. A tree takes 20 steps. So libraries choose the algorithm by the size of the tensor.
 
 # %%
 for size in (1e3, 1e6, 1e9):
@@ -462,19 +470,21 @@ for way in ("naive", "ring", "tree", "shared_memory"):
 # %% [markdown]
 # ## What breaks in practice, and how one sees it
 #
-# - **Deadlock.** One rank takes another branch, and makes one call less. Then all ranks hang, without any
-#   message. `md.Cluster` stops after its `timeout` and says where each rank is. With `check=True` it says at
-#   once which calls do not match.
+# - **Deadlock.** One rank takes another branch of an `if`, and makes one call fewer than the others. Then all
+#   ranks hang, and no error appears. `md.Cluster` stops after its `timeout` and says where each rank is. With
+#   `check=True` it says at once which calls do not match.
 # - **Mismatch.** Ranks pass tensors of different shapes. Plain gloo then hangs, or returns wrong numbers.
 #   `check=True` names both calls and their lines.
-# - **A buffer that changes too early.** After `async_op=True` the tensor is on its way until `wait()`. If you
-#   write to it before that, the other rank sometimes gets nonsense. Does your ring ever overwrite a part that
-#   it has sent? (Look at the order of the parts. In the reduce-scatter no part changes after it is sent. The
-#   all-gather overwrites the parts that the reduce-scatter has sent, but n - 1 steps later.)
-# - **A straggler.** A ring is as slow as its slowest link. The ledger's `seconds` are long on all ranks
+# - **A buffer that changes too early.** A send with `async_op=True` may read its tensor until `wait()` returns.
+#   If you write to the tensor before that, the other rank sometimes gets nonsense. Does your ring ever
+#   overwrite a part that it has sent? (Look at the order of the parts. In the reduce-scatter no part changes
+#   after it is sent. The all-gather overwrites the parts that the reduce-scatter has sent, but n - 1 steps
+#   later.)
+# - **A straggler.** One slow rank makes the whole ring slow. The ledger's `seconds` are long on all ranks
 #   *except* the slow one, which never waits.
-# - **Sums differ in the last bits.** Each part is added in another order of ranks, and in floating point (a +
-#   b) + c is not a + (b + c). All ranks still agree with each other, because each part is summed only once.
+# - **Sums differ in the last bits.** Each part is summed over the ranks in an order of its own, and in floating
+#   point (a + b) + c is not a + (b + c). All ranks still agree with each other, because each part is summed
+#   only once.
 
 # %%
 cluster.close()
@@ -501,8 +511,8 @@ cluster.close()
 # | `ring_all_reduce` | comm/algorithms/ring.py: [`ring_all_reduce`](../minidist/comm/algorithms/ring.py) | comm/collectives.py: [`all_reduce`](../minidist/comm/collectives.py) |
 # | `ring_seconds` | comm/algorithms/formulas.py: [`formula`](../minidist/comm/algorithms/formulas.py) | comm/cost/model.py: [`predict`](../minidist/comm/cost/model.py) |
 #
-# The ring there passes the parts in the same order as yours. But it only lists the messages, as data, so that a
-# proof can check them for all ranks without starting a process. `execute` sends them, in segments that overlap,
-# and `all_reduce` chooses between the algorithms.
+# The ring there passes the parts in the same order as yours, but it sends nothing: it lists the messages as
+# data. So a proof can check the messages of all ranks without starting a process. `execute` sends them, in
+# segments that overlap, and `all_reduce` chooses between the algorithms.
 #
 # Next: lesson 09 puts your all-reduce to work, and trains one model on several ranks.

@@ -15,10 +15,10 @@
 #
 # **Time:** about 2 hours. **Builds on:** lesson 09.
 #
-# The ranks of lesson 9 reach the weights of one process, but they send a small message for each parameter, and
-# compute nothing meanwhile. In this lesson the weights stay exactly the same, and the step gets faster. You
-# send fewer messages, you send them while the ranks still compute, and you predict how much faster four ranks
-# are than one.
+# The ranks of lesson 9 reach the same weights as one process. But they send a small message for each parameter,
+# and they compute nothing while they send. In this lesson the weights stay exactly the same, and the step gets
+# faster. You send fewer messages, you send them while the ranks still compute, and you predict how much faster
+# four ranks are than one.
 
 # %%
 import statistics
@@ -42,12 +42,12 @@ torch.set_num_threads(1)
 ladder(10)
 
 # %% [markdown]
-# **The question.** Every step has to sum all gradients over all ranks. How few messages does that take, and how
-# much of their time can pass while the ranks compute anyway? (PyTorch's `DistributedDataParallel` does what you
+# **The question.** Every step has to sum all gradients over all ranks. How few messages are enough? And how
+# much of the sending can happen while the ranks compute? (PyTorch's `DistributedDataParallel` does what you
 # write here, and Li et al. 2020 ran it on 256 GPUs. A ResNet-50 has 161 gradients with 102 MB in all. They are
 # sent in buckets of 25 MB, while backward still runs.)
 #
-# The model is that of lesson 9: it has two layers and learns handwritten digits, in float64.
+# The model is the one from lesson 9. It has two layers and learns handwritten digits, in float64.
 
 # %%
 cluster = md.Cluster(ranks=4, threads=1)  # each rank computes on one core
@@ -66,7 +66,7 @@ def network():
 #
 # So far each parameter has a message of its own. A message takes at least alpha seconds, however small it is
 # (lesson 8), and models have hundreds of small parameters. Also, no message starts before backward is done. Li
-# et al. 2020 improve both:
+# et al. 2020 improve both, as the picture shows:
 
 # %%
 steps_in_time()
@@ -95,9 +95,10 @@ cluster.run(two_together)[0]
 # **Exercise 10.1: all_reduce_in_buckets.** Sum each of `tensors` over all ranks, in place. Neighbours in the
 # list share a message as long as they have at most `limit` elements together. A tensor with more than `limit`
 # elements gets a message of its own. There is at least one tensor. All tensors have the same dtype, and each
-# has the same shape on all ranks. Some are not contiguous: they lie in memory as `w.T` does.
+# has the same shape on all ranks. Some tensors are not contiguous in memory, just as `w.T` is not.
 #
-# Par: the fewest messages that this rule allows in the order of the list, with each element sent once.
+# Par: the fewest messages that this rule allows. The tensors stay in the order of the list, and each element is
+# sent once.
 
 
 # %% tags=["exercise"]
@@ -124,9 +125,9 @@ def one_by_one(tensors):
 
 # %% [markdown]
 # You can predict what this saves. In a ring all-reduce each rank sends 2 (n - 1) messages (lesson 8), so each
-# all-reduce that you avoid saves 2 (n - 1) alpha. To see this effect alone, give each rank a link with an alpha
-# of 4 ms (as lesson 8 does). One bucket instead of 80 messages avoids 79 all-reduces. Among 4 ranks, that saves
-# 79 x 6 x 4 ms.
+# all-reduce that you avoid saves 2 (n - 1) alpha. To see this effect alone, give each rank a link of its own,
+# as in lesson 8, but with an alpha of 4 ms. One bucket instead of 80 messages avoids 79 all-reduces. Among 4
+# ranks, that saves 79 x 6 x 4 ms.
 
 
 # %%
@@ -155,10 +156,11 @@ print(f"saved         {(each - joined) * 1e3:6.0f} ms, predicted {79 * 6 * 4} ms
 # %% [markdown]
 # ## While backward still runs
 #
-# Backward goes from the last layer to the first. Once it is done with the last layer, that layer's gradients
-# are complete. They could be sent while the other layers still compute. PyTorch tells you when: give a function
-# to `parameter.register_post_accumulate_grad_hook`, and PyTorch calls it with the parameter as soon as backward
-# has put the gradient into `parameter.grad`. Such a function is called a **hook**.
+# Backward goes from the last layer to the first. Once backward is done with the last layer, that layer's
+# gradients are complete. You can send them while backward still computes the other layers. PyTorch tells you
+# when a gradient is complete. Give a function to `parameter.register_post_accumulate_grad_hook`. As soon as
+# backward has put the gradient into `parameter.grad`, PyTorch calls the function with the parameter. Such a
+# function is called a **hook**.
 
 
 # %%
@@ -172,11 +174,12 @@ functional.cross_entropy(model(x[:8]), y[:8]).backward()
 # %% [markdown]
 # **Exercise 10.2: reduce_in_backward.** Give each parameter a hook that begins the all-reduce of its gradient
 # and does not wait for it. `work = comm.all_reduce(x, async_op=True)` returns at once, and you may use `x`
-# after `work.wait()`. Return a function `finish`. The training loop calls `finish()` after each backward, and
-# then every gradient is the mean over the ranks. Every parameter gets a gradient. A step calls `zero_grad`,
-# backward and `finish`, and steps follow one another.
+# after `work.wait()`. Return a function `finish`. The training loop calls `finish()` after each backward. When
+# `finish` returns, every gradient has to be the mean over the ranks. You may rely on backward to give every
+# parameter a gradient. Each step calls `zero_grad`, backward and `finish`, and your hooks have to work in every
+# step.
 #
-# Par: one all-reduce for each gradient, begun in backward; backward waits for none.
+# Par: one all-reduce for each gradient. It begins during backward, and backward does not wait for it.
 
 
 # %% tags=["exercise"]
@@ -221,16 +224,17 @@ max((mine - right).abs().max().item() for mine, right in pairs)
 # ## Several backward passes, one message
 #
 # A batch that does not fit into memory is cut into **micro-batches**. Each backward *adds* its gradients to
-# `.grad`, and the optimizer makes its step after the last one. This is **gradient accumulation**. It invites an
-# expensive bug: if you send after each micro-batch, you pay for a message each time, although only the last sum
-# is needed.
+# `.grad`, and the optimizer makes its step after the last one. This is **gradient accumulation**. An expensive
+# bug is easy to make here: if you send after each micro-batch, you pay for a message each time, although you
+# need only the last sum.
 #
 # **Exercise 10.3: accumulate_gradients.** `micro_batches` is this rank's list of (inputs, targets). Another
-# rank may have more or fewer of them, with more or fewer rows, and a rank may have none. After your function,
-# every `.grad` holds the gradient of the mean loss over all rows of all ranks, as in exercise 9.2. Memory is
-# short: it holds what the forward pass of *one* micro-batch keeps for backward, and no more.
+# rank may have more or fewer micro-batches, and its micro-batches may have more or fewer rows. A rank may have
+# none. After your function, every `.grad` holds the gradient of the mean loss over all rows of all ranks, as in
+# exercise 9.2. Memory is short. The forward pass keeps tensors for backward, and there is room for those of
+# *one* micro-batch only.
 #
-# Par: the messages and bytes of ranks with one batch each.
+# Par: as many messages and bytes as when each rank has one batch.
 
 
 # %% tags=["exercise"]
@@ -261,9 +265,9 @@ for parts in (1, 2, 8):
 # %% [markdown]
 # ## All of it, as a library has it
 #
-# `md.DataParallel` has these ideas as options of one class. The cell counts what a step sends, with the ledger,
-# and measures how long it takes: first for 40 small layers, then for 3 large ones. "Alone" is a step that sends
-# nothing (`no_sync`).
+# `md.DataParallel` has these ideas as options of one class. The next two cells count with the ledger what a
+# step sends, and measure how long the step takes. The first model has 40 small layers, the second has 3 large
+# ones. "Alone" is a step that sends nothing (`no_sync`).
 
 
 # %%
@@ -303,8 +307,8 @@ for sizes in ((32,) * 41, (512,) * 4):
     print(f"{'alone':30}   0 messages{0:12,} bytes{t * 1e3:9.2f} ms")
 
 # %% [markdown]
-# All ways send the same bytes. They differ in the number of messages, and with many small layers you pay mostly
-# for messages. Sending *in backward* helps if other hardware does the sending: a network card, or a GPU's copy
+# All ways send the same bytes. They differ in the number of messages, and with many small layers that number
+# matters most. Sending *in backward* helps if other hardware does the sending: a network card, or a GPU's copy
 # engine. Here the ranks share the machine's cores, and copying a message takes time from the cores that
 # compute. So a message that hides behind backward makes backward longer, and little or nothing is gained. That
 # is a limit of this machine, and no fault of the idea.
@@ -312,17 +316,17 @@ for sizes in ((32,) * 41, (512,) * 4):
 # ## When do the messages take longer than the work?
 #
 # Say that a model has P parameters and each rank has b rows. Forward and backward take about 6 P b FLOPs
-# (lesson 7). An all-reduce of the gradients sends 2 (n - 1) / n times 4 P bytes. *Both grow with P.* If a rank
-# does R FLOPs in a second, and its link takes beta seconds for a byte, both last equally long when each rank
-# has
+# (lesson 7). In an all-reduce of the gradients, each rank sends 2 (n - 1) / n times 4 P bytes. *The FLOPs and
+# the bytes both grow with P.* If a rank does R FLOPs in a second, and its link takes beta seconds for a byte,
+# computing takes as long as sending when each rank has
 #
 # b = 4/3 x (n - 1) / n x R x beta
 #
 # rows. **P cancels**: a larger model does not make it worse. Only the ratio of two speeds counts: how fast a
-# rank computes, and how fast it sends. The cell takes 8 ranks of 100 TFLOP/s, and computes how many rows each
-# needs until computing takes as long as the all-reduce. (In a language model a row is a token.) A small model
-# needs more rows than a large one: its messages are short, so most of their time is alpha, which the formula
-# leaves out.
+# rank computes, and how fast it sends. The next cell assumes 8 ranks of 100 TFLOP/s each. It prints how many
+# rows a rank needs for computing to take as long as the all-reduce. (In a language model a row is a token.) A
+# small model needs more rows than a large one, because its messages are short and most of their time is alpha.
+# The formula above leaves alpha out; the cell counts it.
 
 
 # %%
@@ -337,16 +341,16 @@ for link in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
     print(f"{link:24}{few:14,.0f}{many:24,.0f}")
 
 # %% [markdown]
-# With fewer rows than that, the ranks spend most of the time on messages, unless backward hides them. With more
-# rows they spend it on computing. So data parallelism works best with large batches. Accumulation helps, since
-# it makes b larger without more memory.
+# With fewer rows than that, the ranks spend most of the time on messages, unless backward hides the messages.
+# With more rows the ranks spend most of the time on computing. So data parallelism works best with large
+# batches. Accumulation helps, since it makes b larger without more memory.
 #
 # ## Predict, then measure
 #
-# Share one batch of 64 rows among 1, 2 and 4 ranks. The same work on more ranks is called **strong scaling**.
-# Each rank plays a device of its own, with a link of its own: its layer does not compute, it *sleeps*, 6 ms for
-# each row (2 ms forward, 4 ms backward). A message takes alpha = 2 ms, and 50 ns more for each byte. The model
-# has 1 MB of parameters. How many times as fast as one rank are four?
+# Share one batch of 64 rows among 1, 2 and 4 ranks. To share the same work among more ranks is called **strong
+# scaling**. Each rank plays a device of its own, with a link of its own. Its layer does not compute: it
+# *sleeps* 6 ms for each row (2 ms forward, 4 ms backward). A message takes alpha = 2 ms, and 50 ns more for
+# each byte. The model has 1 MB of parameters. How many times as fast as one rank are four ranks?
 
 # %%
 prediction = None  # your guess, such as 2.5; None draws no guess
@@ -373,8 +377,8 @@ def scaled(n, rows=64):
 
 
 # %% [markdown]
-# The model of a step's time has two terms: the time that one rank computes, divided by the number of ranks, and
-# the time of the all-reduce, by the formula that you found in lesson 8.
+# Predict a step's time as the sum of two terms. The first is the time that one rank alone computes, divided by
+# the number of ranks. The second is the time of the all-reduce, from the formula that you found in lesson 8.
 
 # %%
 measured, predicted = {}, {}
@@ -392,10 +396,10 @@ for n in (1, 2, 4):
 scaling_picture(measured, predicted, prediction)
 
 # %% [markdown]
-# More ranks divide the work, **but they do not divide the all-reduce**. From 2 ranks to 4 it even takes longer:
-# a rank sends more messages, and more bytes. So each doubling of the ranks gains less than the one before. With
-# a thousand ranks, nearly all of a step would be its all-reduce. Three things move the dots up: more rows on
-# each rank, a faster network, and sending while backward runs.
+# More ranks divide the work, **but they do not divide the all-reduce**. With 4 ranks the all-reduce takes even
+# longer than with 2, because each rank sends more messages and more bytes. So each doubling of the ranks gains
+# less than the one before. With a thousand ranks, nearly all of a step would be its all-reduce. Three things
+# move the dots of the figure up: more rows on each rank, a faster network, and sending while backward runs.
 #
 # If the layers computed instead of sleeping, the ranks would share this machine's cores. Four ranks on two
 # cores take turns, and are at best twice as fast as one.
@@ -409,7 +413,7 @@ scaling_picture(measured, predicted, prediction)
 #   order differs between ranks, they add up gradients of different parameters. So let the ranks agree on one
 #   order, as `md.DataParallel` does.
 # - **A gradient used too early.** If you clip, log or update before `finish`, you use this rank's own gradient,
-#   or half a sum. The comparison with one process (lesson 9) finds it.
+#   or half a sum. The comparison with one process (lesson 9) finds this bug.
 # - **Accumulation that sends every time.** The result is right, and the step is slow. Count the calls of a step
 #   in the ledger.
 
@@ -429,7 +433,8 @@ cluster.close()
 #
 # ## Where your lines live
 #
-# Two rungs of [the training ladder](../minidist/plain/__init__.py), each with one idea more than the one before:
+# Two rungs of [the training ladder](../minidist/plain/__init__.py) do what you wrote. Each rung has one idea
+# more than the rung before:
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
@@ -437,8 +442,8 @@ cluster.close()
 # | `reduce_in_backward` | plain/overlap.py: [`Bucket.arrived`](../minidist/plain/overlap.py) | parallel/sharding/reducer.py: [`Reducer.arrived`](../minidist/parallel/sharding/reducer.py) |
 # | `accumulate_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel.no_sync`](../minidist/parallel/sharding/data_parallel.py) |
 #
-# The rungs group gradients by your rule. Their buckets are never copied: each gradient is a view of its bucket,
-# and the bucket leaves as soon as it is full. The engine puts gradients into buckets in the order in which they
-# arrive on rank 0, and also handles parameters that are unused or shared.
+# The rungs group gradients by your rule. They never copy a gradient into a bucket: each gradient is a view of
+# its bucket. The second rung sends a bucket as soon as it is full. The engine puts gradients into buckets in
+# the order in which they arrive on rank 0, and also handles parameters that are unused or shared.
 #
 # Next: lesson 11 asks whether the ranks have to wait for each other at all.
