@@ -91,8 +91,8 @@ INTERFACES = {
         "this machine's vector registers: elements in one, rows of the tile that fit",
     ),
     "minidist.kernels.cpu.support.thread_pool": (
-        "ELEMENT PATIENCE address begin board clear end latest threads",
-        "begin(helpers, serve) wakes threads that call serve(); clear() and end() wait for them",
+        "ELEMENT PATIENCE address begin board clear end latest threads wake",
+        "wake(helpers, serve) wakes threads that call serve(); clear() and end() wait for them",
     ),
     "minidist.kernels.cpu.support.board": (
         "array close cut join leave take",

@@ -108,7 +108,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
     size = blocks(kind)
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
     threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
-    if threads < 2 or not thread_pool.begin(threads - 1, lambda: _serve(kind)):
+    if threads < 2 or not thread_pool.begin(threads - 1):
         space = memory("product", kind, size.memory + size.depth * size.width)
         _multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
         return
@@ -122,6 +122,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
             *parts, elements = cut(m, strip.shape[1], k, size, threads, packed=not how)
             shared, space = memory("b of all threads", kind, elements), memory("product", kind, size.memory)
             _post(a, strip, target, shared, at, how, threads, *parts)
+            thread_pool.wake(threads - 1, lambda: _serve(kind))
             _work(space, at, thread_pool.latest() - 1, 1)
             thread_pool.clear()
     finally:

@@ -31,6 +31,7 @@ board[:] = 0
 _posting = threading.Lock()  # held by the one thread whose product is on the board
 _inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
 _workers: dict[int, frozenset[int]] = {}  # the CPUs that each may run on, by the worker's system thread id
+_callers_cpu = -1  # that workers were told to keep off
 _asleep: list[None] = []  # one item for each worker that waits for the inbox; whoever wakes one takes it
 
 
@@ -56,11 +57,8 @@ def latest() -> int:
     return int(board[BELL])
 
 
-def begin(helpers: int, serve: Callable[[], None]) -> bool:
-    """Let this thread post products until `end`, and wake workers; or return False if another one posts now.
-
-    Up to `helpers` workers that sleep call serve(), which returns when nothing is posted for a while.
-    """
+def begin(helpers: int) -> bool:
+    """Let this thread post products for so many workers until `end`; or return False if another one does."""
     if not _posting.acquire(blocking=False):
         return False
     try:
@@ -68,15 +66,22 @@ def begin(helpers: int, serve: Callable[[], None]) -> bool:
         with contextlib.suppress(RuntimeError):
             while len(_workers) < helpers:
                 _start_worker()
-        if _asleep:
-            _keep_off_this_cpu()
-        for _ in range(min(helpers, len(_asleep))):
-            _asleep.pop()
-            _inbox.put(serve)
+        _keep_off_this_cpu()
     except BaseException:
         _posting.release()
         raise
     return True
+
+
+def wake(helpers: int, serve: Callable[[], None]) -> None:
+    """Have up to `helpers` sleeping workers call serve(), which returns when nothing is posted for a while.
+
+    It is called after posting. A worker that lies down after that finds the product by itself.
+    """
+    for _ in range(min(helpers, len(_asleep))):
+        with contextlib.suppress(IndexError):  # that worker has just got up
+            _asleep.pop()
+            _inbox.put(serve)
 
 
 def clear() -> None:
@@ -112,12 +117,17 @@ def _start_worker() -> None:
     """Start a thread that serves whenever it is woken; it ends with the process."""
 
     def work() -> None:
+        serve = _inbox.get()
         while True:
-            serve = _inbox.get()
             # If it fails, for lack of memory say, the others do its share.
             with contextlib.suppress(Exception):
                 serve()
             _asleep.append(None)
+            if board[OPEN]:  # posted before this thread was seen to sleep
+                with contextlib.suppress(IndexError):  # another thread has put serve into the inbox
+                    _asleep.pop()
+                    continue
+            serve = _inbox.get()
 
     worker = threading.Thread(target=work, name="minidist-kernels", daemon=True)
     worker.start()
@@ -132,11 +142,16 @@ def _keep_off_this_cpu() -> None:
     Linux likes to wake a thread on the CPU of the thread that woke it, which here goes on computing. Where it
     does not see that another CPU is idle (in many virtual machines), both share one CPU for milliseconds.
     """
-    this_cpu = _sched_getcpu()
-    if this_cpu is None:
+    global _callers_cpu
+    getcpu = _sched_getcpu()
+    if getcpu is None:
         return
+    this_cpu = getcpu()
+    if this_cpu == _callers_cpu and not _asleep:
+        return  # a quick answer for small products: workers that are awake keep off it already
+    _callers_cpu = this_cpu
     allowed = frozenset(os.sched_getaffinity(0))
-    others = allowed - {this_cpu()} or allowed
+    others = allowed - {this_cpu} or allowed
     for worker, cpus in list(_workers.items()):
         if cpus != others:
             with contextlib.suppress(OSError):  # forbidden here, or the thread has ended

@@ -106,7 +106,7 @@ def test_sizes_past_every_block_in_any_layout(data):
 def test_small_products_stay_in_one_thread(monkeypatch):
     monkeypatch.setattr(thread_pool, "threads", lambda: 4)
     helpers = []
-    monkeypatch.setattr(thread_pool, "begin", lambda count, serve: bool(helpers.append(count)))
+    monkeypatch.setattr(thread_pool, "begin", lambda count: bool(helpers.append(count)))
     for m, count in [(1, None), (2 * s7_threads.LEAST_WORK // 10_000, 1), (10**4, 3)]:
         helpers.clear()
         a, b = harness.inputs(m, 100, 100, "float32", 1)

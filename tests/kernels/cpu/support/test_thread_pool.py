@@ -47,9 +47,17 @@ def later(action, seconds=0.1):
     return timer
 
 
+def begin(helpers, serve):
+    """Begin, and wake workers."""
+    if not thread_pool.begin(helpers):
+        return False
+    thread_pool.wake(helpers, serve)
+    return True
+
+
 def post(helpers, serve):
     """One product: begin, and end once `helpers` workers sleep again."""
-    assert thread_pool.begin(helpers, serve)
+    assert begin(helpers, serve)
     thread_pool.end()
     assert until(lambda: len(thread_pool._asleep) == len(thread_pool._workers))
 
@@ -61,7 +69,7 @@ def test_workers_serve_beside_the_caller_and_at_the_same_time():
         together.wait(LIMIT)
         served.append(threading.get_ident())
 
-    assert thread_pool.begin(2, serve)
+    assert begin(2, serve)
     together.wait(LIMIT)
     thread_pool.end()
     assert until(lambda: len(set(served)) == 2)
@@ -78,21 +86,38 @@ def test_there_are_never_more_workers_than_the_largest_count_asks_for():
 
 def test_a_worker_that_is_awake_is_not_woken_again():
     served, released = [], threading.Event()
-    assert thread_pool.begin(1, lambda: (served.append(1), released.wait(LIMIT)))
+    assert begin(1, lambda: (served.append(1), released.wait(LIMIT)))
     assert until(lambda: served)
     thread_pool.end()
     for _ in range(3):
-        assert thread_pool.begin(1, lambda: served.append(2))
+        assert begin(1, lambda: served.append(2))
         thread_pool.end()
     released.set()
     assert until(lambda: thread_pool._asleep)
     assert served == [1]
 
 
+def test_a_product_posted_while_a_worker_lies_down_is_not_missed():
+    served, second = [], threading.Event()
+
+    def serve():
+        served.append(1)
+        if len(served) == 1:
+            thread_pool.board[thread_pool.OPEN] = 1  # posted now, by one who saw no worker asleep
+        else:
+            thread_pool.board[thread_pool.OPEN] = 0
+            second.set()
+
+    assert begin(1, serve)
+    assert second.wait(LIMIT)
+    thread_pool.end()
+    assert until(lambda: len(thread_pool._asleep) == 1)
+
+
 def test_one_thread_posts_at_a_time():
-    assert thread_pool.begin(0, lambda: None)
+    assert begin(0, lambda: None)
     others = []
-    other = threading.Thread(target=lambda: others.append(thread_pool.begin(0, lambda: None)))
+    other = threading.Thread(target=lambda: others.append(begin(0, lambda: None)))
     other.start()
     other.join(LIMIT)
     thread_pool.end()
@@ -104,7 +129,7 @@ def test_one_thread_posts_at_a_time():
 def test_a_beginning_that_fails_lets_others_post(error, monkeypatch):
     monkeypatch.setattr(thread_pool, "_start_worker", lambda: fail(error()))
     with pytest.raises(error):
-        thread_pool.begin(1, lambda: None)
+        begin(1, lambda: None)
     post(0, lambda: None)
 
 
@@ -115,7 +140,7 @@ def test_a_workers_error_ends_nothing():
 
 
 def test_the_end_closes_the_product_and_waits_for_those_inside():
-    assert thread_pool.begin(0, lambda: None)
+    assert begin(0, lambda: None)
     thread_pool.board[thread_pool.OPEN], thread_pool.board[thread_pool.DOOR] = 7, -1
     left = []
 
@@ -132,7 +157,7 @@ def test_the_end_closes_the_product_and_waits_for_those_inside():
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer signals")
 def test_ctrl_c_during_the_wait_does_not_end_the_wait():
     """It arrives afterwards: until then a worker writes to memory that the caller would use again."""
-    assert thread_pool.begin(0, lambda: None)
+    assert begin(0, lambda: None)
     thread_pool.board[thread_pool.DOOR] = -1
     before = signal.signal(signal.SIGALRM, lambda *_: fail(KeyboardInterrupt()))
     timer = later(lambda: thread_pool.board.__setitem__(thread_pool.DOOR, 0), 0.3)
@@ -158,7 +183,8 @@ def test_workers_do_not_keep_the_process():
 import threading, time
 from minidist.kernels.cpu.support import thread_pool as pool
 begun = threading.Event()
-pool.begin(2, lambda: (begun.set(), time.sleep(3600)))
+pool.begin(2)
+pool.wake(2, lambda: (begun.set(), time.sleep(3600)))
 begun.wait()
 pool.end()
 print(threading.active_count())
@@ -177,11 +203,12 @@ warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 from minidist.kernels.cpu.support import thread_pool as pool
 def meet():
     both = threading.Barrier(2)
-    assert pool.begin(1, lambda: both.wait(10))
+    assert pool.begin(1)
+    pool.wake(1, lambda: both.wait(10))
     both.wait(10)
     pool.end()
 meet()
-assert pool.begin(0, lambda: None)
+assert pool.begin(0)
 pool.board[pool.DOOR] = -1
 child = os.fork()
 if child == 0:
