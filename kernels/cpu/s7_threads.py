@@ -10,8 +10,8 @@ It uses this process's cores, or as many threads as $NUMBA_NUM_THREADS says when
 product its threads watch for about 0.3 ms whether the next one is posted (`support/board.py`). A product too
 small for two threads, or posted while another one is, runs through rung 6's loops in the caller's thread.
 
-Measured: on two cores rung 6 takes 1.7 times as long at 512 x 512 x 512 in float32 (2.4 ms and 1.4 ms), and
-2.0 times at 2048 (157 ms and 79 ms, 217 GFLOP/s), where OpenBLAS on both cores takes 1.03 times as long.
+Measured: on two cores rung 6 takes 1.4 times as long at 128 x 128 x 128 in float32 (40 us and 29 us), and 1.9
+times at 1024 (20 ms and 10.5 ms, 205 GFLOP/s), where OpenBLAS on both cores takes 1.02 times as long.
 """
 
 from __future__ import annotations
