@@ -302,8 +302,8 @@ for kernel in (by_rows, by_columns):
 # %% [markdown]
 # ## Which index goes first?
 #
-# Now write a whole matrix product, with a thread for each element of the result. Of the three loops one is
-# left, the sum. The grid replaces the other two.
+# Now write a whole matrix product, with a thread for each element of the result. The grid replaces two of the
+# three loops, and one is left: the sum.
 #
 # **Exercise 3.3: matmul.** `c = a b`, for float32 matrices: `a` has m rows and k columns, `b` k rows and n
 # columns. Any of these sizes may be 1, and k may be 0. The blocks are `(32, 8)`, and the grid has at least

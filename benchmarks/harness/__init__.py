@@ -15,7 +15,7 @@ Results:
     columns                which figures a benchmark may store, and how the report prints them
     formats                numbers as the report prints them
     compare_runs           `--compare`: what got slower since an earlier run
-What the suites measure, a folder for each kind:
+The measured programs, a folder for each kind of measurement:
     cuda/                  the CUDA ladder
     steps/                 training steps and collectives, inside the ranks
     strategy_table/        the table of strategies, and the loops of other libraries

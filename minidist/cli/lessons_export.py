@@ -34,7 +34,7 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """What a grader wants of a course."""
+    """The form that a grader gives to a course."""
 
     begin: str  # the line before a solution
     end: str  # the line after it

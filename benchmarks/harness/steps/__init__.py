@@ -1,4 +1,4 @@
-"""What a suite times inside its ranks: a step of ours in turns with a step of torch's.
+"""The steps that a suite times inside its ranks: ours in turns with torch's.
 
 training_steps         our engine, and plain torch or DDP
 sharded_steps          ZeRO, and torch's sharded loops

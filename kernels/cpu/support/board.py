@@ -24,19 +24,13 @@ from numba.extending import intrinsic
 from . import atomic, thread_pool
 from .vector_instructions import Value
 
-BELL, DOOR, OPEN, TAKEN, NUMBERS = (
-    8 * word
-    for word in (
-        thread_pool.BELL,
-        thread_pool.DOOR,
-        thread_pool.OPEN,
-        thread_pool.TAKEN,
-        thread_pool.NUMBERS,
-    )
-)
+# In bytes from the board's address; `thread_pool` counts words.
+BELL, DOOR, OPEN = 8 * thread_pool.BELL, 8 * thread_pool.DOOR, 8 * thread_pool.OPEN
+TAKEN, NUMBERS = 8 * thread_pool.TAKEN, 8 * thread_pool.NUMBERS
 ARRAY = 5  # numbers of an array: its address, its shape and its strides
 # The numbers after those of a, b and out, in the order in which rung 7 writes them.
-ELEMENT, SEATS, PACKS, DOWN, ACROSS, HOW, SHARED, FLAGS = range(3 * ARRAY, 3 * ARRAY + 8)
+ELEMENT = thread_pool.ELEMENT - thread_pool.NUMBERS
+SEATS, PACKS, DOWN, ACROSS, HOW, SHARED, FLAGS = range(ELEMENT + 1, ELEMENT + 8)
 
 
 @intrinsic

@@ -43,8 +43,8 @@ def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
 def pack_together(b: Any, packed_b: Any, at: int, parts: int) -> Any:
     """Pack b (k, n) in `parts` parts with the other threads of a board; return the part dealt after those.
 
-    What others have not finished is packed again, to the same values, instead of waiting for them: their
-    cores may belong to another program for milliseconds.
+    A thread does not wait for a part that another has not finished: that one's core may belong to another
+    program for milliseconds. It packs the part again, to the same values.
     """
     packs, flags = board.number(at, board.PACKS), board.number(at, board.FLAGS)
     part = board.take(at)

@@ -25,7 +25,6 @@ from .vector_moves import pointer, vector
 FEW = 2  # rows; with more, the register tile is faster although it packs
 GROUP = 4  # rows that a loop takes at a time
 
-
 PACKED, IN_PLACE, FEW_ROWS, FEW_COLUMNS = range(4)
 TRANSPOSED = 4  # added to a way: as the transposed product, out.T = b.T a.T
 
