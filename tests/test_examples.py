@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 from minidist.comm.launching.cluster import Cluster
 
@@ -84,6 +82,9 @@ def test_an_example_is_started_by_python_and_by_torchrun(path: Path, words: tupl
 @pytest.mark.deep
 def test_every_example_runs_in_a_notebook() -> None:
     """In one kernel, which imports torch once; each example begins without the names of the one before."""
+    import nbformat  # takes four seconds: a check of addresses builds a grammar
+    from nbclient import NotebookClient
+
     cells = [nbformat.v4.new_code_cell(text) for path in EXAMPLES for text in ("%reset -f", path.read_text())]
     notebook = nbformat.v4.new_notebook(cells=cells)
     with warnings.catch_warnings():

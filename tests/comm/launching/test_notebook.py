@@ -5,9 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 CELLS = [
     """
@@ -42,6 +40,9 @@ cluster.close()
 
 @pytest.mark.deep
 def test_notebook_cells_run_on_ranks(tmp_path: Path) -> None:
+    import nbformat  # takes four seconds: a check of addresses builds a grammar
+    from nbclient import NotebookClient
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in CELLS])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of Jupyter's own packages
