@@ -207,8 +207,11 @@ def test_an_all_reduce_sends_across_what_its_formula_says(
 
 
 def check_across(bytes_sent: int, expected: int) -> None:
-    """TCP's and gloo's headers, acknowledgements and barriers come on top."""
-    assert expected <= bytes_sent < 1.01 * expected + 20_000
+    """TCP's and gloo's headers, acknowledgements and barriers come on top.
+
+    A segment of 1,448 bytes has 66 of headers, 4.6 %. Most segments are longer, but on a busy machine fewer.
+    """
+    assert expected <= bytes_sent < 1.05 * expected + 20_000
 
 
 def test_a_checkpoint_of_two_hosts_loads_on_one(found: list[Found], saved: Path) -> None:
