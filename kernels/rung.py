@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+Array: TypeAlias = "NDArray[Any]"
 OperandT = TypeVar("OperandT")  # a NumPy array; CUDA rungs also take torch tensors
 Compute = Callable[[Any, Any, Any], None]  # compute(a, b, out): arrays, or a CUDA rung's matrices
 

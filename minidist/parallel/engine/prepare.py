@@ -21,7 +21,7 @@ from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
-from minidist.parallel.tensor.plans import OUR_MODELS, plan_for
+from minidist.parallel.tensor.plans import plan_for, plan_of_ours
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
@@ -145,7 +145,7 @@ def prepare(
         give_memory(model)
         checked_plan = None
         if layout.tp > 1:
-            ours = plan is None and isinstance(model, OUR_MODELS)  # their plans need no check
+            ours = plan is None and bool(plan_of_ours(model))  # their plans need no check
             plan = plan_for(model) if plan is None else plan
             if check_plan and not ours and not any(p.is_meta for p in model.parameters()):
                 checked_plan = PlanCheck(model, plan, layout, loss)

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from minidist._names import fits
-from minidist.model.bert import BERT
-from minidist.model.configs import TransformerConfig
-from minidist.model.gpt import GPT
-from minidist.model.mlp import MLP
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.tensor.cuts import linear_sizes
 from minidist.parallel.tensor.styles import alternatives
 
-OUR_MODELS = (GPT, BERT, MLP)
+if TYPE_CHECKING:
+    from minidist.model.configs import TransformerConfig
+
 ATTENTION = (
     ("q_proj|k_proj|v_proj", "o_proj"),  # Llama, Mistral, Qwen, ViT
     ("q_proj|k_proj|v_proj", "out_proj"),  # OPT, BART, CLIP
@@ -62,6 +61,22 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     The outputs of a GPT, and of an MLP with an odd number of layers, are then each rank's part of the logits;
     see `vocabulary_of`. Other models return all logits on every rank.
     """
+    if plan := plan_of_ours(model) or _found(model):
+        return plan
+    raise TypeError(
+        f"no plan is known for a {type(model).__name__}; give one, such as "
+        'plan={"layers.*.fc1": "column", "layers.*.fc2": "row"}, or use another axis: tp cuts pairs of '
+        "Linear layers, as in attention and MLPs, and no convolutions"
+    )
+
+
+def plan_of_ours(model: nn.Module) -> dict[str, str]:
+    """Return the plan of a GPT, a BERT or an MLP of this project; empty for another model."""
+    # Imported here, because most users bring a model of their own.
+    from minidist.model.bert import BERT
+    from minidist.model.gpt import GPT
+    from minidist.model.mlp import MLP
+
     if isinstance(model, GPT):
         head = f"layers.{len(model.layers) - 1}"
         plan = {
@@ -96,13 +111,7 @@ def plan_for(model: nn.Module) -> dict[str, str]:
         if count % 2:
             styles[-1] = "vocabulary"
         return {f"layers.{index}.linear": style for index, style in enumerate(styles)}
-    if plan := _found(model):
-        return plan
-    raise TypeError(
-        f"no plan is known for a {type(model).__name__}; give one, such as "
-        'plan={"layers.*.fc1": "column", "layers.*.fc2": "row"}, or use another axis: tp cuts pairs of '
-        "Linear layers, as in attention and MLPs, and no convolutions"
-    )
+    return {}
 
 
 def _found(model: nn.Module) -> dict[str, str]:
