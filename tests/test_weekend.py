@@ -99,9 +99,10 @@ INTERFACES = {
         "memory in which a product is posted, with the counters that deal out its parts",
     ),
     "minidist.kernels.cpu.support.small_products": (
-        "in_columns multiply multiply_alone way",
-        "rung 6's product in one thread; small and thin ones are not packed",
+        "in_columns multiply way",
+        "products that are too small or thin to be packed",
     ),
+    "minidist.kernels.cpu.support.one_thread": ("multiply_alone", "rung 6's product in one thread"),
     "minidist.kernels.cpu.support.shared_packing": (
         "multiply_packed pack_together post",
         "packs b together with other threads, and multiplies with it",

@@ -30,7 +30,10 @@ def _blocks(a: Array, b: Array, out: Array, width: int) -> None:
         columns = min(width, n - j0)
         for p0 in range(0, k, DEPTH):
             depth = min(DEPTH, k - p0)
-            block[:depth, :columns] = b[p0 : p0 + depth, j0 : j0 + columns]
+            part = b[p0 : p0 + depth, j0 : j0 + columns]
+            for p in range(depth):  # Numba compiles block[:depth, :columns] = part for three seconds
+                for j in range(columns):
+                    block[p, j] = part[p, j]
             for i in range(m):
                 row = out[i, j0 : j0 + columns]
                 for p in range(0, depth - 3, 4):

@@ -19,21 +19,9 @@ Source: Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..rung import Array, Rung
 from .support.block_sizes import blocks, memory
-from .support.compiling import compiled
-
-if TYPE_CHECKING:
-    from .support import small_products
-
-
-@compiled("AAAC", uses=("small_products",), nogil=True, boundscheck=False)
-def _multiply(
-    a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
-) -> None:
-    small_products.multiply_alone(a, b, out, space, height, width, near, far)
+from .support.one_thread import multiply_alone
 
 
 def compute(a: Array, b: Array, out: Array) -> None:
@@ -43,7 +31,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
     kind = out.dtype.char
     size = blocks(kind)
     space = memory("product", kind, size.memory + size.depth * size.width)
-    _multiply(a, b, out, space, size.tiles, size.width, size.near, size.far)
+    multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
 
 
 RUNG = Rung(

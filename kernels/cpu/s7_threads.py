@@ -22,6 +22,7 @@ from ..rung import Array, Rung
 from .support import thread_pool
 from .support.block_sizes import blocks, cut, memory
 from .support.compiling import compiled
+from .support.one_thread import multiply_alone
 
 if TYPE_CHECKING:
     from .support import board, register_tile, shared_packing, small_products, vector_moves
@@ -93,13 +94,6 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
             return 0
 
 
-@compiled("AAAC", uses=("small_products",), nogil=True, boundscheck=False)
-def _multiply_alone(
-    a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
-) -> None:
-    small_products.multiply_alone(a, b, out, space, height, width, near, far)
-
-
 def compute(a: Array, b: Array, out: Array) -> None:
     """Fill out (m, n) with a (m, k) times b (k, n)."""
     if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
@@ -110,7 +104,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
     threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
     if threads < 2 or not thread_pool.begin(threads - 1):
         space = memory("product", kind, size.memory + size.depth * size.width)
-        _multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
+        multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
         return
     try:
         how = _way(a, b, out, size.near, size.far)

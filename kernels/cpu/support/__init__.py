@@ -11,6 +11,7 @@
 | block_sizes | how large packed blocks and threads' parts are, and the memory of blocks |
 | packed_product | packs blocks, and multiplies packed ones |
 | small_products | multiplies without packing what packing would only make slower |
+| one_thread | a product in one thread, compiled once for rungs 6 and 7 |
 | shared_packing | a b that all threads pack, and products with it |
 | thread_pool, board, atomic | threads, the board where they find a product, and its counters |
 """

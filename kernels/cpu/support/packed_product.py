@@ -101,15 +101,13 @@ def multiply(a: Any, packed_b: Any, out: Any, memory: Any, tiles: int, add: int)
             i = t * m // tiles
             rows = (t + 1) * m // tiles - i
             a_rows = offset(packed_a, i * pitch)
-            if in_rows and width == columns:
-                c = pointer(out, i, j)
-                register_tile.multiply((rows, width, depth), a_rows, pitch, panel, columns, c, stride, add)
-            else:
-                # A vector would cross the edge, or out's rows are not contiguous: go through a tile in
-                # memory.
-                register_tile.multiply(
-                    (rows, width, depth), a_rows, pitch, panel, columns, memory, columns, 0
-                )
+            # If a vector would cross the edge, or out's rows are not contiguous, go through a tile in memory.
+            # One call for both: Numba compiles the tile again for each call with other types, such as a 0.
+            direct = in_rows and width == columns
+            c = pointer(out, i, j) if direct else memory
+            c_pitch, added = (stride, add) if direct else (columns, 0)
+            register_tile.multiply((rows, width, depth), a_rows, pitch, panel, columns, c, c_pitch, added)
+            if not direct:
                 put(memory, columns, out[i : i + rows, j : j + width], add)
 
 

@@ -71,14 +71,14 @@ def _multiply(
     return types.void(types.UniTuple(integer, 3), *[a, integer] * 3, integer), generate
 
 
-@njit(boundscheck=False)
+@njit(boundscheck=False, inline="always")
 def multiply(shape: Any, a: Any, a_pitch: int, b: Any, b_pitch: int, c: Any, c_pitch: int, add: int) -> None:
     """A tile of c = a b, or of c += a b with `add`; shape is (rows, width, depth).
 
     a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance from a row to the next. Whole
     vectors are read and written: one if `width` columns fit into one, else two.
 
-    Its callers are inlined: Numba makes each other function's machine code anew with all that it calls.
+    It is inlined, as its callers are: Numba makes other functions' machine code anew with all that they call.
     """
     _multiply(shape, a, a_pitch, b, b_pitch, c, c_pitch, add)
 

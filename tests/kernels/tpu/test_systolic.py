@@ -60,7 +60,7 @@ def check(array, m, n, k, seed):
     assert 0 <= product.utilisation <= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(arrays, sizes, sizes, sizes, st.integers(0, 2**32))
 def test_frames_are_the_cycles_of_matmul_and_conserve_what_they_move(array, m, n, k, seed):
     a, b = integers(m, n, k, seed)
@@ -84,7 +84,7 @@ def assert_same(left, right):
     np.testing.assert_array_equal(left.filled(0), right.filled(0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(arrays, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32))
 def test_each_pe_gets_from_its_neighbours_what_they_held_a_cycle_before(array, m, n, k, seed):
     """No PE sees memory: what it holds was next to it a cycle earlier, or came in at an edge."""

@@ -58,7 +58,7 @@ def test_purposes_dtypes_and_threads_share_no_memory():
         assert not any(np.shares_memory(x, other) for other in found[:i])
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(
     tiles=st.integers(1, 600), wide=st.integers(1, 300), count=st.integers(2, 130), most=st.integers(1, 20)
 )

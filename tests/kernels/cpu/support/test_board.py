@@ -27,7 +27,10 @@ def compiled():
 
     @njit(types.void(types.intp, matrix, types.intp))
     def copy(at, to, place):
-        to[...] = board.array(at, place, to)
+        array = board.array(at, place, to)
+        for i in range(to.shape[0]):
+            for j in range(to.shape[1]):  # Numba compiles to[...] = array three seconds longer
+                to[i, j] = array[i, j]
 
     @njit(types.void(types.intp))
     def close(at):

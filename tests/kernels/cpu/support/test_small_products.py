@@ -17,7 +17,8 @@ def test_few_columns_of_any_number_of_rows(m, order):
     a, b = around[4:-4], np.asarray(rng.standard_normal((k, n)), order=order)
     a[...] = rng.standard_normal((m, k))
     whole = np.full((m + 8, n), np.nan)
-    small_products.multiply(a, b, whole[4:-4], small_products.FEW_COLUMNS)
+    # Not `multiply`, with which Numba would compile all other ways, for seconds.
+    small_products._few_columns(a, b, whole[4:-4])
     np.testing.assert_allclose(whole[4:-4], a @ b, rtol=1e-12, atol=1e-12)
     assert np.isnan(whole[:4]).all()
     assert np.isnan(whole[-4:]).all()
