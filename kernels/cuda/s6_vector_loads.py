@@ -42,6 +42,7 @@ THREADS = SIDE * SIDE // SUMS
 GROUPS = SIDE // 4  # in a step of a panel
 
 
+@functools.cache
 def putting(order: StorageOrder) -> tuple[Function, Function]:
     """Return place(t), the (p, i) of thread t's four elements in a panel, and put(panel, p, i, four).
 

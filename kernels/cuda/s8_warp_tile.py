@@ -163,9 +163,10 @@ def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Ti
         read, write = int32(0), int32(last_stage)
         for e in range(sums_size):
             sums[e] = 0
+        # Steps have a type, int64: Numba compiles a function again for each literal.
         cp_async_wait(pending)
         cuda.syncthreads()
-        load(0, column, row, ring, from_a, from_b)
+        load(int64(0), column, row, ring, read + from_a, read + from_b)
         while left > 0:
             if left > ahead:
                 copy_a(ring, write + a_to, a, a_at, a_pitch, DEPTH, a_wide)
@@ -179,8 +180,8 @@ def kernel(a_order: StorageOrder, b_order: StorageOrder, vectors: bool, tile: Ti
             write = read
             if left > 1:  # otherwise this was the last panel, and what is loaded next is not used
                 read = int32(read + stage) if read < last_stage else int32(0)
-            load(DEPTH, column, row, ring, read + from_a, read + from_b)
-            multiply(DEPTH - 1, column, row, sums)
+            load(int64(DEPTH), column, row, ring, read + from_a, read + from_b)
+            multiply(int64(DEPTH - 1), column, row, sums)
             left = int32(left - 1)
         store_all(c, sums, i0 + y, j0 + x, m, n, c_row, c_column)
 

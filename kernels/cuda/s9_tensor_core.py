@@ -150,24 +150,25 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
             p, into = int32(p + depth), int32(into + stage_words)
             from_a, from_b = from_a + advance_a(a_stride), from_b + advance_b(b_stride)
 
+        # Slices have a type, int32: Numba compiles a function again for each literal.
         first_a, first_b = place_a(warp_row, lane), int32(a_words + place_b(warp_column, lane))
         here = int32(0)
         copies.cp_async_wait(pending)
         cuda.syncthreads()
-        load(0, shared, a_fragments, first_a, b_fragments, first_b)
+        load(int32(0), shared, a_fragments, first_a, b_fragments, first_b)
         for _ in range(0, k, depth):
-            at_a, at_b = here + first_a, here + first_b
-            load(1, shared, a_fragments, at_a, b_fragments, at_b)
+            at_a, at_b = int32(here + first_a), int32(here + first_b)
+            load(int32(1), shared, a_fragments, at_a, b_fragments, at_b)
             copy_a(shared, into, a, from_a, a_stride, row, m, p, k, thread)
-            add(0, sums, a_fragments, b_fragments)
+            add(int32(0), sums, a_fragments, b_fragments)
 
-            load(2, shared, a_fragments, at_a, b_fragments, at_b)
+            load(int32(2), shared, a_fragments, at_a, b_fragments, at_b)
             copy_b(shared, into + a_words, b, from_b, b_stride, column, n, p, k, thread)
             copies.cp_async_commit()
-            add(1, sums, a_fragments, b_fragments)
+            add(int32(1), sums, a_fragments, b_fragments)
 
-            load(3, shared, a_fragments, at_a, b_fragments, at_b)
-            add(2, sums, a_fragments, b_fragments)
+            load(int32(3), shared, a_fragments, at_a, b_fragments, at_b)
+            add(int32(2), sums, a_fragments, b_fragments)
 
             # The next tile has arrived, for all threads; and all have read the last slice of this one.
             copies.cp_async_wait(pending)
@@ -179,8 +180,9 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
                 into = int32(0)
             if here == ring_words:
                 here = int32(0)
-            load(0, shared, a_fragments, here + first_a, b_fragments, here + first_b)
-            add(3, sums, a_fragments, b_fragments)
+            at_a, at_b = int32(here + first_a), int32(here + first_b)
+            load(int32(0), shared, a_fragments, at_a, b_fragments, at_b)
+            add(int32(3), sums, a_fragments, b_fragments)
 
         copies.cp_async_wait(0)
         cuda.syncthreads()

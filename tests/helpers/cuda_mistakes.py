@@ -114,7 +114,9 @@ MUTANTS = {
     ),
     "s8_warp_tile": (
         Mutant("no barrier in the loop", RACE, without(SYNC, "{}            write = read")),
-        Mutant("no barrier before it", RACE, without("        cuda.syncthreads()\n", "{}        load(0, ")),
+        Mutant(
+            "no barrier before it", RACE, without("        cuda.syncthreads()\n", "{}        load(int64(0), ")
+        ),
         Mutant("waits for one panel too few", EARLY, swap("pending = ahead - 1", "pending = ahead")),
         Mutant(
             "copies are in no group", EARLY, without("            cp_async_commit()\n", "{}            all_")
@@ -131,7 +133,7 @@ MUTANTS = {
             "loads a fragment that is not there",
             "unwritten shared memory",
             swap("if left > 1:", "if True:"),
-            (70, 141, 5),
+            (70, 140, 5),
         ),
         Mutant("copies past the last row of a", OUT, swap("int32(m - i0 - a_i), ", "int32(rows), ")),
         Mutant(

@@ -13,7 +13,7 @@ RUNG_9 = (
     Mutant(
         "no barrier in the loop", RACE, without("            cuda.syncthreads()\n", "{}            p, into")
     ),
-    Mutant("no barrier before it", RACE, without("        cuda.syncthreads()\n", "{}        load(0")),
+    Mutant("no barrier before it", RACE, without("        cuda.syncthreads()\n", "{}        load(int32(0)")),
     Mutant("waits for one tile too few", EARLY, swap("pending = ahead - 1", "pending = ahead")),
     Mutant(
         "waits after the barrier",
@@ -26,7 +26,7 @@ RUNG_9 = (
     Mutant(
         "copies are in no group",
         EARLY,
-        without("            copies.cp_async_commit()\n", "{}            add(1"),
+        without("            copies.cp_async_commit()\n", "{}            add(int32(1)"),
     ),
     Mutant(
         "sums pass through memory to which copies go",

@@ -67,15 +67,20 @@ class Assembler:
         """A pointer to element 0."""
         return self.context.make_array(array.type)(self.context, self.builder, value=array.value).data
 
-    def pointer(self, array: AsmOperand, index: AsmOperand | int, further: int = 0) -> Value:
-        """A pointer to the element at index + further."""
-        if isinstance(index, int):
-            offset = ir.Constant(INT64, index + further)
-        else:
-            offset = self.integer(index, "intp")
-            if further:
-                offset = self.builder.add(offset, ir.Constant(INT64, further))
-        return self.builder.gep(self.start(array), [offset], inbounds=True)
+    def pointer(self, array: AsmOperand, index: AsmOperand | int) -> Value:
+        """A pointer to the element at this index."""
+        return self.pointers(array, index, 1)[0]
+
+    def pointers(self, array: AsmOperand, index: AsmOperand | int, count: int) -> list[Value]:
+        """Pointers to `count` elements from `index` on.
+
+        Each is an index from the array's start. From pointers that start at each other, LLVM for sm_100 does
+        not make registers of a local array.
+        """
+        start = self.start(array)
+        first = ir.Constant(INT64, index) if isinstance(index, int) else self.integer(index, "intp")
+        offsets = [first, *(self.builder.add(first, ir.Constant(INT64, e)) for e in range(1, count))]
+        return [self.builder.gep(start, [offset], inbounds=True) for offset in offsets]
 
     def global_address(self, array: AsmOperand, index: AsmOperand | int = 0) -> Value:
         """The 64-bit address of an element in global memory."""
@@ -93,12 +98,12 @@ class Assembler:
 
     def load(self, array: AsmOperand, index: AsmOperand | int, count: int) -> list[Value]:
         """The values of `count` elements; of a local array under constant indices these are registers."""
-        return [self.builder.load(self.pointer(array, index, e)) for e in range(count)]
+        return [self.builder.load(pointer) for pointer in self.pointers(array, index, count)]
 
     def store(self, array: AsmOperand, index: AsmOperand | int, values: Sequence[Value]) -> None:
         """Write values to the elements from `index` on."""
-        for e, value in enumerate(values):
-            self.builder.store(value, self.pointer(array, index, e))
+        for pointer, value in zip(self.pointers(array, index, len(values)), values, strict=True):
+            self.builder.store(value, pointer)
 
     def ptx(
         self,

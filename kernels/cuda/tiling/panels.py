@@ -7,6 +7,7 @@ itself, or b transposed. In order "rows" it has unit stride along p.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,20 +34,32 @@ def inlined(function: Function) -> Function:
 def unrolled(step: Function, count: int) -> Function:
     """Return a function that calls step(p, *its arguments) for p from 0 to count - 1, without a loop.
 
-    p is a constant in each call, so it can select registers. LLVM unrolls only short loops.
+    p is a constant in each call, so it can select registers. LLVM unrolls only short loops. Four calls stand
+    in one function where they can: Numba compiles each function for hundredths of a second.
     """
-    last = count - 1
-    if last == 0:
+    if count == 0:
 
         def run(*arguments):  # type: ignore[no-untyped-def]
-            step(0, *arguments)
+            pass
 
-    else:
+    elif count % 4:
+        last = count - 1
         before = unrolled(step, last)
 
         def run(*arguments):  # type: ignore[no-untyped-def]
             before(*arguments)
             step(last, *arguments)
+
+    else:
+        p = count - 4
+        before = unrolled(step, p)
+
+        def run(*arguments):  # type: ignore[no-untyped-def]
+            before(*arguments)
+            step(p, *arguments)
+            step(p + 1, *arguments)
+            step(p + 2, *arguments)
+            step(p + 3, *arguments)
 
     return inlined(run)
 
@@ -65,6 +78,7 @@ def pitch(x: Matrix) -> int:
     return x.row_stride if x.order == "rows" else x.column_stride
 
 
+@functools.cache  # rungs' kernels share what Numba has compiled for another of them
 def panel(
     order: StorageOrder, side: int, depth: int, row: int, threads: int
 ) -> tuple[Function, Function, Function]:
@@ -120,6 +134,7 @@ def stores_vectors(c: Matrix) -> bool:
     return c.order == "rows" and c.row_stride % 4 == 0 and c.address % 16 == 0
 
 
+@functools.cache
 def store_four(vectors: bool) -> Function:
     """Return store(c, at, stride, sums, e, left): c[at], c[at + stride], ... = sums[e], sums[e + 1], ...
 

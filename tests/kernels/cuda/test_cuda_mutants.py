@@ -1,9 +1,10 @@
 """That the checks of the CUDA ladder can fail: each mistake planted in a rung is found by the check named.
 
-Without a mistake, built in the same way and with the same tiles, every rung passes all of them.
+Without a mistake and with the same tiles every rung passes all of them.
 """
 
 import dataclasses
+import importlib
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("ml_dtypes")
 
 from minidist.kernels.cuda.runtime import gpu_driver
 from tests.helpers import cuda_mistakes, cuda_mistakes_tensor
-from tests.helpers.cuda_kernels import own_cache, without_gpu  # noqa: F401
+from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 from tests.helpers.cuda_mutants import (
     built,
     caught_by,
@@ -34,7 +35,7 @@ USUAL = {
     "s5_thread_tile_2d": ((133, 141, 53), "float32"),
     "s6_vector_loads": ((133, 141, 53), "float32"),
     "s7_async_copy": ((133, 141, 53), "float32"),
-    "s8_warp_tile": ((70, 141, 53), "float32"),
+    "s8_warp_tile": ((70, 140, 53), "float32"),
     "s9_tensor_core": ((37, 141, 300), "float16"),
     "s10_hopper": ((300, 250, 280), "float16"),
 }
@@ -45,6 +46,9 @@ ASSEMBLER = {
     "s5_thread_tile_2d": (128, {"FFMA": 64}),
     "s6_vector_loads": (128, {"LDG.128": 2, "LDS.128": 4, "STG.128": 16}),
 }
+
+
+SMALL_TILES = ("s8_warp_tile", "s9_tensor_core", "s10_hopper")
 
 
 def small_tiles(rung, module):
@@ -102,22 +106,28 @@ def two_multiprocessors(monkeypatch):
 
 
 @pytest.mark.parametrize(("rung", "mutant"), [*cases()])
-def test_a_mistake_is_caught_by_the_check_named(rung, mutant, tmp_path):
+def test_a_mistake_is_caught_by_the_check_named(rung, mutant, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))  # nobody asks for these kernels again
     name, said = caught(rung, mutant, tmp_path)
     assert name == mutant.caught, said
 
 
 @pytest.mark.parametrize("rung", USUAL)
-def test_without_a_mistake_all_checks_pass(rung, tmp_path):
-    module = built(rung, (), tmp_path)
-    small_tiles(rung, module)
+def test_without_a_mistake_all_checks_pass(rung, tmp_path, monkeypatch):
+    """Rungs whose tiles stay the same are those of the ladder: its tests have compiled them."""
+    module = importlib.import_module(f"minidist.kernels.cuda.{rung}")
+    if rung in SMALL_TILES:
+        monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))
+        module = built(rung, (), tmp_path)
+        small_tiles(rung, module)
     sizes, dtype = USUAL[rung]
     for several in {mutant.sizes or sizes for mutant in MUTANTS[rung]} | {sizes}:
         assert caught_by(module.RUNG, several, dtype) == ("", "")
     assert caught_by_counting(module.RUNG, ALIGNED, dtype, SECTORS.get(rung, 16)) == ("", "")
     if rung in ASSEMBLER:
         assert caught_by_assembling(module.RUNG, dtype, *ASSEMBLER[rung]) == ("", "")
-    forget(module)
+    if rung in SMALL_TILES:
+        forget(module)
 
 
 def test_text_that_is_not_there_is_no_mutant(tmp_path):

@@ -129,11 +129,14 @@ def test_registers_spills_occupancy_and_instructions(step, dtype, architecture):
     assert occupancy(compiled.report, kernel.threads, dynamic).blocks >= blocks
 
 
+TILES = [(8, "LARGE"), (8, "SMALL"), (9, "LARGE"), (9, "TIGHT"), (9, "SMALL")]
+ASSEMBLED_FOR = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+# Each tile for two architectures, and each architecture with two tiles, one of them of rung 9.
+SAMPLE = [(*tile, ASSEMBLED_FOR[(i + more) % 5]) for more in (0, 3) for i, tile in enumerate(TILES)]
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize(
-    ("number", "tile"), [(8, "LARGE"), (8, "SMALL"), (9, "LARGE"), (9, "TIGHT"), (9, "SMALL")]
-)
+@pytest.mark.parametrize(("number", "tile", "architecture"), SAMPLE)
 def test_no_tile_of_any_size_spills(monkeypatch, number, tile, architecture):
     step = CUDA_LADDER[number - 1]
     module = importlib.import_module(f"minidist.kernels.cuda.{step.name}")

@@ -30,7 +30,14 @@ def twice(x):
     return x + x
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "architecture",
+    # Always the oldest, the one with instructions that no other has, and the newest.
+    [
+        *("sm_75", "sm_90a", "sm_120"),
+        *(pytest.param(between, marks=pytest.mark.deep) for between in ("sm_80", "sm_89", "sm_100")),
+    ],
+)
 def test_a_kernel_compiles_for_any_architecture_without_a_gpu(architecture):
     kernel = Kernel(everything, threads=64, blocks=4)
     compiled = kernel.compile(TYPES, architecture)
