@@ -64,7 +64,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
 
     from .instructions import barriers as sync
     from .instructions import tma, wgmma
-    from .instructions.warp import uniform
+    from .instructions.warp import elect_one, uniform
     from .tiling.tile_order import grouped_tile
     from .tiling.wgmma_store import slab_writer
 
@@ -114,7 +114,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
         # of the ring. The phase before an mbarrier's first has parity 1 and counts as over.
         if warp_group == 0:
             wgmma.setmaxnreg_dec(PRODUCER_REGISTERS)
-            if thread == 0:
+            if thread < 32 and elect_one():
                 tma.tensor_map_acquire(a)
                 tma.tensor_map_acquire(b)
                 slot, parity = int32(0), int32(0)

@@ -158,5 +158,10 @@ RUNG_10 = (
     Mutant("ends before its last store", "copy not waited for", swap("tma.tma_store_wait(0)", "pass")),
     Mutant("consumers share a named barrier", "barrier", swap("sync(1 + consumer,", "sync(1,", times=2)),
     Mutant("more registers than there are", "registers", swap("= 40, 232", "= 40, 240")),
+    Mutant(
+        "the producer is not elected",
+        "looped copies",
+        swap("thread < 32 and elect_one()", "thread == 0"),
+    ),
 )
 MUTANTS = {"s9_tensor_core": RUNG_9, "s10_hopper": RUNG_10}

@@ -21,6 +21,7 @@ OPCODES = {
     0x03C: "HMMA",  # mma.sync
     0x044: "STSM",  # stmatrix
     0x11D: "BAR",
+    0x147: "BRA",  # a jump
     0x181: "LDG",  # ld.global
     0x184: "LDS",  # ld.shared
     0x186: "STG",
@@ -34,6 +35,7 @@ OPCODES = {
 }
 WIDTHS = {5: ".64", 6: ".128"}
 WITH_WIDTH = ("LDG", "LDS", "STG", "STS")
+TIGHT = 16  # instructions; a loop that makes operands uniform has 6 to 8, rung 10's loops have 98 or more
 
 
 def instructions(cubin, entry):
@@ -44,6 +46,25 @@ def instructions(cubin, entry):
         name = OPCODES.get(low & 0x1FF, "other")
         found[name + WIDTHS.get(high >> 9 & 7, "") if name in WITH_WIDTH else name] += 1
     return found
+
+
+def looped_copies(cubin, entry):
+    """Count the copy engine's instructions that the assembler has put into a loop of their own, for sm_90a.
+
+    Such an instruction takes one value of each operand for a warp. If the assembler can't tell that the lanes
+    agree, it writes a loop over their values. A jump's distance from the next instruction is in units of 4
+    bytes, its low 8 bits in bits 16 to 23, the others from bit 34 on.
+    """
+    code = list(struct.iter_unpack("<QQ", section(cubin, f".text.{entry}")))
+    names = [OPCODES.get(low & 0x1FF, "other") for low, _ in code]
+    count = 0
+    for at, (low, high) in enumerate(code):
+        if names[at] == "BRA":
+            distance = ((high & 0x3FFFF) << 30 | low >> 34) << 8 | low >> 16 & 0xFF
+            start = at + 1 + (distance - (distance >> 55 << 56)) // 4
+            if at - TIGHT < start <= at:
+                count += sum(name.startswith("UTMA") for name in names[start:at])
+    return count
 
 
 def shortcomings(compiled, registers, wanted):
@@ -58,6 +79,7 @@ def shortcomings(compiled, registers, wanted):
         "spills": report.spill_stores + report.spill_loads > 0,
         "stack": report.stack > 0,
         "warnings": bool(report.warnings),
+        "looped copies": looped_copies(compiled.cubin, report.entry) > 0,
     }
     names |= {f"missing {name}": found[name] < least for name, least in wanted.items()}
     return [name for name, fails in names.items() if fails]

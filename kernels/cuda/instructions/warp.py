@@ -156,3 +156,20 @@ def uniform(to: Assembler, x: AsmOperand) -> Value:
     PTX: shfl.sync.idx.b32. Any architecture.
     """
     return to.ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [to.integer(x)], 1, pure=True)[0]
+
+
+@instruction(returns="int32")
+def elect_one(to: Assembler) -> Value:
+    """elect_one(): 1 in one lane of the warp, 0 in the others. All lanes call it.
+
+    The copy engine's instructions (`tma.py`) read uniform registers, which hold one value for a warp. Where
+    only the elected lane runs, the assembler moves values there as they are. Where `thread == 0` holds, it
+    can't tell that one lane runs, and puts a loop over the lanes' values around each copy. PTX: elect.sync.
+    sm_90.
+    """
+    text = """{
+    .reg .pred chosen;
+    elect.sync _|chosen, -1;
+    selp.b32 $0, 1, 0, chosen;
+    }"""
+    return to.ptx(text, "=r", results=1)[0]

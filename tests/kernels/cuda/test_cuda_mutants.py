@@ -24,7 +24,7 @@ from tests.helpers.cuda_mutants import (
 )
 
 COUNTED = ("bank conflicts", "uncoalesced")
-ASSEMBLED = ("spills", "stack", "missing STG.128")
+ASSEMBLED = ("spills", "stack", "missing STG.128", "looped copies")
 ALIGNED = (64, 128, 64)  # m, n, k where sectors are counted
 
 # The usual sizes, ragged and of several tiles each way, and the dtype.
@@ -93,7 +93,7 @@ def caught(rung, mutant, folder):
         if mutant.caught in COUNTED:
             return caught_by_counting(module.RUNG, ALIGNED, dtype, SECTORS.get(rung, 16))
         if mutant.caught in ASSEMBLED:
-            return caught_by_assembling(module.RUNG, dtype, *ASSEMBLER[rung])
+            return caught_by_assembling(module.RUNG, dtype, *ASSEMBLER.get(rung, (168, {})))
         return caught_by(module.RUNG, mutant.sizes or sizes, dtype)
     finally:
         forget(module)
