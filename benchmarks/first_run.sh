@@ -2,6 +2,7 @@
 # The first run on a machine with a GPU, in calls of at most ten minutes; docs/gpu.md says what to carry there.
 #     bash benchmarks/first_run.sh smoke       compile, check every rung, speed at 4096 and 8192
 #     bash benchmarks/first_run.sh full 1/2    the whole benchmark of the better rungs; then 2/2
+#     bash benchmarks/first_run.sh tune        rung 10 with other constants
 #     bash benchmarks/first_run.sh profile     rungs 8, 9 and 10 under the profiler; training on CPU and GPU
 # Run it from the repository's root. Everything is written to $OUT, by default ./first-run; send that folder back.
 # Wheels in $WHEELS, by default ./wheels, are installed beside the machine's own packages, without a network.
@@ -49,11 +50,24 @@ full)
     go 580 "$python" -m minidist bench cuda --full --part "$part" --out "$results" --json
     tail -n 40 "$log"
     ;;
+tune)
+    for buffers in 2 1 4; do
+        for cluster in 2 1 4; do
+            for group in 8 4 16; do
+                go 60 "$python" -m minidist.benchmarks.harness.cuda_tune s10_hopper "COLUMNS=(256,)" \
+                    "GROUP=$group" "CLUSTER=$cluster" "BUFFERS=$buffers"
+            done
+        done
+    done
+    grep -E "TFLOP/s" "$log" | sort -rn
+    ;;
 profile)
     for rung in s10_hopper s9_tensor_core s8_warp_tile; do
         if command -v ncu >/dev/null; then
-            go 120 ncu --set full --launch-skip 1 --launch-count 1 --export "$OUT/$rung" --force-overwrite \
-                "$python" -m minidist.benchmarks.harness.cuda_smoke "$rung"
+            # Of the kernels of this rung alone: the first is the ragged check's, the second is timed.
+            go 120 ncu --set full --kernel-name-base mangled --kernel-name "regex:$rung" --launch-skip 1 \
+                --launch-count 1 --export "$OUT/$rung" --force-overwrite \
+                "$python" -m minidist.benchmarks.harness.cuda_tune "$rung"
         else
             say "no ncu (Nsight Compute) on this machine"
         fi
@@ -62,7 +76,7 @@ profile)
     tail -n 30 "$log"
     ;;
 *)
-    say "unknown call $what: give smoke, full or profile"
+    say "unknown call $what: give smoke, full, tune or profile"
     exit 2
     ;;
 esac

@@ -8,6 +8,7 @@ Running and timing:
     progress               pytest plugin: one line for each finished benchmark, and a progress bar
     turns                  two programs in turns inside one benchmark, and their ratio
     cuda_smoke             checks one rung of the CUDA ladder on small and ragged products, by hand
+    cuda_tune              times a rung with other values of its constants, by hand
 Results:
     results                one machine's JSON file: format, loading, merging, saving
     machine                CPU, GPUs, caches and software versions

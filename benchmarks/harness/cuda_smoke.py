@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from minidist.benchmarks.harness.cuda import cuda_check
 from minidist.kernels.cuda import load
@@ -21,8 +21,14 @@ EMULATED = ((33, 40, 24),)
 ORDERS = ("nn", "nt", "tn")  # of a and b, in BLAS's letters
 
 
-def smoke(name: str) -> Iterator[str]:
-    """Check a rung in each of its dtypes; yield a line for each.
+def smoke(
+    name: str,
+    *,
+    dtypes: Sequence[str] = (),
+    shapes: Sequence[tuple[int, int, int]] = (),
+    orders: Sequence[str] = ORDERS,
+) -> Iterator[str]:
+    """Check a rung in these dtypes, by default each of its own; yield a line for each.
 
     Raises AssertionError for a wrong product, and RuntimeError for one that does not end in half a minute.
     """
@@ -36,9 +42,10 @@ def smoke(name: str) -> Iterator[str]:
             return drawn(columns, rows, "n", kind).T
         return torch.randn(rows, columns, device=device).to(kind)
 
-    for dtype in rung.dtypes:
+    shapes = shapes or (SHAPES if timer is not None else EMULATED)
+    for dtype in dtypes or rung.dtypes:
         kind, worst, count = getattr(torch, dtype), 0.0, 0
-        for (m, n, k), order in itertools.product(SHAPES if timer is not None else EMULATED, ORDERS):
+        for (m, n, k), order in itertools.product(shapes, orders):
             a, b = drawn(m, k, order[0], kind), drawn(k, n, order[1], kind)
             c = torch.full((m, n), float("nan"), device=device, dtype=kind)
             rung.matmul(a, b, out=c)

@@ -37,10 +37,10 @@ from .tiling.packing import aligned_rows, copy_back, packed
 ROWS = 128  # of a block's tile: 64 for each consumer
 COLUMNS = (256, 128)  # of a tile: the most that one wgmma takes, and for products with few tiles
 DEPTH = 64  # of a step in k: 128 bytes, the widest swizzle
-CLUSTER = 2  # blocks below each other that share their columns of b: 1, 2 or 4
+CLUSTER = 2  # blocks below each other that share their columns of b: 1, 2, or 4 with COLUMNS = (256,)
 CONSUMERS = 2  # warp groups that multiply
 BEHIND = 1  # steps that may still be multiplying when the next begins; 0 waits for each
-BUFFERS = 2  # of 64 lines of 128 bytes, for each consumer's stores
+BUFFERS = 2  # of 64 lines of 128 bytes, for each consumer's stores: 1, 2, or 4 with COLUMNS = (256,)
 SHARED = 225 * 1024  # bytes that a block may ask for: of 227 KB, mbarriers and alignment take up to 2
 GROUP = 8  # rows of cluster tiles done together: 8 x 2 x 128 = 2048 rows
 THREADS = 128 * (1 + CONSUMERS)

@@ -61,4 +61,9 @@ def test_the_script_of_a_first_run_names_what_it_can_not_do(tmp_path):
     assert "-k test_rung and (4096 or 8192) --out" in log
     first_run("full", "2/2")
     assert "--full --part 2/2" in (tmp_path / "out" / "log-full-2-of-2.txt").read_text()
+    first_run("tune")
+    log = (tmp_path / "out" / "log-tune-1-of-2.txt").read_text()
+    runs = [line.split()[4:] for line in log.splitlines() if "harness.cuda_tune s10_hopper" in line]
+    assert len({*map(tuple, runs)}) == len(runs) == 27
+    assert runs[0] == ["COLUMNS=(256,)", "GROUP=8", "CLUSTER=2", "BUFFERS=2"]  # the rung's own first
     assert first_run("everything").returncode == 2
