@@ -54,11 +54,12 @@ def plain(seed: int) -> nn.Module:
     return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
 
 
+BATCHES = (12, 13, 9, 12)
 CASES = {
-    "adamw": contract.Case(plain, vectors),
-    "sgd": contract.Case(plain, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    "adafactor": contract.Case(plain, vectors, partial(torch.optim.Adafactor, lr=0.1)),
-    "noisy": contract.Case(Noisy, vectors, batches=(12, 13, 9, 12, 8)),
+    "adamw": contract.Case(plain, vectors, batches=BATCHES),
+    "sgd": contract.Case(plain, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9), BATCHES),
+    "adafactor": contract.Case(plain, vectors, partial(torch.optim.Adafactor, lr=0.1), BATCHES),
+    "noisy": contract.Case(Noisy, vectors, batches=BATCHES),
 }
 STOP = 2
 """Steps before the save."""
@@ -108,10 +109,10 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("adamw", name) for name in LAYOUTS),
+        *(("adamw", name) for name in ("2", "2, stage 1", "4, stage 2", "4, stage 3")),
         *(("noisy", name) for name in ("1", "3", "3, stage 1", "2, stage 2", "3, stage 3")),
-        *(("sgd", name) for name in ("2", "2, stage 1", "2, stage 3")),
-        *(("adafactor", name) for name in ("2", "3, stage 1", "4, stage 2")),  # stage 3 refuses it
+        *(("sgd", name) for name in ("2", "2, stage 3")),
+        *(("adafactor", name) for name in ("2", "3, stage 1")),  # stage 3 refuses it
     ],
 )
 def test_the_same_layout_goes_on_bit_for_bit(
@@ -120,8 +121,9 @@ def test_the_same_layout_goes_on_bit_for_bit(
     check_same_layout(cluster_of, tmp_path, CASES[name], LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("zero", "precision"), [(0, "bf16"), (0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
+)
 def test_a_mixed_precision_goes_on_bit_for_bit(
     cluster_of: Clusters, tmp_path: Path, precision: str, zero: int
 ) -> None:
@@ -184,9 +186,10 @@ def train_backwards(
     return losses, engine.full_state_dict(), more
 
 
-@pytest.mark.parametrize("stop", [0, 1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("zero", "precision", "stop"),
+    [(0, "fp32", 1), (1, "fp32", 0), (1, "bf16", 1), (2, "fp32", 1), (2, "bf16", 0), (2, "bf16", 1)],
+)
 def test_gradients_go_on_in_the_order_in_which_they_came(
     cluster_of: Clusters, tmp_path: Path, zero: int, precision: str, stop: int
 ) -> None:
@@ -203,8 +206,11 @@ def test_gradients_go_on_in_the_order_in_which_they_came(
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
+        # Each layout once before, and once after; and some from more ranks to fewer.
         *(("adamw", before, after) for before, after in itertools.pairwise([*LAYOUTS, "1"])),
-        *(("adamw", after, before) for before, after in itertools.pairwise([*LAYOUTS, "1"])),
+        ("adamw", "3", "2"),
+        ("adamw", "3, stage 1", "2, stage 3"),
+        ("adamw", "4, stage 2", "3, stage 3"),
         ("sgd", "2, stage 1", "3, stage 3"),
         ("sgd", "3, stage 3", "2, stage 2"),
         ("adafactor", "2, stage 1", "3"),
@@ -223,8 +229,17 @@ def load_weights(layout: md.Layout, path: Path) -> dict[str, Tensor]:
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("after", ["2", "3, stage 1", "4, stage 2", "2, stage 3"])
-@pytest.mark.parametrize("before", ["2", "3, stage 1", "2, stage 3"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("2", "3, stage 1"),
+        ("2", "2, stage 3"),
+        ("3, stage 1", "2"),
+        ("3, stage 1", "4, stage 2"),
+        ("2, stage 3", "2"),
+        ("2, stage 3", "4, stage 2"),
+    ],
+)
 def test_masters_come_back_in_another_layout(
     cluster_of: Clusters, tmp_path: Path, before: str, after: str
 ) -> None:

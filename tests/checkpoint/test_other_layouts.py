@@ -18,7 +18,7 @@ from tests.helpers.contract import ADAMW
 from tests.parallel.test_layouts import case
 
 Clusters = Callable[[int], md.Cluster]
-CASE = replace(case(2, 8), batches=(9, 8, 7, 9), optimizer=ADAMW)
+CASE = replace(case(2, 8), batches=(9, 8, 7), optimizer=ADAMW)
 PARSE = md.Layout.parse
 
 
@@ -26,23 +26,19 @@ PARSE = md.Layout.parse
     ("before", "after"),
     [
         ("tp=2,pp=2,micro_batches=2", "dp=4,zero=2"),
-        ("dp=4,zero=2", "tp=2,pp=2,micro_batches=2"),
         ("dp=2,tp=2,zero=1", "pp=2,micro_batches=2"),
         ("dp=2,pp=2,zero=1", "tp=2,sequence_parallel=true"),
-        ("tp=2,cp=2,zero=3", "dp=1"),
-        ("dp=1", "dp=2,pp=2,zero=1"),
+        ("tp=2,cp=2,zero=3", "dp=2,pp=2,zero=1"),
         ("dp=4,zero=1,shard=2", "dp=3,zero=3"),
-        ("dp=2,tp=2,zero=2", "dp=4,zero=3,shard=2"),
         ("dp=2,cp=2,zero=3,shard=2", "dp=4,zero=2,shard=2"),
         *(
             pytest.param(*each, marks=[pytest.mark.deep])
             for each in (
-                ("dp=4,zero=2,shard=2", "dp=1"),
+                ("dp=4,zero=2", "tp=2,pp=2,micro_batches=2"),
+                ("dp=2,tp=2,zero=2", "dp=4,zero=3,shard=2"),
                 ("dp=1", "dp=6,zero=2,shard=3"),
-                ("dp=6,zero=3,shard=2", "dp=4,zero=1"),
+                ("dp=6,zero=3,shard=2", "dp=1"),
                 ("dp=2,pp=2,zero=1", "dp=4,pp=2,zero=1,shard=2,micro_batches=2"),
-                ("dp=4,pp=2,zero=1,shard=2,micro_batches=2", "dp=4,zero=3,shard=1"),
-                ("dp=6,zero=3,shard=3", "dp=6,zero=1,shard=2"),
             )
         ),
     ],
@@ -58,7 +54,6 @@ def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: st
         "dp=2,pp=2",
         "tp=2,cp=2,zero=3",
         "dp=4,zero=1,shard=2",
-        "dp=4,zero=3,shard=2",
     ],
 )
 def test_the_same_layout_goes_on_bit_for_bit(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:

@@ -78,7 +78,7 @@ def train_families(layout: md.Layout, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["dp=2,zero=3", *(pytest.param(text, marks=pytest.mark.deep) for text in ("dp=2", "dp=2,zero=2"))],
+    ["dp=2,zero=3", pytest.param("dp=2,zero=2", marks=pytest.mark.deep)],
 )
 def test_a_transformer_goes_there_and_back(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
     pytest.importorskip("transformers", reason="its models make the files, and read them")
@@ -121,12 +121,9 @@ def load_gpt(layout: md.Layout, source: Path, target: Path, device: str | None) 
     ("layout", "device"),
     [
         ("dp=2", None),
-        ("dp=2,zero=1", None),
         ("dp=2,zero=2", None),
         ("dp=2,zero=3", "meta"),
         ("tp=2", None),
-        ("tp=2", "meta"),
-        ("pp=2", None),
         ("dp=4,zero=3,shard=2", None),
         ("tp=2,pp=2", "meta"),
     ],

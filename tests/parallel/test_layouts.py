@@ -1,5 +1,8 @@
 """Every layout of up to 8 ranks that the axes allow trains to the weights of one process.
 
+Each day those of two and four ranks train, one ZeRO stage of each mesh of three ranks, and of larger meshes
+those that have more axes. `-m deep` has one stage of each other mesh, and `-m scale` the rest.
+
 A GPT with sizes that few ranks divide: a vocabulary of 11, 11 tokens in a row, batches that leave ranks with
 unequal numbers of rows; the two ends tied. What else a layout has, micro-batches, recomputation, sequence
 parallelism and schedules, changes from case to case.
@@ -89,14 +92,18 @@ def check(cluster: md.Cluster, layout: md.Layout) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """All of them; on more than four ranks every run trains one ZeRO stage of each, in turn."""
+    """All of them, with marks. Five and seven ranks have one axis, as three have."""
     for ranks in range(2, 9):
         meshes = itertools.groupby(layouts(ranks), lambda a: (a.dp, a.tp, a.pp, a.cp))
-        for number, (_, stages) in enumerate(meshes):
+        for number, (sizes, stages) in enumerate(meshes):
             same = [*stages]
+            axes = sum(size > 1 for size in sizes)
+            daily = ranks == 3 or (ranks == 6 and axes == 2 and number % 2) or (ranks == 8 and axes == 3)
             for stage, layout in enumerate(same):
-                again = ranks > 4 and stage != number % len(same)
-                yield pytest.param(layout, id=str(layout), marks=[pytest.mark.deep] if again else [])
+                mark = [] if daily else [pytest.mark.deep]
+                if stage != number % len(same):
+                    mark = [pytest.mark.scale] if ranks > 4 else [pytest.mark.deep]
+                yield pytest.param(layout, id=str(layout), marks=[] if ranks in (2, 4) else mark)
 
 
 @pytest.mark.parametrize("layout", list(cases()))

@@ -34,8 +34,9 @@ def mlp(seed: int) -> nn.Module:
 CASE = contract.Case(mlp, vectors, SGD)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_mb": 0}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "ranks"), [({}, 1), ({"overlap": False}, 2), ({"bucket_mb": 0}, 3)], ids=str
+)
 @pytest.mark.parametrize("compression", [md.TopK(ratio=1.0), md.PowerSGD(rank=16)], ids=str)
 def test_exact_where_nothing_is_left_out(
     cluster_of: Clusters, compression: Compression, options: dict[str, Any], ranks: int
@@ -179,8 +180,7 @@ COMPRESSIONS: dict[str, str | Compression | None] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("bucket_mb", [0, 0.002, 25])
+@pytest.mark.parametrize(("ranks", "bucket_mb"), [(1, 25), (2, 0), (2, 0.002), (2, 25), (3, 0.002)])
 def test_bytes_are_the_formulas(cluster_of: Clusters, ranks: int, bucket_mb: float) -> None:
     def count(compression: str | Compression | None) -> tuple[int, int, int]:
         model = CASE.model(0)

@@ -2,7 +2,7 @@
 
 The backend "aot_eager" traces forward and backward passes as the others do, and compiles nothing: what goes
 wrong in tracing shows, in a second or two. A model is compiled whole or in parts, in a wrapper or in place.
-Each layout is tried in two ways, so that it meets each of these four.
+Each layout is tried in one of these four ways, in turn, and in a second one with `-m scale`.
 """
 
 from __future__ import annotations
@@ -80,12 +80,18 @@ def train(case: contract.Case, layout: md.Layout, how: str, check_loss: bool) ->
     return contract.train_on_this_rank(case, layout, {"check_loss": check_loss})
 
 
+def mark_of(layout: str, how: str, first: bool) -> list[pytest.MarkDecorator]:
+    if (layout, how) in QUICK:
+        return []
+    return [pytest.mark.deep if first or (layout, how) in OTHER_SIZES else pytest.mark.scale]
+
+
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
-        pytest.param(layout, how, marks=[] if (layout, how) in QUICK else [pytest.mark.deep])
+        pytest.param(layout, how, marks=mark_of(layout, how, first=place == number // 2 % 2))
         for number, layout in enumerate(LAYOUTS)
-        for how in WAYS[number % 2]
+        for place, how in enumerate(WAYS[number % 2])
     ],
 )
 def test_a_compiled_model_trains_to_the_weights_of_one_process(

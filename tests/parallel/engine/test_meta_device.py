@@ -117,7 +117,7 @@ def test_values_that_are_not_sent_are_missed(cluster_of: Clusters) -> None:
     assert not all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-WIDE = config("byte-tiny", vocabulary=64, context=8, layers=12, heads=4, width=32, tied=False)
+WIDE = config("byte-tiny", vocabulary=64, context=8, layers=7, heads=4, width=32, tied=False)
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=4", "tp=2,pp=2", "dp=2,tp=2,zero=1"])

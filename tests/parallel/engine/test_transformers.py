@@ -118,7 +118,6 @@ def train(name: str, layout: str) -> tuple[list[float], dict[str, Tensor], float
 CASES = [
     ("llama", "dp=2,micro_batches=2"),
     ("llama", "dp=2,zero=1,recompute=true"),
-    ("llama", "dp=2,zero=3,micro_batches=2"),
     ("gpt2", "dp=2,zero=2,micro_batches=2"),
     ("gpt2", "dp=2,zero=3,recompute=true"),
     ("bert", "dp=2,micro_batches=2,recompute=true"),
@@ -126,14 +125,14 @@ CASES = [
     ("gpt2", "dp=2,pp=2,zero=1,micro_batches=2"),
     ("llama", "tp=2,micro_batches=2"),
 ]
-# Each model in each stage, and each of both with and without recomputation: every pair, not every triple.
+# Each model in every second stage, and each of both with and without recomputation.
 REST = [
     (name, f"dp=2,zero={zero},micro_batches=3,recompute={('true', 'false')[(number + zero) % 2]}")
     for number, name in enumerate(MODELS)
-    for zero in range(4)
+    for zero in range(number % 2, 4, 2)
 ]
 ORDERS = "gpipe", "zero_bubble"
-REST += [(name, f"pp=2,micro_batches=3,schedule={order}") for name in MODELS for order in ORDERS]
+REST += [(name, f"pp=2,micro_batches=3,schedule={ORDERS[n % 2]}") for n, name in enumerate(MODELS)]
 
 
 @pytest.mark.parametrize(

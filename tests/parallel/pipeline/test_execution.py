@@ -25,7 +25,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 
 Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
-ROWS = (8, 5, 3, 1, 8, 13)  # ragged, and fewer than there are micro-batches
+ROWS = (8, 3, 1, 13)  # ragged, and fewer than there are micro-batches
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 """Float64: sums in another order."""
 
@@ -123,8 +123,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("form", FORMS)
+# On 2 ranks: below, where calls are checked.
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    [*((form, ranks) for form in FORMS for ranks in (1, 3)), ("interleaved", 4), ("zero_bubble", 4)],
+)
 def test_gradients_are_those_of_one_process(cluster_of: Clusters, form: str, ranks: int) -> None:
     check(run(cluster_of, ranks, train_here, *FORMS[form], 4))
 
@@ -149,7 +152,7 @@ def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
 def test_calls_are_the_same_where_they_are_checked() -> None:
     with md.Cluster(2, timeout=60, check=True) as cluster:
         for form in FORMS.values():
-            check(cluster.run(train_here, *form, 4, (5, 8)), (5, 8))
+            check(cluster.run(train_here, *form, 4, (8, 3, 13)), (8, 3, 13))
 
 
 def backward_as_soon_as_it_can(ranks: int, micro_batches: int) -> list[list[Instruction]]:
@@ -522,8 +525,8 @@ def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
         rows = 8 - 3 * md.rank()
         Pipeline(nn.Linear(2, 2), "1f1b", 4).step(torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64))
 
-    late = pytest.raises((md.RankError, md.RankTimeout), match=r"time limit|had not returned within 3 s")
-    with md.Cluster(2, timeout=3) as cluster, late:
+    late = pytest.raises((md.RankError, md.RankTimeout), match=r"time limit|had not returned within 1 s")
+    with md.Cluster(2, timeout=1) as cluster, late:
         cluster.run(step)
 
 

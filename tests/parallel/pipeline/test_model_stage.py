@@ -139,8 +139,18 @@ def test_models_train_as_in_one_process(cluster_of: Clusters, name: str) -> None
     check(cluster_of, name, TWO)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["own", *(pytest.param(n, marks=pytest.mark.deep) for n in NAMES[:-1])])
+# Of the other models each in every second layout.
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("own", layout) for layout in LAYOUTS),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.deep)
+            for number, name in enumerate(NAMES[:-1])
+            for layout in LAYOUTS[number % 2 :: 2]
+        ),
+    ],
+)
 def test_every_kind_of_layout(cluster_of: Clusters, name: str, layout: str) -> None:
     check(cluster_of, name, layout)
 
@@ -226,7 +236,7 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
 
 
 def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: Path) -> None:
-    longer = replace(case("own"), batches=(9, 8, 7, 9))
+    longer = replace(case("own"), batches=(9, 8, 7))
     options = {"example": EXAMPLES["own"]}
     ((inputs, targets), *_) = longer.global_batches()
     alone = float(longer.loss(longer.model(0)(inputs), targets).detach())
@@ -251,7 +261,7 @@ def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: P
             losses.append(engine.step(x[share], y[share]))
         return contract.Trained(expected.losses[:2] + losses, engine.full_state_dict())
 
-    for before, after in (("dp=2,pp=2,zero=1", "pp=3"), ("pp=3", "dp=2,pp=2,zero=1"), ("pp=2", "dp=2")):
+    for before, after in (("dp=2,pp=2,zero=1", "pp=3"), ("pp=2", "dp=2")):
         for loss in cluster_of(PARSE(before).ranks).run(first, before):
             assert loss == pytest.approx(alone, rel=1e-12)
         for trained in cluster_of(PARSE(after).ranks).run(second, after):

@@ -82,8 +82,7 @@ def same_gradients(model: nn.Module, reference: nn.Module) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("ranks", "set_to_none"), [(1, True), (2, False), (3, True)])
 def test_a_loop_with_clipping(
     cluster_of: Clusters, form: dict[str, Any], ranks: int, set_to_none: bool
 ) -> None:

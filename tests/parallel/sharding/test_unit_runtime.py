@@ -46,8 +46,7 @@ def repeating(**options: Any) -> contract.Case:
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("between", [True, False])
-@pytest.mark.parametrize("calls", [2, 3, 4])
+@pytest.mark.parametrize(("calls", "between"), [(2, True), (3, False), (4, True)])
 def test_a_unit_may_be_called_again(cluster_of: Clusters, calls: int, between: bool, prefetch: bool) -> None:
     for embed in (True, False):  # without, the first call has no input that gets a gradient
         case = repeating(calls=calls, between=between, embed=embed)
@@ -142,12 +141,11 @@ def mixture(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), Experts(), Experts(), nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "recompute"), [(1, True), (2, False)])
 def test_ranks_may_call_other_experts_in_each_pass(
     cluster_of: Clusters, micro_batches: int, recompute: bool
 ) -> None:
-    case = contract.Case(others.doubled(mixture), vectors, batches=(2, 5, 9, 4, 7))
+    case = contract.Case(others.doubled(mixture), vectors, batches=(2, 9, 4, 7))
     layout = md.Layout(dp=2, zero=3, micro_batches=micro_batches, recompute=recompute)
     for prefetch in (True, False):
         contract.check(cluster_of(2), case, layout, fully_shard={"prefetch": prefetch})

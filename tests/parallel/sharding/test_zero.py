@@ -112,8 +112,7 @@ if hasattr(OPTIM, "Muon"):  # since torch 2.9
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks"), data_parallel.on_ranks(CASES))
 def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ranks: int, stage: int) -> None:
     contract.check(cluster_of(ranks), CASES[name], md.Layout(dp=ranks, zero=stage))
 
@@ -124,16 +123,14 @@ def test_every_optimizer_equals_one_process(cluster_of: Clusters, optimizer: str
     case = replace(CASES["mlp"], optimizer=OPTIMIZERS[optimizer])
     if optimizer == "Muon":
         case = replace(case, model=doubled(Matrices))
-    for ranks in (1, 3):
-        contract.check(cluster_of(ranks), case, md.Layout(dp=ranks, zero=stage))
+    contract.check(cluster_of(3), case, md.Layout(dp=3, zero=stage))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (3, 2)])
 def test_micro_batches_and_small_buckets_change_nothing(cluster_of: Clusters, ranks: int, stage: int) -> None:
     layout = partial(md.Layout, dp=ranks, zero=stage)
     for name in ("gpt", "unused", "adafactor"):
-        case = replace(CASES[name], batches=(12, 13, 7))
+        case = CASES[name]
         contract.check(cluster_of(ranks), case, layout(micro_batches=2), data_parallel={"bucket_mb": 0.0003})
     for options in ({"bucket_mb": 0}, {"algorithm": "ring"}, {"overlap": False}):
         contract.check(cluster_of(ranks), case, layout(micro_batches=3), data_parallel=options)
@@ -252,7 +249,7 @@ def test_the_contract_catches_a_planted_fault(
 # Bytes and memory.
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_step_sends_what_data_parallelism_sends(cluster_of: Clusters, ranks: int) -> None:
     def count(stage: int, bucket_mb: float) -> tuple[int, int, int, int, int]:
         case = CASES["mlp"]
@@ -302,7 +299,7 @@ def storage_bytes(tensors: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_rank_keeps_its_share_and_no_more(cluster_of: Clusters, ranks: int) -> None:
     def measure(stage: int, name: str) -> tuple[int, int, int, int]:
         case = CASES[name]
@@ -398,8 +395,7 @@ def loop(case: contract.Case, make: Callable[[nn.Module], Any], accumulate: int 
 EVEN = replace(CASES["mlp"], batches=(12, 24, 12, 12))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_a_loop_equals_one_process(cluster_of: Clusters, ranks: int, stage: int) -> None:
     def make(model: nn.Module) -> md.ZeroOptimizer:
         return md.ZeroOptimizer(model.parameters(), OPTIM.AdamW, stage, lr=0.01, weight_decay=0.1)
@@ -501,7 +497,7 @@ def test_states_go_to_and_from_a_plain_optimizer(cluster_of: Clusters, optimizer
             same_state(zero.state_dict(), peer.state_dict())
 
     _, saved, _ = cluster_of(3).run(save)
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2):
         cluster_of(ranks).run(go_on, saved)
 
 

@@ -184,15 +184,16 @@ def assemble(trained: list[tuple[contract.Trained, dict[str, Cut]]]) -> contract
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [(name, ranks) for name in CASES for ranks in (1, 2, 3, 4) if (name, ranks) != ("flat", 4)],
+    [*((name, ranks) for name in CASES for ranks in (2, 3)), ("gpt", 1), ("gpt", 4)],
 )
 def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ranks: int) -> None:
     trained = cluster_of(ranks).run(train, CASES[name], PLANS.get(name))
     contract.compare(assemble(trained), contract.train_in_one_process(CASES[name]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["gpt", "gpt not tied", "own"])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("gpt", 1), ("gpt", 2), ("gpt", 4), ("gpt not tied", 3), ("own", 2), ("own", 3)]
+)
 def test_a_share_of_the_sequence_changes_nothing(cluster_of: Clusters, name: str, ranks: int) -> None:
     trained = cluster_of(ranks).run(train, CASES[name], PLANS.get(name), sequence_parallel=True)
     contract.compare(assemble(trained), contract.train_in_one_process(CASES[name]))

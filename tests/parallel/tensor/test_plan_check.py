@@ -83,8 +83,7 @@ def first_loss(model: Callable[[], nn.Module], layout: str, call: str = "step", 
     return loss
 
 
-@pytest.mark.parametrize("call", ["step", "evaluate"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("name", "call"), [*((name, "step") for name in WRONG), ("softmax", "evaluate")])
 def test_a_plan_that_makes_another_model_is_refused(cluster_of: Clusters, name: str, call: str) -> None:
     with pytest.raises(
         md.RankError, match=r"the plan makes another model: the output of second differs by \d"
@@ -92,7 +91,7 @@ def test_a_plan_that_makes_another_model_is_refused(cluster_of: Clusters, name: 
         cluster_of(2).run(first_loss, WRONG[name], "tp=2", call)
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3", "tp=2,micro_batches=3"])
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=3", "tp=2,micro_batches=3"])
 def test_every_layout_refuses_it(cluster_of: Clusters, layout: str) -> None:
     with pytest.raises(md.RankError, match="the plan makes another model: the output of second differs"):
         cluster_of(md.Layout.parse(layout).ranks).run(first_loss, WRONG["softmax"], layout)
@@ -172,7 +171,7 @@ def test_plans_that_fit_train_as_before(cluster_of: Clusters, layout: str) -> No
         contract.check(cluster_of(2), case, md.Layout.parse(layout), plan=FLAT_PLAN)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,precision=bf16", "tp=2,sequence_parallel=True"])
+@pytest.mark.parametrize("layout", ["tp=2,precision=bf16", "tp=2,sequence_parallel=True"])
 def test_rounding_and_dropout_are_no_difference(cluster_of: Clusters, layout: str) -> None:
     def train(check_plan: bool) -> float:
         model = gpt(0, dropout=0.2, layers=4).float()

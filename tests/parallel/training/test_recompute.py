@@ -63,10 +63,9 @@ def test_random_state_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPat
     assert any(not torch.allclose(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 1), (3, 2)])
 def test_recomputation_meets_the_contract(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
-    case = contract.Case(gpt, tokens, batches=(12, 13, 7))
+    case = contract.Case(gpt, tokens)
     contract.check(cluster_of(ranks), case, md.Layout(dp=ranks, micro_batches=micro_batches, recompute=True))
 
 

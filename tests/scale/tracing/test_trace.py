@@ -92,18 +92,14 @@ def traced(layout: str, shift: float = 0.0) -> tuple[Trace | None, list[Any], bo
 
 
 LAYOUTS = [
-    "dp=2",
     "dp=2,zero=1,micro_batches=2",
     "dp=2,zero=2",
     "dp=2,zero=3,recompute=true",
     "tp=2,recompute=true",
-    "tp=2,sequence_parallel=true",
     "cp=2",
-    f"{MICRO},schedule=gpipe,recompute=true",
     MICRO,
     f"{MICRO},schedule=zero_bubble",
     "pp=2,micro_batches=4,schedule=interleaved,chunks=2",
-    "dp=2,pp=2,zero=1,micro_batches=2",
     "tp=2,pp=2,sequence_parallel=true,micro_batches=2",
     "tp=2,cp=2,zero=3",
 ]
