@@ -9,7 +9,7 @@ Source: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from minidist.model.blocks import Attention, FeedForward
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
-from minidist.model.seeding import fill, own_parameters
+from minidist.model.seeding import fill, own_parameters, undrawn
 
 
 class BERT(nn.Module):
@@ -39,11 +39,10 @@ class BERT(nn.Module):
         if not isinstance(config, BERTConfig):
             raise TypeError(f"config is a {type(config).__name__}; give a BERTConfig")
         self.config, self.seed = config, seed
-        with torch.device("meta"):  # where layers draw no weights of their own
-            first, last = _Embedding(config), _Head(config)
-            self.layers = nn.ModuleList([first, *(_Block(config) for _ in range(config.layers)), last])
-        self.to(dtype=dtype or torch.get_default_dtype())
-        self.to_empty(device=device or torch.get_default_device())
+        self.layers = undrawn(lambda: nn.ModuleList(_layers(config)), dtype, device)
+        first, *_, last = self.layers
+        assert isinstance(first, _Embedding)
+        assert isinstance(last, _Head)
         if last.scores is not None:
             last.scores.weight = first.token.weight
         self._fill(self.named_parameters())
@@ -62,6 +61,12 @@ class BERT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def _layers(config: BERTConfig) -> Iterator[nn.Module]:
+    yield _Embedding(config)
+    yield from (_Block(config) for _ in range(config.layers))
+    yield _Head(config)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:

@@ -20,7 +20,7 @@ from minidist.model.blocks import Attention as Attention
 from minidist.model.blocks import Block, Embedding, Head
 from minidist.model.blocks import FeedForward as FeedForward
 from minidist.model.configs import GPTConfig, TransformerConfig
-from minidist.model.seeding import fill, own_parameters
+from minidist.model.seeding import fill, own_parameters, undrawn
 
 Device = torch.device | str | None
 
@@ -48,10 +48,8 @@ def gpt_layers(
     stop = last + 1 if stop is None else stop
     if not 0 <= start < stop <= last + 1:
         raise ValueError(f"layers are {start} to {stop}; give 0 <= start < stop <= {last + 1}")
-    with torch.device("meta"):  # where layers draw no weights of their own
-        stage = nn.ModuleDict({str(index): _layer(config, index) for index in range(start, stop)})
-    stage.to(dtype=dtype or torch.get_default_dtype())
-    stage.to_empty(device=device or torch.get_default_device())
+    indices = range(start, stop)
+    stage = undrawn(lambda: nn.ModuleDict({str(i): _layer(config, i) for i in indices}), dtype, device)
     layers = list(stage.values())
     if config.tied and isinstance(layers[0], Embedding) and isinstance(layers[-1], Head):
         layers[-1].output.weight = layers[0].token.weight

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from minidist.model.seeding import fill, generator, stable_hash
+from minidist.model.seeding import fill, generator, stable_hash, undrawn
 
 
 def test_the_hash_is_the_same_in_every_process():
@@ -42,3 +43,16 @@ def test_what_has_no_values_is_passed_over():
     weight = torch.empty(2, 2, device="meta")
     fill([("x.weight", weight)], lambda *_: 1.0, seed=0)
     assert weight.is_meta
+
+
+def test_layers_are_made_without_drawing_values():
+    before = torch.get_rng_state()
+    made = undrawn(lambda: nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)), torch.float64, None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [(p.shape, p.dtype) for p in made.parameters()] == [
+        ((4, 3), torch.float64),
+        ((2, 3), torch.float64),
+        ((2,), torch.float64),
+    ]
+    nn.Linear(3, 2)  # and outside they draw
+    assert not torch.equal(torch.get_rng_state(), before)

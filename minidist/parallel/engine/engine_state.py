@@ -76,7 +76,8 @@ class EngineState:
 
         A collective: every rank iterates to the end. Each tensor may be the engine's own, which the next
         step changes: copy what you keep longer, and do not write to it. Each tensor that tp cut is summed
-        over tp, which sends 2 (t - 1) / t of its bytes. With pp, its stage broadcasts a tensor.
+        over tp, which sends 2 (t - 1) / t of its bytes. With pp, each stage broadcasts its tensors, joined
+        to messages of up to 25 MB.
         """
         average_statistics(self.model, self.strategy.group)
         return self.placement.whole(self.strategy.whole())

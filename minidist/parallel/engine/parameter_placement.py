@@ -19,6 +19,7 @@ from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.strategy import Strategy, TensorBox
 from minidist.parallel.contract.training_state import names_of
+from minidist.parallel.flat import joined_messages
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
@@ -166,27 +167,35 @@ class Placement:
 
     def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The whole model's tensors one by one, from those of all ranks, as for `Engine.whole`."""
-        if self.mesh.size("pp") > 1:
-            here = dict(own)
-            own = ((name, here.get(name)) for name in self.entries)  # type: ignore[misc]
-        for name, value in own:
-            whole = value if value is not None and name not in self.cuts else self._room(name, value)
-            if name in self.cuts:
-                comm.all_reduce(whole, group=self._tp)
-            if self.mesh.size("pp") > 1:
-                comm.broadcast(whole, source=self.entries[name].stage, group=self._pp)
-            yield name, whole
+        if self.mesh.size("pp") == 1:
+            return ((name, self._joined(name, value)) for name, value in own)
+        return self._from_stages(dict(own))
 
-    def _room(self, name: str, own: Tensor | None) -> Tensor:
-        """A tensor of the whole shape, with this rank's box among zeros if the tensor is cut."""
-        entry = self.entries[name]
-        if own is None:
-            return torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+    def _from_stages(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Each stage in turn broadcasts its tensors to the others, in messages of up to 25 MB."""
+        for stage in range(self.mesh.size("pp")):
+            names = [name for name, entry in self.entries.items() if entry.stage == stage]
+            kinds = [(self.entries[name].shape, self.entries[name].dtype) for name in names]
+            shaped = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+            for indices in joined_messages.cut(shaped, range(len(names)), joined_messages.TOGETHER_BYTES):
+                sizes = [shaped[i].numel() for i in indices]
+                if stage == self.mesh.rank("pp"):
+                    parts = [self._joined(names[i], own[names[i]]).detach().reshape(-1) for i in indices]
+                    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+                else:
+                    flat = torch.empty(sum(sizes), dtype=shaped[indices[0]].dtype, device=self.device)
+                comm.broadcast(flat, source=stage, group=self._pp)
+                for i, values in zip(indices, torch.split(flat, sizes), strict=True):
+                    yield names[i], values.view(shaped[i].shape)
+
+    def _joined(self, name: str, own: Tensor) -> Tensor:
+        """A tensor of this stage in full; the tensor-parallel ranks sum the parts that they have of it."""
         if name not in self.cuts:
             return own
-        room = torch.zeros(entry.shape, dtype=own.dtype, device=own.device)
-        self.cuts[name].put(own, room)
-        return room
+        whole = torch.zeros(self.entries[name].shape, dtype=own.dtype, device=own.device)
+        self.cuts[name].put(own, whole)
+        comm.all_reduce(whole, group=self._tp)
+        return whole
 
     def norm(self, strategy: Strategy) -> float:
         """The norm of the whole model's gradients, in which each element counts once; the same on all ranks.
