@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.checkpoint import folders, index, state, values
@@ -33,6 +33,7 @@ NESTED = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(NESTED)
 def test_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
     again = values.decode(json.loads(json.dumps(values.encode(value, "it"))))

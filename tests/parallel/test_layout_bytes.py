@@ -44,7 +44,6 @@ def all_reduce(size: int, ranks: int) -> int:
 @pytest.mark.parametrize(
     "text",
     [
-        "dp=2,tp=2,pp=2,micro_batches=2",
         "dp=2,tp=2,pp=2,zero=1,sequence_parallel=true",
         "dp=2,pp=2,cp=2,micro_batches=4",
         "dp=2,tp=2,cp=2,zero=1",

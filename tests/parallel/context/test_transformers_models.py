@@ -86,10 +86,18 @@ DEEP = [
 ]
 
 
+# Each model in every second layout of `-m deep`.
 @pytest.mark.parametrize(
-    "layout", ["cp=2", "cp=2,dp=2", *(pytest.param(each, marks=pytest.mark.deep) for each in DEEP)]
+    ("name", "layout"),
+    [
+        *((name, layout) for name in MODELS for layout in ("cp=2", "cp=2,dp=2")),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.deep)
+            for number, name in enumerate(MODELS)
+            for layout in DEEP[number % 2 :: 2]
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_they_train_as_in_one_process(cluster_of: Clusters, name: str, layout: str) -> None:
     options = {"example": torch.zeros(1, 3, dtype=torch.int64)} if "pp" in layout else {}
     contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), **options)

@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 WAYS = [("in place", "a wrapped layer"), ("model", "layers")]
 QUICK = {("tp", "model"), ("zero3", "layers")}
-OTHER_SIZES = {("zero3", "layers"), ("pp", "in place")}
+OTHER_SIZES = {("zero3", "model"), ("pp", "in place")}
 """Cases in which the batches change their sizes, and the first step checks the loss on fewer rows. torch then
 compiles again, for sizes that it does not know, which costs seconds."""
 

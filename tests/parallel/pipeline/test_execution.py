@@ -132,7 +132,7 @@ def test_gradients_are_those_of_one_process(cluster_of: Clusters, form: str, ran
     check(run(cluster_of, ranks, train_here, *FORMS[form], 4))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("micro_batches", [1, 8])
 def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -> None:
     for form in FORMS.values():
         check(cluster_of(2).run(train_here, *form, micro_batches, (8, 5)), (8, 5))

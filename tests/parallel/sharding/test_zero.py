@@ -117,8 +117,17 @@ def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ran
     contract.check(cluster_of(ranks), CASES[name], md.Layout(dp=ranks, zero=stage))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# Both stages give an optimizer the same slices, or whole parameters to those that look at them.
+@pytest.mark.parametrize(
+    ("optimizer", "stage"),
+    [
+        *((name, 1 + number % 2) for number, name in enumerate(OPTIMIZERS)),
+        ("SGD", 2),
+        ("Adafactor", 1),
+        ("one's own", 2),
+        ("groups", 1),
+    ],
+)
 def test_every_optimizer_equals_one_process(cluster_of: Clusters, optimizer: str, stage: int) -> None:
     case = replace(CASES["mlp"], optimizer=OPTIMIZERS[optimizer])
     if optimizer == "Muon":
@@ -462,8 +471,17 @@ def same_state(actual: Any, expected: Any) -> None:
     assert actual["param_groups"] == expected["param_groups"]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("optimizer", ["Adam, amsgrad", "SGD, nesterov", "NAdam", "Adafactor", "one's own"])
+@pytest.mark.parametrize(
+    ("optimizer", "stage"),
+    [
+        ("Adam, amsgrad", 2),
+        ("SGD, nesterov", 1),
+        ("NAdam", 2),
+        ("Adafactor", 1),
+        ("one's own", 1),
+        ("one's own", 2),
+    ],
+)
 def test_states_go_to_and_from_a_plain_optimizer(cluster_of: Clusters, optimizer: str, stage: int) -> None:
     make = OPTIMIZERS[optimizer]
 

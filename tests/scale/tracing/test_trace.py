@@ -101,7 +101,6 @@ LAYOUTS = [
     f"{MICRO},schedule=zero_bubble",
     "pp=2,micro_batches=4,schedule=interleaved,chunks=2",
     "tp=2,pp=2,sequence_parallel=true,micro_batches=2",
-    "tp=2,cp=2,zero=3",
 ]
 
 
