@@ -152,8 +152,7 @@ def test_several_backward_passes_add_up(cluster_of: Clusters, form: dict[str, An
     cluster_of(2).run(train)
 
 
-@every_form
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("form", "ranks"), [*((form, 2) for form in FORMS), (FORMS[0], 1)], ids=str)
 def test_no_sync_sends_the_sum_once(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
     def train(all_inside: bool) -> None:
         model, reference = md.DataParallel(Net(), **form), Net()
