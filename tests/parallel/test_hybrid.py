@@ -63,7 +63,8 @@ def grid() -> Iterator[Any]:
             layout = md.Layout(dp, zero=zero, shard=shard, recompute=again, micro_batches=1 + number // 2 % 2)
             turn = number % 6 == (2 * dp + shard) % 6
             daily = (dp < 8 and turn) or (dp, shard, again) == (4, 2, False)
-            more = [pytest.mark.deep if dp < 8 or turn else pytest.mark.scale]
+            often = dp < 8 and (again or dp == 4)
+            more = [pytest.mark.deep if often or turn else pytest.mark.scale]
             yield pytest.param(layout, id=str(layout), marks=[] if daily else more)
 
 

@@ -25,10 +25,8 @@ PRELOAD = ["functorch.compile", "torch._inductor.pattern_matcher"]
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 LAYOUTS = {
-    "dp": md.Layout(dp=2),
     "micro_batches": md.Layout(dp=2, micro_batches=2),
-    "recompute": md.Layout(dp=2, recompute=True),
-    "zero1": md.Layout(dp=2, zero=1),
+    "recompute": md.Layout(dp=2, zero=1, recompute=True),
     "zero2": md.Layout(dp=2, zero=2),
     "zero3": md.Layout(dp=2, zero=3),
     "sequence": md.Layout(tp=2, sequence_parallel=True),
