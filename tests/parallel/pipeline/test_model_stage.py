@@ -134,7 +134,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.deep if n in ("gpt2", "bert") else []) for n in NAMES]
+)
 def test_models_train_as_in_one_process(cluster_of: Clusters, name: str) -> None:
     check(cluster_of, name, TWO)
 
