@@ -1,6 +1,5 @@
 """Data: splits that no machine, disk or new file can move; views and not copies; errors that help."""
 
-import builtins
 import hashlib
 import sys
 import time
@@ -58,14 +57,7 @@ def test_a_limit_takes_the_first_rows_of_both_halves():
 
 
 def test_without_scikit_learn_the_remedy_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("sklearn"):
-            raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "minidist\[bench\]"'):
         digits()
 
