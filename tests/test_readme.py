@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm_python
+
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "lessons/README.md")),
@@ -41,7 +43,7 @@ def run() -> Iterator[Callable[[Path], tuple[str, str]]]:
     """`run(script)`: what it writes to its standard output, and to that of errors, its ranks' too."""
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
+        warm_python.Popen(
             [sys.executable, "-c", PYTHON],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -25,6 +25,7 @@ from minidist.checkpoint import checkpoints, state_dict
 from minidist.cli import resuming
 from minidist.cli.train import TrainConfig, TrainResult, train
 from minidist.parallel.engine.training_step import Engine
+from tests.helpers import warm_python
 from tests.helpers.processes import alive, descendants, wait_until_gone
 
 Clusters = Callable[[int], md.Cluster]
@@ -266,7 +267,7 @@ def test_a_stopped_command_goes_on_where_it_was(
 ) -> None:
     config = replace(CONFIG, steps=10**6, save=str(tmp_path / "stopped"), save_every=5)
     command = [sys.executable, "-m", "minidist"]
-    process = subprocess.Popen(
+    process = warm_python.Popen(
         [*command, *words(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     out, err = signalled(process, config, number, everyone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.transport import algorithm_choice
+from tests.helpers import warm_python
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -97,13 +97,10 @@ def test_a_world_of_torchs_own_ends_its_threads(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run(
+    done = warm_python.run(
         [sys.executable, str(script), str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
         timeout=60,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     ranks = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]

@@ -13,6 +13,7 @@ import pytest
 
 import minidist as md
 from minidist import comm
+from tests.helpers import warm_python
 
 
 def test_a_process_alone_is_a_world_of_one() -> None:
@@ -44,7 +45,7 @@ for gpus in range(3):
 
 def test_ranks_that_leave_a_gpu_idle_say_so_once() -> None:
     command = [sys.executable, "-c", FEW_GPUS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = warm_python.run(command, timeout=60)
     assert done.returncode == 0, done.stderr
     for gpus, line in enumerate(done.stdout.splitlines(keepends=True)):
         backend = "cpu:gloo,cuda:nccl" if gpus == 2 else "gloo"

@@ -176,16 +176,17 @@ def _become(environment: dict[str, str], folder: str) -> None:
 class _WithSupervisor(subprocess.Popen):  # type: ignore[type-arg]
     """subprocess.Popen in a program: the first supervisor is the fork that waits to be one."""
 
-    spare: tuple[int, socket.socket] | None = None
+    spare: tuple[int, int, socket.socket] | None = None  # whose child it is; its process; its channel
 
     def _execute_child(self, *given: Any) -> None:
         start = _named(self, given)
         spare = _WithSupervisor.spare
-        if spare is None or "supervisor.main(" not in " ".join(map(str, start["args"])):
+        wanted = "supervisor.main(" in " ".join(map(str, start["args"]))
+        if spare is None or spare[0] != os.getpid() or not wanted:
             START(self, *given)
             return
         _WithSupervisor.spare = None
-        self.pid, channel = spare
+        _, self.pid, channel = spare
         number = start["pass_fds"][0]
         request = {"code": start["args"][2], "environment": dict(start["env"]), "number": number}
         _send(channel, request, [number])
@@ -201,7 +202,7 @@ def fork_supervisor() -> None:
     process = os.fork()
     if process:
         theirs.close()
-        _WithSupervisor.spare = process, ours
+        _WithSupervisor.spare = os.getpid(), process, ours
         subprocess.Popen = _WithSupervisor  # type: ignore[misc]
         return
     ours.close()

@@ -189,6 +189,7 @@ def test_an_exception_is_told_with_the_readers_line() -> None:
 
 def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "LIMIT", 0.2)
+    monkeypatch.setattr(answers, "LOOK", 0.05)
     lesson = a_lesson()
 
     def double(x):

@@ -25,6 +25,7 @@ from minidist import comm
 from minidist.comm.checking import WINDOW
 from minidist.comm.checking.call_records import Record, find_swap
 from minidist.model import GPT, GPTConfig
+from tests.helpers import warm_python
 
 Checked = Callable[[int], md.Cluster]
 
@@ -755,7 +756,8 @@ def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
             port = free.getsockname()[1]
         child = os.fork()  # before there are threads
         os.environ.update(
-            RANK="0" if child else "1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            TORCHELASTIC_RUN_ID="7", RANK="0" if child else "1", WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
 
         def same():
@@ -766,7 +768,7 @@ def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
         assert md.launch(same, 2) == [[2.0, 2.0]] * 2
         comm.barrier()
         try:
-            comm.broadcast(torch.ones(2), source=md.rank())  # line 22
+            comm.broadcast(torch.ones(2), source=md.rank())  # line 23
         except comm.CollectiveError as error:
             print(f"rank {md.rank()}: {error}", flush=True)
         md.shutdown()
@@ -777,13 +779,13 @@ def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(program))
     command = [sys.executable, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    done = warm_python.run(command, timeout=90, env=environment)
     assert done.returncode == 0, done.stderr
     # The two processes' lines may run into each other.
     texts = re.findall(r"rank \d: (the ranks make different calls: .*?in the same order)", done.stdout)
     assert len(texts) == 2, done.stdout
     assert texts[0] == texts[1]
-    assert texts[0].count(f"{script}:22") == 2
+    assert texts[0].count(f"{script}:23") == 2
 
 
 @pytest.mark.deep
