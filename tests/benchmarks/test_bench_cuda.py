@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from minidist.benchmarks.harness.cuda import cuda_timing, one_rung
 from minidist.benchmarks.report import ladder
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
+from tests.helpers import warm_python
 from tests.helpers.emulated_gpu import ROOF, EmulatedGpu
 
 TESTS = Path(__file__).parent.parent
@@ -260,13 +260,7 @@ def test_launching_is_compared_with_torchs_and_has_a_goal(bench, monkeypatch):
 
 def minidist(program, *words, **variables):
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), **variables}
-    return subprocess.run(
-        [sys.executable, *program, "bench", "cuda", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
-    )
+    return warm_python.run([sys.executable, *program, "bench", "cuda", *words], timeout=300, env=env)
 
 
 def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path):
@@ -346,7 +340,7 @@ from minidist.cli.commands import main
 if "--one-process" in sys.argv and any(word.startswith("s9_") for word in sys.argv):
     ctypes.PyDLL(None).sleep(600)  # as in a driver's call: no signal reaches Python
 measure = OneRungAtATime._measure_one
-OneRungAtATime._measure_one = lambda self, rung, limit: measure(self, rung, 2 if rung[:2] == "s9" else limit)
+OneRungAtATime._measure_one = lambda self, rung, limit: measure(self, rung, 1 if rung[:2] == "s9" else limit)
 install(EmulatedGpu())
 main()
 """
@@ -361,7 +355,7 @@ def test_a_rung_that_never_ends_is_killed_and_the_next_is_measured(tmp_path):
         "test_rung[s2_coalesced-float32-40]"
     ]
     said = json.loads(done.stdout)
-    assert said["failed"] == ["s9_tensor_core: no end after 2.00 s, so its process was killed"]
+    assert said["failed"] == ["s9_tensor_core: no end after 1.00 s, so its process was killed"]
     assert (said["measured"], said["suites"]) == (1, ["bench_cuda"])
 
 

@@ -66,14 +66,7 @@ def torchrun(tmp_path: Path, text: str, ranks: int = 2) -> subprocess.CompletedP
         f"--nproc-per-node={ranks}",
         str(script),
     ]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return warm_python.run(command, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:

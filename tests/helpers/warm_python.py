@@ -4,13 +4,14 @@ A fresh interpreter takes two seconds of a core to import torch, and four if it 
 20 ms. `run` and `Popen` here are those of subprocess, for commands that begin with `sys.executable`. Some tests
 of each kind of program start an interpreter all the same, as users do.
 
-Each program also has a warm supervisor: a second fork, which stands in for the interpreter that the first
-`md.launch` would start. What a program does with it is the same: it is a child that has run nothing yet.
+Each program also has a warm child, which has run nothing yet: a second fork, which stands in for the first
+interpreter that the program starts, as `md.launch` does for its supervisor.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import gc
 import importlib
@@ -26,11 +27,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 IMPORTED = ("torch._dynamo", "pytest", "minidist.cli.commands", "minidist.cli.train", "minidist.model.gpt", "minidist.comm.launching.worker")
 START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 MOST = 2**20  # bytes of a request: a command, and the environment
 
 
@@ -42,19 +43,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *given: Any) -> None:
         start = _named(self, given)
         assert start["args"][0] == sys.executable, start["args"]
-        # Where the caller gives no pipe, the program has the caller's stream.
-        streams = [start[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        streams = [own if given == -1 else given for own, given in enumerate(streams)]
         self._status, status = socket.socketpair()
-        request = {
-            "words": list(map(str, start["args"][1:])),
-            "environment": dict(os.environ if start["env"] is None else start["env"]),
-            "folder": str(start["cwd"] or os.getcwd()),
-            "session": start["start_new_session"],
-        }
-        _send(_server(), request, [*streams, status.fileno()])
+        _request(_server(), start, [status.fileno()])
         status.close()
-        self._close_pipe_fds(*(start[n] for n in list(start) if n[:3] in ("p2c", "c2p", "err")))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(start[name] for name in PIPES))  # type: ignore[attr-defined]
         self.pid = int(self._status.recv(20))
         self._child_created = True
 
@@ -92,8 +84,28 @@ def _named(process: Any, given: tuple[Any, ...]) -> dict[str, Any]:
     return inspect.signature(START).bind(process, *given).arguments
 
 
-def _send(channel: socket.socket, request: Mapping[str, Any], descriptors: list[int]) -> None:
-    socket.send_fds(channel, [json.dumps(request).encode()], descriptors)
+def _request(channel: socket.socket, start: dict[str, Any], more: list[int]) -> None:
+    """Send what a process is to be, and the descriptors that it gets."""
+    # Where the caller gives no pipe, the program has the caller's stream.
+    streams = [start[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    streams = [own if each == -1 else each for own, each in enumerate(streams)]
+    passed = [*start["pass_fds"]]
+    request = {
+        "words": list(map(str, start["args"][1:])),
+        "environment": dict(os.environ if start["env"] is None else start["env"]),
+        "folder": str(start["cwd"] or os.getcwd()),
+        "session": start["start_new_session"],
+        "blocked": list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+        "numbers": [0, 1, 2, *passed],
+    }
+    socket.send_fds(channel, [json.dumps(request).encode()], [*streams, *passed, *more])
+
+
+def _channel() -> tuple[socket.socket, socket.socket]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+    return ends
 
 
 def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
@@ -105,9 +117,7 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
 @functools.cache
 def _server() -> socket.socket:
     """The channel to this process's warm one, which ends with it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+    ours, theirs = _channel()
     process = subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -150,11 +160,21 @@ def serve(channel: socket.socket) -> list[str]:
         os.write(status, str(ended).encode())
         os._exit(0)
     os.close(status)
-    for number, each in enumerate(descriptors):
+    return _started(request, descriptors)
+
+
+def _started(request: Any, descriptors: list[int]) -> list[str]:
+    """In a new process: its streams, folder and environment. Return its command."""
+    # Out of the way first: one may have come under a number that another is to have.
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for number, each in zip(request["numbers"], above, strict=True):
         os.dup2(each, number)
         os.close(each)
     if request["session"]:
         os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     _become(request["environment"], request["folder"])
     words: list[str] = request["words"]
     return words
@@ -168,62 +188,50 @@ def _become(environment: dict[str, str], folder: str) -> None:
     sys.path[1:1] = [p for p in environment.get("PYTHONPATH", "").split(":") if p not in sys.path]
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = open(number, "wb", closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(raw, "utf-8", line_buffering=number == 2, write_through=number == 2)
+        stream = io.TextIOWrapper(raw, "utf-8", line_buffering=True, write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-class _WithSupervisor(subprocess.Popen):  # type: ignore[type-arg]
-    """subprocess.Popen in a program: the first supervisor is the fork that waits to be one."""
+class _WithSpare(subprocess.Popen):  # type: ignore[type-arg]
+    """subprocess.Popen in a program: the first child with a Python program is the fork that waits for one."""
 
     spare: tuple[int, int, socket.socket] | None = None  # whose child it is; its process; its channel
 
     def _execute_child(self, *given: Any) -> None:
-        start = _named(self, given)
-        spare = _WithSupervisor.spare
-        wanted = "supervisor.main(" in " ".join(map(str, start["args"]))
-        if spare is None or spare[0] != os.getpid() or not wanted:
+        start, spare = _named(self, given), _WithSpare.spare
+        if spare is None or spare[0] != os.getpid() or list(start["args"])[:1] != [sys.executable]:
             START(self, *given)
             return
-        _WithSupervisor.spare = None
+        _WithSpare.spare = None
         _, self.pid, channel = spare
-        number = start["pass_fds"][0]
-        request = {"code": start["args"][2], "environment": dict(start["env"]), "number": number}
-        _send(channel, request, [number])
+        _request(channel, start, [])
         channel.close()
+        self._close_pipe_fds(*(start[name] for name in PIPES))  # type: ignore[attr-defined]
         self._child_created = True
 
 
-def fork_supervisor() -> None:
-    """Fork the process that becomes the supervisor of this one's ranks when it is told to, if ever."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+def fork_spare() -> list[str] | None:
+    """Fork the process that becomes this one's child when it is told to; return, there, its command."""
+    ours, theirs = _channel()
     process = os.fork()
     if process:
         theirs.close()
-        _WithSupervisor.spare = os.getpid(), process, ours
-        subprocess.Popen = _WithSupervisor  # type: ignore[misc]
-        return
+        _WithSpare.spare = os.getpid(), process, ours
+        subprocess.Popen = _WithSpare  # type: ignore[misc]
+        return None
     ours.close()
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     request, descriptors = _receive(theirs)
     theirs.close()
     if request is None:
         os._exit(0)
-    if descriptors[0] != request["number"]:
-        os.dup2(descriptors[0], request["number"])
-        os.close(descriptors[0])
-    _become(request["environment"], os.getcwd())
-    sys.argv[:] = ["-c"]
-    exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})
-    os._exit(0)
+    return _started(request, descriptors)
 
 
 def main(words: list[str]) -> None:
     """Run a program as `python WORDS` would."""
     sys.orig_argv[:] = [sys.executable, *words]
+    words = words[words[0] == "-u" :]  # as torchrun gives; no stream has a buffer here
     if words[0] in ("-c", "-m"):
         sys.argv[:] = [words[0], *words[2:]]
         sys.path[0] = "" if words[0] == "-c" else os.getcwd()
@@ -262,9 +270,8 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     command = serve(socket.socket(fileno=int(sys.argv[1])))
-    fork_supervisor()
     try:
-        main(command)
+        main(fork_spare() or command)
     except SystemExit as end:
         leave(end.code)
     leave(0)

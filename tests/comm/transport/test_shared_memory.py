@@ -116,7 +116,7 @@ def expected(
     return once * 2
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.integers(2, 4),
     length=st.integers(0, 40),

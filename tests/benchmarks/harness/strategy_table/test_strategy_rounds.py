@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from minidist.benchmarks.harness.strategy_table.strategies import YARDSTICK, Work
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Job, measure_jobs, warm_worlds
+from minidist.benchmarks.harness.strategy_table.strategy_rounds import Job, measure_jobs
+from minidist.comm.launching.cluster import Cluster
 
 
 class OneGpu:
@@ -28,7 +31,6 @@ def test_one_gpu_is_not_compared_with_cpus() -> None:
         measure_jobs(OneGpu, jobs, rounds=1)  # type: ignore[arg-type] # a double
 
 
-def test_ranks_on_one_kind_of_device_are_measured() -> None:
+def test_ranks_on_one_kind_of_device_are_measured(cluster_of: Callable[[int], Cluster]) -> None:
     jobs = {"one": Job(1, Work("byte-tiny", 4), peer=YARDSTICK)}
-    with warm_worlds(threads=1) as worlds:
-        assert len(measure_jobs(worlds, jobs, rounds=2)["one"].seconds) == 2
+    assert len(measure_jobs(cluster_of, jobs, rounds=2)["one"].seconds) == 2
