@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from minidist.comm.launching.cluster import Cluster
+from tests.helpers import warm_python
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 LEARNED = {
@@ -67,14 +67,8 @@ def check_shown(text: str) -> None:
 @pytest.mark.parametrize("words", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_started_by_python_and_by_torchrun(path: Path, words: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, *words, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
+    done = warm_python.run([sys.executable, *words, str(path)], timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     check_shown(done.stdout)
 

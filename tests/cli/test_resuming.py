@@ -54,8 +54,8 @@ def torchrun(ranks: int, restarts: int, arguments: list[str], **environment: str
     """torchrun on this machine; it and its ranks end with the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.Popen(
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", warm_python.CHILDREN: str(ranks * (1 + restarts))}
+    process = warm_python.Popen(
         [*command, *arguments],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,8 +162,11 @@ def test_a_sample_of_all_calls(cluster_of: Clusters, ranks: int) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_calls(ranks: int) -> None:
+
+    drawn = [*cases()]
+    random.Random(0).shuffle(drawn)
     with md.Cluster(ranks, timeout=500.0) as cluster:
-        assert cluster.run(attempt, [*cases()]) == [[]] * ranks
+        assert cluster.run(attempt, drawn[ranks - 2 :: 3]) == [[]] * ranks
 
 
 def test_a_groups_first_call_may_be_asynchronous(cluster_of: Clusters) -> None:

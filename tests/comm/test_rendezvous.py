@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from minidist.comm.rendezvous import fresh_part
+from tests.helpers import warm_python
 
 
 def life(store: dist.Store, ranks: int, late: int | None = None) -> set[str]:
@@ -79,13 +79,10 @@ def test_torchrun_restarts_ranks_that_were_killed(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-    done = subprocess.run(
+    done = warm_python.run(
         [*command, "--nproc-per-node", "2", "--max-restarts", "2", str(script)],
-        capture_output=True,
-        text=True,
         timeout=120,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        check=False,
+        env={**environment, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "6"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "life 2: 2\n"

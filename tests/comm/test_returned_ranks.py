@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm import returned_ranks
 from minidist.comm.returned_ranks import ReturnedRanks
+from tests.helpers import warm_python
 
 Clusters = Callable[[int], md.Cluster]
 SECONDS = 5.0
@@ -93,14 +93,8 @@ def test_torchrun_ends_when_a_rank_waits_for_one_that_has_returned(tmp_path: Pat
         "md.launch(loop, ranks=2)\n"
     )
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ},
-        check=False,
-    )
+    environment = {**os.environ, warm_python.CHILDREN: "2"}
+    done = warm_python.run([sys.executable, *command], timeout=100, env=environment)
     assert done.returncode
     assert "rank 1 has returned from its function, and will never join this call" in done.stderr
 

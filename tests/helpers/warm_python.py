@@ -5,7 +5,7 @@ A fresh interpreter takes two seconds of a core to import torch, and four if it 
 of each kind of program start an interpreter all the same, as users do.
 
 Each program also has a warm child, which has run nothing yet: a second fork, which stands in for the first
-interpreter that the program starts, as `md.launch` does for its supervisor.
+interpreter that the program starts, as `md.launch` does for its supervisor; or more of them, see `CHILDREN`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 IMPORTED = ("torch._dynamo", "pytest", "minidist.cli.commands", "minidist.cli.train", "minidist.model.gpt", "minidist.comm.launching.worker")
 START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+CHILDREN = "WARM_CHILDREN"  # a variable in the environment of a program: how many of its children are warm
 MOST = 2**20  # bytes of a request: a command, and the environment
 
 
@@ -193,34 +194,39 @@ def _become(environment: dict[str, str], folder: str) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-class _WithSpare(subprocess.Popen):  # type: ignore[type-arg]
-    """subprocess.Popen in a program: the first child with a Python program is the fork that waits for one."""
+class _WithSpares(subprocess.Popen):  # type: ignore[type-arg]
+    """subprocess.Popen in a program: its first children with Python programs are the forks that wait for one."""
 
-    spare: tuple[int, int, socket.socket] | None = None  # whose child it is; its process; its channel
+    parent = 0
+    spares: ClassVar[list[tuple[int, socket.socket]]] = []  # processes and their channels
 
     def _execute_child(self, *given: Any) -> None:
-        start, spare = _named(self, given), _WithSpare.spare
-        if spare is None or spare[0] != os.getpid() or list(start["args"])[:1] != [sys.executable]:
+        start = _named(self, given)
+        if not self.spares or self.parent != os.getpid() or list(start["args"])[:1] != [sys.executable]:
             START(self, *given)
             return
-        _WithSpare.spare = None
-        _, self.pid, channel = spare
+        self.pid, channel = self.spares.pop()
         _request(channel, start, [])
         channel.close()
         self._close_pipe_fds(*(start[name] for name in PIPES))  # type: ignore[attr-defined]
         self._child_created = True
 
 
-def fork_spare() -> list[str] | None:
-    """Fork the process that becomes this one's child when it is told to; return, there, its command."""
-    ours, theirs = _channel()
-    process = os.fork()
-    if process:
+def fork_spares(count: int) -> list[str] | None:
+    """Fork processes that become this one's children when they are told to; return, there, the command."""
+    _WithSpares.parent = os.getpid()
+    for _ in range(count):
+        ours, theirs = _channel()
+        process = os.fork()
+        if process == 0:
+            break
         theirs.close()
-        _WithSpare.spare = os.getpid(), process, ours
-        subprocess.Popen = _WithSpare  # type: ignore[misc]
+        _WithSpares.spares.append((process, ours))
+    else:
+        subprocess.Popen = _WithSpares  # type: ignore[misc]
         return None
-    ours.close()
+    for _, channel in [*_WithSpares.spares, (0, ours)]:
+        channel.close()
     request, descriptors = _receive(theirs)
     theirs.close()
     if request is None:
@@ -271,7 +277,7 @@ if __name__ == "__main__":
     gc.freeze()
     command = serve(socket.socket(fileno=int(sys.argv[1])))
     try:
-        main(fork_spare() or command)
+        main(fork_spares(int(os.environ.get(CHILDREN, "1"))) or command)
     except SystemExit as end:
         leave(end.code)
     leave(0)

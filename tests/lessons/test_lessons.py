@@ -6,6 +6,8 @@ make lessons-check      # also those marked `lessons` and `browser`: every noteb
 from __future__ import annotations
 
 import ast
+import contextlib
+import copy
 import importlib
 import json
 import linecache
@@ -195,20 +197,50 @@ class Memory(threading.Thread):
             self.peak = max(self.peak, total)
 
 
-def execute(client: Any, notebook: Any, stop: bool = True) -> tuple[float, int]:
-    """Run all cells in the client's kernel; the seconds it took, and the peak of memory."""
+def execute(client: Any, notebook: Any, stop: bool = True) -> float:
+    """Run all cells in the client's kernel; the seconds it took."""
     client.nb, client.allow_errors = notebook, not stop
     client.reset_execution_trackers()
-    memory = Memory()
-    memory.start()
     began = time.monotonic()
-    try:
-        for index, cell in enumerate(notebook.cells):
-            client.execute_cell(cell, index)
-    finally:
-        memory.ended.set()
-        memory.join()
-    return time.monotonic() - began, memory.peak
+    for index, cell in enumerate(notebook.cells):
+        client.execute_cell(cell, index)
+    return time.monotonic() - began
+
+
+def both_ways(source: Path) -> tuple[Any, list[Any]]:
+    """The lesson with each exercise answered and left open; and the checks that find an open one.
+
+    The cells below an exercise run once: below the first, third ... with the reader's answer, and below the
+    others with the lesson's own, which they get where it is left open.
+    """
+    answered, blank = solved(notebooks.notebook(source), source.stem), notebooks.notebook(source)
+    lesson, cells, opened = lesson_of(source.stem), [], []
+    own: list[Any] = []  # the open cells of the last exercise, where they come last
+    names = iter(lesson.exercises)
+    for cell, stub in zip(answered.cells, blank.cells, strict=True):
+        if "exercise" in cell.metadata.get("tags", ()):
+            name, reader_first = next(names), len(opened) % 2
+            check, go_on = (copy.deepcopy(found) for found in closing_cells(blank, name))
+            check.metadata["tags"] = ["raises-exception"]
+            opened.append(check)
+            cells += [cell] if reader_first else [stub, check, go_on, cell]
+            own = [stub, check, go_on] if reader_first else []
+            last = f"{name} = or_solution({name})"
+            continue
+        cells.append(cell)
+        if own and cell.source.startswith(last):
+            cells += own
+            own = []
+    assert not own
+    answered.cells = cells
+    return answered, opened
+
+
+def closing_cells(notebook: Any, name: str) -> tuple[Any, Any]:
+    """The cell that checks an exercise, and the one that goes on with the lesson's solution."""
+    starts = f"check({name})", f"{name} = or_solution({name})"
+    (check,), (go_on,) = ([cell for cell in notebook.cells if cell.source.startswith(s)] for s in starts)
+    return check, go_on
 
 
 def errors_in(notebook: Any) -> list[tuple[str, str, str]]:
@@ -224,30 +256,54 @@ def errors_in(notebook: Any) -> list[tuple[str, str, str]]:
 
 @pytest.mark.lessons
 @pytest.mark.parametrize("source", SOURCES, ids=STEMS)
-def test_a_lesson_runs_from_top_to_bottom_solved_and_blank(source: Path) -> None:
+def test_a_lesson_runs_from_top_to_bottom_with_exercises_solved_and_open(source: Path) -> None:
+    notebook, opened = both_ways(source)
+    with running(notebook) as client:
+        execute(client, notebook)
+    lesson = lesson_of(source.stem)
+    for exercise, check in zip(lesson.exercises.values(), opened, strict=True):
+        (error,) = [output for output in check.outputs if output.output_type == "error"]
+        assert error.ename == "NotAnswered"
+        says = f"Exercise {exercise.label}, {exercise.name}, has no answer yet: write it in the cell above"
+        assert says in error.evalue
+
+
+@pytest.mark.lessons
+@pytest.mark.skipif("MINIDIST_LESSONS_COSTS" not in os.environ, reason="make lessons-check runs and keeps it")
+@pytest.mark.parametrize("source", SOURCES, ids=STEMS)
+def test_what_a_lesson_costs_and_that_it_runs_blank(source: Path) -> None:
     """In one kernel, whose start and imports cost seconds: the blank lesson begins without any names."""
+    from nbformat.v4 import new_code_cell
+
     answered, blank = solved(notebooks.notebook(source), source.stem), notebooks.notebook(source)
+    with running(answered) as client:
+        memory = Memory()
+        memory.start()
+        try:
+            seconds = execute(client, answered)
+        finally:
+            memory.ended.set()
+            memory.join()
+        blank.cells.insert(0, new_code_cell("%reset -f"))
+        execute(client, blank, stop=False)
+    OUTPUTS.mkdir(parents=True, exist_ok=True)
+    (OUTPUTS / f"{source.stem}.ipynb").write_text(json.dumps(answered))
+    costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+    costs[source.stem] = {"seconds": round(seconds), "peak_megabytes": round(memory.peak / 1e6)}
+    COSTS.write_text(json.dumps(costs, indent=1, sort_keys=True) + "\n")
+    assert [(text, kind) for text, kind, _ in errors_in(blank)] == [
+        (f"check({name})", "NotAnswered") for name in lesson_of(source.stem).exercises
+    ]
+
+
+@contextlib.contextmanager
+def running(notebook: Any) -> Iterator[Any]:
+    """A client with a kernel for a notebook of the lessons."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Jupyter's own packages warn of is not ours to mend
         from nbclient import NotebookClient
-        from nbformat.v4 import new_code_cell
 
         place = {"metadata": {"path": str(LESSONS)}}
-        client = NotebookClient(answered, timeout=CELL_LIMIT, resources=place)
+        client = NotebookClient(notebook, timeout=CELL_LIMIT, resources=place)
         with client.setup_kernel():
-            seconds, peak = execute(client, answered)
-            blank.cells.insert(0, new_code_cell("%reset -f"))
-            execute(client, blank, stop=False)
-    if os.environ.get("MINIDIST_LESSONS_COSTS"):
-        OUTPUTS.mkdir(parents=True, exist_ok=True)
-        (OUTPUTS / f"{source.stem}.ipynb").write_text(json.dumps(answered))
-        costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
-        costs[source.stem] = {"seconds": round(seconds), "peak_megabytes": round(peak / 1e6)}
-        COSTS.write_text(json.dumps(costs, indent=1, sort_keys=True) + "\n")
-    failed, lesson = errors_in(blank), lesson_of(source.stem)
-    first = next(iter(lesson.exercises.values()))
-    assert [(text, kind) for text, kind, _ in failed] == [
-        (f"check({name})", "NotAnswered") for name in lesson.exercises
-    ]
-    says = f"Exercise {first.label}, {first.name}, has no answer yet: write it in the cell above"
-    assert says in failed[0][2]
+            yield client

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -809,8 +808,8 @@ def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
         "--nproc-per-node=2",
         str(script),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
+    done = warm_python.run(command, timeout=90, env=environment)
     assert "rank 1 left the world, it has made no call, and rank 0 waits for it in all_reduce" in done.stdout
 
 

@@ -147,7 +147,7 @@ def right(scale: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("times", "check"), [(1, True), (1, False), pytest.param(100, True, marks=pytest.mark.deep)]
+    ("times", "check"), [(1, True), (1, False), pytest.param(30, True, marks=pytest.mark.deep)]
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_caught_mismatch_is_over_at_the_next_run(times: int, check: bool, asynchronous: bool) -> None:
@@ -482,7 +482,7 @@ def test_a_forgotten_cluster_leaves_nothing() -> None:
     wait_until_gone(processes)
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(50, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.deep)])
 def test_ranks_killed_at_random_moments(times: int) -> None:
     """Each time the error names the victim, no process is left, and the next run works."""
     rng = random.Random(5)
