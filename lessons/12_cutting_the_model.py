@@ -480,7 +480,8 @@ for key, each in table.items():
     m = sum(instruction.kind == "forward" for instruction in each[0])
     found = simulate(with_messages(each), dict.fromkeys(passes, 128 / m))
     held = f"{max(found.peak_activations)} of {m} micro-batches"
-    print(f"{key:10} {found.seconds:6.0f} ms {median_ms(each, 0.004):7.0f} ms   {held}")
+    ms = median_ms(each, 0.004, rounds=1)
+    print(f"{key:10} {found.seconds:6.0f} ms {ms:7.0f} ms   {held}")
 
 # %% [markdown]
 # 1F1B is no faster than GPipe, but it holds half the activations. In the simulation, `mine` is the shortest. In

@@ -66,7 +66,9 @@ def torchrun(tmp_path: Path, text: str, ranks: int = 2) -> subprocess.CompletedP
         f"--nproc-per-node={ranks}",
         str(script),
     ]
-    return warm_python.run(command, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"})
+    return warm_python.run(
+        command, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
+    )
 
 
 def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
