@@ -40,6 +40,7 @@ class Supervisor:
         check_not_starting()
         self.method = method
         self.owner = os.getpid()
+        self.answered = False  # whether it has started a rank; before, it may still be importing torch
         self._keys = itertools.count()
         # Reentrant: at any moment the garbage collector may end a forgotten Cluster, which comes here.
         self._lock = threading.RLock()
@@ -135,6 +136,7 @@ class RankProcess:
     """One rank's process: its channel, its exit status, and its stack when it is stuck.
 
     Attributes:
+        supervisor: the process that starts and kills it.
         channel: messages to and from `minidist.comm.launching.worker.serve`.
         status: descriptor that is readable when the process has started, and again when it has ended.
         process: the process id, once known.
@@ -155,7 +157,7 @@ class RankProcess:
         if listener is not None:
             descriptors.append(listener.fileno())
         try:
-            self._supervisor, self._key = supervisor, supervisor.start(descriptors)
+            self.supervisor, self._key = supervisor, supervisor.start(descriptors)
         except BaseException:
             ours.close()
             os.close(read)
@@ -172,6 +174,7 @@ class RankProcess:
         part = os.read(self.status, 4096)
         self._text += part.decode()
         for word, value in re.findall(r"^(\w+) (.*)\n", self._text, re.MULTILINE):
+            self.supervisor.answered = True
             if word == "started":
                 self.process = int(value)
             elif word == "exited":
@@ -179,7 +182,7 @@ class RankProcess:
             else:
                 self.failure, self.exit_code = value, 1
         if not part and self.exit_code is None:
-            self.failure, self.exit_code = self._supervisor.end(), 1
+            self.failure, self.exit_code = self.supervisor.end(), 1
 
     def wait(self, limit: float) -> bool:
         """Wait up to `limit` seconds for the process to end; True if it has."""
@@ -210,13 +213,13 @@ class RankProcess:
     def kill(self) -> None:
         """Kill the process and the processes that it started; then `wait` for it."""
         if self.exit_code is None:
-            self._supervisor.kill(self._key)
+            self.supervisor.kill(self._key)
 
     def kill_without_help(self) -> None:
         """Kill the process without the supervisor, which may be stopped; then kill the supervisor."""
         if self.exit_code is None:
             self.signal(signal.SIGKILL)
-            self._supervisor.abandon()
+            self.supervisor.abandon()
 
     def close(self) -> None:
         """Close the descriptors, which ends an idle process."""
@@ -236,7 +239,9 @@ def stop(processes: list[RankProcess], owner: int, grace: float) -> None:
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill()
-    deadline = time.monotonic() + KILL_TIMEOUT
+    # A supervisor that has never answered has no ranks to lose, and would answer only once it has torch.
+    answered = any(process.supervisor.answered for process in stopping)
+    deadline = time.monotonic() + (KILL_TIMEOUT if answered else 0.0)
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill_without_help()

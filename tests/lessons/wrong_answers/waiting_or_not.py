@@ -92,15 +92,6 @@ def holds_the_lock_all_the_time(x, lr, steps):
     return x
 
 
-@WRONG.to("serve", "On 3 ranks", "rank 2 could not finish while rank 1 computed")
-def one_worker_after_the_other(x, lr, steps):
-    for _ in range(steps):
-        for worker in range(1, md.size()):
-            comm.send(x.clone(), worker)
-            x.sub_(lr * comm.recv(torch.empty_like(x), worker))
-    return x
-
-
 @WRONG.to("serve", "two threads used x at the same time", "inside `with lock:`")
 def takes_no_lock(x, lr, steps):
     def serve_one(worker):
@@ -172,6 +163,15 @@ def makes_x_a_name_of_its_own(x, lr, steps):
             x -= lr * comm.recv(torch.empty_like(x), worker)  # noqa: F841
 
     threads(serve_one)
+    return x
+
+
+@WRONG.to("serve", "On 3 ranks", "rank 2 could not finish while rank 1 computed")
+def one_worker_after_the_other(x, lr, steps):
+    for _ in range(steps):
+        for worker in range(1, md.size()):
+            comm.send(x.clone(), worker)
+            x.sub_(lr * comm.recv(torch.empty_like(x), worker))
     return x
 
 
