@@ -70,7 +70,7 @@ build/node_modules/pyodide:
 
 # Lessons are shown with their outputs if `make lessons-check` has run them.
 site: setup build/node_modules/pyodide
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Open build/site/index.html in a browser."
 
 # It stores time and memory of each lesson in lessons/costs.json, which `minidist lessons` shows.

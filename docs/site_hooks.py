@@ -2,7 +2,8 @@
 
 A page links to files of the repository as it does on disk (`../minidist/plain/buckets.py`). The site has a
 page for each such file and folder, and the links lead there. A picture stands where a page has a comment like
-`<!-- picture: ring.ring_animation -->`, which names a function of lessons/checks/pictures.
+`<!-- picture: ring.ring_animation -->`, which names a function of lessons/checks/pictures. It takes the place
+of the image below the comment, a still of docs/pictures.py that code hosts show.
 
 The playground's page gets Python itself (Pyodide) in a script, since a page that is a file may fetch no file.
 """
@@ -37,6 +38,8 @@ EMBEDDED = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide
 LINK = re.compile(r"(?<=\]\()(?!http|#)([^)#\s]+)(#[^)]*)?(?=\))")
 API = {"minidist": "", "comm": "comm.", "schedules": "parallel.schedules.", "kernels": "kernels."}
 """The reference's pages, and where in minidist their names are."""
+REREAD = {"rung": "rung()"}
+"""What docs/reference.py calls a function that a module of the same name hides."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -49,13 +52,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path in known or DOCS in path.parents or path == ROOT / "README.md" or not path.exists():
             continue
         known.add(path)
-        if path.suffix == ".md":
+        if path.suffix in (".md", ".ipynb"):
             wanted += links(path)
         files.append(File.generated(config, address(path), content=text(path)))
     for page, place in API.items():
-        names = importlib.import_module(f"minidist.{place}".rstrip(".")).__all__
-        content = "".join(f"::: minidist.{place}{name}\n\n" for name in sorted(names) if name not in API)
-        files.append(File.generated(config, f"api/{page}.md", content=f"# {page}\n\n{content}"))
+        module = f"minidist.{place}".rstrip(".")
+        names = sorted({*importlib.import_module(module).__all__} - {*API}, key=str.lower)
+        content = "".join(f"::: {module}.{REREAD.get(name, name)}\n\n" for name in names)
+        files.append(File.generated(config, f"api/{page}.md", content=f"# {module}\n\n{content}"))
     files.append(File.generated(config, "report.html", content=report()))
     if PYODIDE.exists():
         files.append(File.generated(config, "assets/playground-python.js", content=python_script()))
@@ -141,7 +145,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the pictures and the playground in."""
     html = re.sub(r"<!-- (playground\w*) -->", lambda found: playground(found[1]), html)
-    return re.sub(r"<!-- picture: (\w+)\.(\w+) -->", lambda found: picture(*found.groups()), html)
+    moving = r"<!-- picture: (\w+)\.(\w+) -->\s*<p><img [^>]*></p>"
+    return re.sub(moving, lambda found: picture(*found.groups()), html)
 
 
 def picture(module: str, function: str) -> str:

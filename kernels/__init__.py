@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .cuda.rung import CudaRung
 
     CUDA_LADDER: tuple[CudaRung, ...]
+    """The ten rungs on a GPU, or in the emulator: from a thread for each element to Hopper's instructions."""
 
 __all__ = ["CPU_LADDER", "CUDA_LADDER", "Rung", "rung"]
 

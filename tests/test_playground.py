@@ -96,7 +96,7 @@ def browser() -> Iterator[Any]:
 def site(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of the page, a file."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=500)
     return (folder / "playground.html").as_uri()
 

@@ -1,4 +1,4 @@
-"""The site builds without a dead link, asks for nothing from the network, and has every public name."""
+"""The site has no dead link, needs no network, and has every public name; its pictures are up to date."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -14,16 +16,17 @@ from minidist.benchmarks.harness import machine, results
 from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
+PICTURES = sorted(each.name for each in (ROOT / "docs" / "pictures").glob("*.svg"))
 pytestmark = pytest.mark.deep
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a site; the build fails where a link or an anchor leads nowhere."""
+    """The folder of a site; the build fails at a warning."""
     pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
 
     def build(folder: Path) -> None:
-        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+        command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
 
@@ -37,6 +40,20 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         found = [tag for tag in loads.findall(page.read_text()) if 'rel="canonical"' not in tag]
         assert not found, f"{page.relative_to(site)}: {found}"
+
+
+def test_every_link_picture_and_anchor_leads_somewhere(site: Path) -> None:
+    pages = {page: page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}
+    anchors = {page: {*re.findall(r'\s(?:id|name)="([^"]+)"', html)} for page, html in pages.items()}
+    dead = set()
+    for page, html in pages.items():
+        for link in re.findall(r'<[^>]*?\s(?:href|src)="((?!\w+:)[^"]*)"', html):
+            path, _, anchor = unquote(unescape(link)).partition("#")
+            to = (page.parent / path).resolve() if path else page
+            if not to.is_file() or (anchor and anchor not in anchors[to]):
+                dead.add(f"{page.relative_to(site)}: {link}")
+    assert len(pages) > 200
+    assert not dead
 
 
 def test_the_report_is_a_page_with_every_machine_and_leads_back(site: Path) -> None:
@@ -55,6 +72,26 @@ def test_pages_of_strategies_have_their_pictures(site: Path) -> None:
         assert "<svg" in text.split("<article", 1)[1].split("</article>")[0] or "pictures/" in text, name
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pictures as docs/pictures.py draws them today."""
+    pytest.importorskip("matplotlib", reason="pictures need pip install 'minidist[site]'")
+    from docs import pictures
+
+    folder = tmp_path_factory.mktemp("pictures")
+    pictures.main(folder)
+    return folder
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_picture_is_what_would_be_drawn_today(drawn: Path, picture: str) -> None:
+    kept, now = (folder.joinpath(picture).read_text() for folder in (ROOT / "docs" / "pictures", drawn))
+    matplotlib = [re.findall("Matplotlib v[^,]*", svg) for svg in (kept, now)]
+    if matplotlib[0] != matplotlib[1]:
+        pytest.skip(f"the picture was drawn by {matplotlib[0][0]}, and each version draws otherwise")
+    assert kept == now, "run: python docs/pictures.py"
+
+
 @pytest.mark.parametrize(
     "module", ["minidist", "minidist.comm", "minidist.parallel.schedules", "minidist.kernels"]
 )
@@ -65,3 +102,4 @@ def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
         name for name in names if f'id="{module}.{name}"' not in page and name not in ("comm", "kernels")
     ]
     assert not missing
+    assert "<blockquote" not in page  # what Markdown makes of the `>>>` of an example

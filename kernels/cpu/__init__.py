@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..rung import Rung
 
     CPU_LADDER: tuple[Rung, ...]
+    """The seven rungs on a CPU: from three Python loops to all cores."""
 
 RUNGS = (
     "s1_python_loops",

@@ -104,15 +104,21 @@ class Scene:
 
     def html(self, caption: str, alt: str, pause: int) -> str:
         """The whole as HTML."""
-        # Blocks begin where the first frame has them: that is what a page without scripts shows.
-        first = self._frames[0]["blocks"] if self._frames else {}
-        blocks = "".join(self._drawn(key, first.get(key)) for key in self._blocks)
-        picture = (
+        return framed(self.svg(), caption, alt, _player(self._frames, MOVE, pause))
+
+    def svg(self, number: int = 0) -> str:
+        """Frame `number`; the first is what a page without scripts shows."""
+        places = self._frames[number]["blocks"] if self._frames else {}
+        blocks = "".join(self._drawn(key, places.get(key)) for key in self._blocks)
+        return (
             f'<svg viewBox="0 0 {self.width} {self.height}" font-family="system-ui, sans-serif" '
             f'style="width: 100%; max-width: {self.width}px">{"".join(self._stills)}'
             f"{blocks}</svg>"
         )
-        return framed(picture, caption, alt, _player(self._frames, MOVE, pause))
+
+    def note(self, number: int) -> str:
+        """What frame `number` says."""
+        return str(self._frames[number]["note"])
 
     def _drawn(self, key: str, place: Sequence[Any] | None) -> str:
         """A block as SVG, at its place or hidden."""
