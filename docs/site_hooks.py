@@ -36,6 +36,8 @@ PYODIDE = ROOT / "build" / "node_modules" / "pyodide"
 """Where `make site` installs the npm package of that name."""
 EMBEDDED = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 LINK = re.compile(r"(?<=\]\()(?!http|#)([^)#\s]+)(#[^)]*)?(?=\))")
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
+"""Begins a page of a source: a search that shows whole files hides the pages that explain them."""
 API = {"minidist": "", "comm": "comm.", "schedules": "parallel.schedules.", "kernels": "kernels."}
 """The reference's pages, and where in minidist their names are."""
 REREAD = {"rung": "rung()"}
@@ -54,7 +56,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         known.add(path)
         if path.suffix in (".md", ".ipynb"):
             wanted += links(path)
-        files.append(File.generated(config, address(path), content=text(path)))
+        place = address(path)
+        unsearched = UNSEARCHED if place.startswith("source/") else ""
+        files.append(File.generated(config, place, content=unsearched + text(path)))
     for page, place in API.items():
         module = f"minidist.{place}".rstrip(".")
         names = sorted({*importlib.import_module(module).__all__} - {*API}, key=str.lower)

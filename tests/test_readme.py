@@ -84,9 +84,14 @@ def test_a_block_runs(block: str, tmp_path: Path, run: Callable[[Path], tuple[st
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        to = page.parent / link if link else page
+        assert to.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", to.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], (
+                link
+            )
 
 
 def test_both_commands_are_there() -> None:
