@@ -84,10 +84,10 @@ for lanes in (1, 4, 16, 64, 512):
 
 # %% [markdown]
 # Look at the last column. It falls from 2 towards 1 and stays there, however wide the vector is. The lanes
-# share only the element of `a`. Each lane still needs its own element of `b`, every time. With sixteen times
-# the arithmetic, more than eight times as many elements have to come in a tick. A vector saves *instructions*;
-# it hardly saves *reads*. (Your register tile of lesson 01 saved reads of both, by software: it kept several
-# rows at a time. Remember that thought.)
+# share only the element of `a`. Each lane still needs its own element of `b`, every time. An instruction with
+# sixteen lanes reads 17 elements, where a scalar one reads 2. So a vector saves *instructions*, but hardly any
+# *reads*. (Your register tile of lesson 01 saved reads of both matrices: it kept sums of several rows at a
+# time. Remember that thought.)
 #
 # How wide are the vectors of your machine? Their width is fixed in bytes, so smaller numbers mean more lanes,
 # and more speed. The next cell measures the peaks, as in lesson 00 (this takes some seconds if it has not been
@@ -103,14 +103,14 @@ for dtype in ("float64", "float32"):
 
 # %% [markdown]
 # Half the bytes, twice the lanes, twice the arithmetic. This is one reason why networks are trained in smaller
-# and smaller numbers. (Lesson 06 goes down to 16 bits, and the first TPU multiplied 8.)
+# and smaller numbers. (Lesson 06 goes down to 16 bits, and the first TPU to 8.)
 #
 # ## A warp at a time: SIMT
 #
 # A **GPU** also has vector units, and very many of them, but you program them differently. You write a program
 # for *one* lane, called a **thread**. The hardware takes 32 threads, a **warp**, and makes all of them do the
-# same instruction at a time. (SIMT: single instruction, multiple threads; Lindholm and others 2008.) It looks
-# as if each thread went its own way. Does it? Here is what a warp does with an `if`:
+# same instruction at the same time. (SIMT: single instruction, multiple threads; Lindholm and others 2008.) It
+# looks as if each thread went its own way. Does it? Here is what a warp does with an `if`:
 
 
 # %%
@@ -127,11 +127,13 @@ print("first half takes the if: ", steps_of(threads < 512), "steps of warps")
 print("every second thread does:", steps_of(threads % 2 == 0), "steps of warps")
 
 # %% [markdown]
-# If threads of one warp disagree, the warp goes *both* ways, one after the other, and on each way the other
-# threads wait. That is called **divergence**. It is the price of SIMT. The gain: a GPU keeps dozens of warps
-# ready on each unit, and while one waits for memory, it works on another. A CPU spends its chip on caches and
-# on guessing what comes next, so that *one* program seldom waits. A GPU spends its chip on lanes and registers,
-# so that waiting does not matter. Lessons 03 to 06 are about GPUs.
+# If threads of one warp disagree, the warp goes *both* ways, first one and then the other. While it goes one
+# way, the threads that chose the other wait. That is called **divergence**. It is the price of SIMT.
+#
+# A GPU also deals with memory in another way than a CPU. It keeps dozens of warps ready, and while one waits
+# for memory, it runs another. So a CPU spends its chip on caches and on guessing what comes next, so that *one*
+# program seldom waits. A GPU spends its chip on lanes and registers, so that waiting does not matter. Lessons
+# 03 to 06 are about GPUs.
 #
 # But the lanes of a warp read as much as those of any vector. So the question is still open.
 #
@@ -213,7 +215,7 @@ print(sums)  # in the corner the first two have met
 # **Exercise 2.4: systolic_matmul.** Multiply `x` (m, k) by `y` (k, n) on a grid of m rows and n columns, and
 # return the product. All PEs begin with zeros. `step` is a function like your `systolic_step`. Call it once for
 # each tick, so that the check can count the ticks. When all elements are in, only zeros enter, and `step` needs
-# those as well: `np.pad(z, ((0, 0), (0, 5)))` is `z` with five columns of zeros behind it.
+# those as well: `np.pad(z, ((0, 0), (0, 5)))` is `z` with five more columns of zeros, on the right.
 #
 # Par: no tick after the last multiply-add.
 
@@ -229,8 +231,8 @@ def systolic_matmul(x, y, step):
 check(systolic_matmul)
 
 # %% [markdown]
-# How busy is it? A PE **works** in a tick if it holds an element of `a` and one of `b`. Here elements are never
-# 0, so that the zeros of the padding can be told apart.
+# How busy is it? A PE **works** in a tick if it holds an element of `a` and one of `b`. In this count no
+# element is 0, so a 0 is always padding.
 
 # %%
 systolic_matmul = or_solution(systolic_matmul)
@@ -400,8 +402,8 @@ bars(
 # The scalar processor spends a twentieth of its energy on arithmetic. The lanes of a vector share the
 # instruction, and now reads dominate. The array shares instructions and reads, and little is left *but*
 # arithmetic. Do not take the numbers further than they go. They leave out registers, the hops between
-# neighbours, and the clock. Smaller transistors have also made arithmetic cheaper faster than wires, so reads
-# weigh *more* today.
+# neighbours, and the clock. They are also old. Transistors have become smaller since then, which saves more
+# energy in arithmetic than in wires, so reads weigh *more* today.
 #
 # A GPU's tensor cores (lesson 06) use the same idea on a small scale: one instruction of a warp multiplies
 # whole tiles, and so uses each fetched element many times.
@@ -415,8 +417,8 @@ bars(
 
 # %%
 published = {
-    "CPU (Haswell)": (1.3e12, 51e9),
-    "GPU (K80)": (2.8e12, 160e9),
+    "CPU": (1.3e12, 51e9),
+    "GPU": (2.8e12, 160e9),
     "TPU": (92e12, 34e9),
 }
 roofline_figure(
@@ -430,9 +432,9 @@ roofline_figure(
 
 # %% [markdown]
 # The TPU has by far the most arithmetic, *and* the slowest memory. Left of the ridges it is the slowest of the
-# three! Such an array is worth its price only if each number that comes from memory is used very often. For a
-# layer of a network, with as many multiplications for each weight as there are examples in the batch, the ridge
-# says **how large the batch has to be**:
+# three! Such an array is worth its price only if each number that comes from memory is used very often. A layer
+# of a network uses each of its weights once for every example in the batch. So the ridge says **how large the
+# batch has to be**:
 
 # %%
 today = {
@@ -470,11 +472,11 @@ for machine, (peak, bandwidth, itemsize) in today.items():
 # | SambaNova SN40L | **dataflow**: 1,040 compute and 1,040 memory units, wired anew for each network | 638 | 520 MB on the chip, 64 GB HBM, 1.5 TB DDR | 1.6 (HBM) | Prabhakar, Hot Chips 2024 |
 # | Graphcore GC200 | 1,472 cores, **each with its own memory** | 250 | 0.9 GB on the chip | 47.5 | Knowles, Hot Chips 2021 |
 # | Tesla Dojo D1 | 354 cores in a mesh, each with 1.25 MB of its own; 25 chips make a tile | 362 | 0.44 GB on the chip | 10 (the mesh) | Tesla AI Day 2021 |
-# | Cerebras WSE-2 | **a whole wafer**: 850,000 cores, each with its own memory | 7,500 (unverified) | 40 GB on the wafer | 20,000 | Cerebras's announcement, 2021 |
+# | Cerebras WSE-2 | **a whole wafer**: 850,000 cores, each with its own memory | about 7,500 (reckoned) | 40 GB on the wafer | 20,000 | Cerebras's announcement, 2021 |
 #
-# (Cerebras's announcement names no peak. Ours is reckoned: 850,000 cores, each with 4 multiply-adds a cycle, at
-# 1.1 GHz. AWS gives Trainium's bandwidth as 820 GB/s on one page and as 820 GiB/s, which is 0.88 TB/s, on
-# another.)
+# (Cerebras's announcement names no peak. We reckon with 850,000 cores, each with 4 multiply-adds a cycle, at
+# 1.1 GHz, so take that peak as a rough one. AWS gives Trainium's bandwidth as 820 GB/s on one page and as 820
+# GiB/s, which is 0.88 TB/s, on another.)
 
 # %%
 others = {

@@ -61,7 +61,7 @@ c = np.zeros((n, n), np.float32)
 counts = profile(naive, (n // 32, n // 8), (32, 8), a, b, c)
 read = counts.total.load_bytes // 4
 print(
-    f"{read:,} elements read, of {2 * n * n:,} that there are: each {read // (2 * n * n)} times"
+    f"{read:,} reads of {2 * n * n:,} elements: each is read {read // (2 * n * n)} times"
 )
 
 # %% [markdown]
@@ -82,10 +82,10 @@ print(f"{67e12 / 3.35e12:.0f} FLOP for each byte, to keep the arithmetic units b
 #
 # ## Memory that a block shares
 #
-# Each multiprocessor of a GPU has some fast memory on the chip, about 100 KB, and each block gets a piece of
-# it: **shared memory**. All threads of the block can read and write it; other blocks cannot, and when the block
-# ends it is gone. In a kernel, `cuda.shared.array(128, float32)` is *one* array for the whole block, not one
-# for each thread. Its size has to be a constant. Its contents are undefined at the beginning.
+# Each multiprocessor of a GPU has some fast memory on the chip, about 100 to 200 KB, and each block gets a
+# piece of it: **shared memory**. All threads of the block can read and write it; other blocks cannot, and when
+# the block ends it is gone. In a kernel, `cuda.shared.array(128, float32)` is *one* array for the whole block,
+# not one for each thread. Its size has to be a constant. Its contents are undefined at the beginning.
 #
 # In a first example, each thread writes one element to shared memory, and reads an element that another thread
 # wrote.
@@ -166,9 +166,9 @@ tiles_animation()
 # Wolf 1991 explain when it works.)
 #
 # **Exercise 4.2: reads.** Predict how much that saves. `a` has m x k elements, `b` has k x n, and the tiles are
-# `tile` x `tile`. Each block fetches once every element that its tile of c depends on. If a size is not a
-# multiple of `tile`, the last tiles are smaller: nothing beyond the edges is fetched. How many elements do all
-# blocks together read? (`tile` = 1 is the naive kernel.)
+# `tile` x `tile`. Each block fetches the elements that its tile of c depends on, each of them once. If a size
+# is not a multiple of `tile`, the last tiles are smaller: nothing beyond the edges is fetched. How many
+# elements do all blocks together read? (`tile` = 1 is the naive kernel.)
 
 
 # %% tags=["exercise"]

@@ -44,7 +44,10 @@ ladder(12)
 # ## Where to cut
 #
 # Most models are a chain of layers, and a **stage** is a run of consecutive layers that one rank holds. Here is
-# the chain of a small GPT. A layer's weight can mean two things: the number of its parameters, or the time of
+# the chain of a small GPT, a model that predicts the next piece of a text. Such a piece is called a **token**.
+# The first layer, the **embedding**, looks up a vector for each token in a table. Then come **blocks**, all of
+# the same shape, which do most of the computing. The last layer, the **head**, gives every token of the
+# vocabulary a score. A layer's weight can mean two things here: the number of its parameters, or the time of
 # its forward and backward pass.
 
 # %%
@@ -56,9 +59,9 @@ for layer, count, lasts in zip(model.layers, parameters, seconds, strict=True):
     print(f"{type(layer).__name__:10} {count:8,} parameters {lasts * 1e3:8.2f} ms")
 
 # %% [markdown]
-# The two differ. A table of embeddings has many parameters and hardly anything to compute; a block has fewer
-# parameters and more to compute. To save **memory**, make stages with equally many parameters. To gain
-# **speed**, make stages that take equally long, since the slowest stage sets the pace of all.
+# The two differ. The embedding has many parameters and hardly anything to compute; a block has fewer parameters
+# and more to compute. To save **memory**, make stages with equally many parameters. To gain **speed**, make
+# stages that take equally long, since the slowest stage sets the pace of all.
 #
 # The task is the same for both weights: cut a list of numbers into consecutive parts, so that the heaviest part
 # is as light as possible. Begin with an easier question. If no part may weigh more than `most`, how many parts
@@ -107,8 +110,8 @@ print("by time      ", cut(seconds, 4))
 print("layerwise.cut", layerwise.cut(model.layers, 4))
 
 # %% [markdown]
-# The last line is minidist's own cut, by parameters. Several cuts may have an equally light heaviest part; it
-# takes the most even of them.
+# The last line is minidist's own cut, by parameters. Often several cuts have the same heaviest part. Of these,
+# minidist takes the most even one.
 #
 # ## One batch, layer by layer
 #
@@ -266,7 +269,7 @@ for m in (1, 4, 8, 16, 32, 64):
 # and yours too.
 #
 # The same batch of 32 rows goes through four stages, cut into 1, 2, 4, up to 32 micro-batches. How many times
-# as fast as the whole batch is it in 8 micro-batches? Write down your guess.
+# as fast is a step with 8 micro-batches as a step with the whole batch? Write down your guess.
 
 # %%
 prediction = None  # your guess, such as 5; None draws no guess
@@ -305,8 +308,8 @@ for m, ms, model_ms in zip(counts, times, formula, strict=True):
 
 # %% [markdown]
 # The formula has the cost of waiting. It leaves out the fixed cost of each pass: its messages, Python, and
-# waking up. Measure that as well, with a layer that takes almost no time. Divide the time that remains by
-# m + p - 1, the number of forward (and of backward) passes that follow one another.
+# waking up. Measure that as well, with a layer that takes almost no time. Divide the measured time by m + p -
+# 1, the number of forward (and of backward) passes that follow one another.
 
 # %%
 fixed = median_ms(gpipe(4, 32), seconds=1e-6) / (32 + 4 - 1)
@@ -319,15 +322,15 @@ beside_formula(
     times,
     {"bubble alone": formula, "and a fixed cost": with_fixed},
     guess=prediction,
-    caption=f"In 8 micro-batches it is {times[0] / times[3]:.1f} times as fast as whole; "
-    f"the bubble alone says {formula[0] / formula[3]:.1f}; {said(prediction)}.",
+    caption=f"With 8 micro-batches a step is {times[0] / times[3]:.1f} times as fast; by "
+    f"the bubble alone {formula[0] / formula[3]:.1f} times; {said(prediction)}.",
 )
 
 # %% [markdown]
-# The first few micro-batches gain nearly all. After that little is left of the bubble, while each further pass
-# adds its fixed cost. If that cost is large, as on a busy machine, the curve turns up again. On a GPU there is
-# a second reason to stop: a micro-batch of a few rows does not keep it busy (lesson 00: a small product has few
-# operations for each byte). So choose m just large enough.
+# The first few micro-batches bring nearly all of the gain. After that little is left of the bubble, and each
+# further pass adds its fixed cost. If that cost is large, as on a busy machine, the curve turns up again. On a
+# GPU there is a second reason to stop: a micro-batch of a few rows does not keep it busy (lesson 00: a small
+# product has few operations for each byte). So choose m just large enough.
 #
 # ## 1F1B: start backward passes early
 #
@@ -500,8 +503,8 @@ for key, each in table.items():
 # - **One slow stage.** The formula is for equal stages. If one stage is slower, all other ranks wait for it. In
 #   the chart of `timed()`, the slow stage is the only row without gaps. Measure the layers, and cut by time.
 # - **Layers that look across rows.** Batch normalization over 4 rows gives other results than over 32, so the
-#   model trains differently, without any error. Layer normalization looks at each row alone, and stays the
-#   same.
+#   model trains differently, without any error. Layer normalization looks at each row alone, so its results
+#   stay the same.
 # - **Weights at both ends.** A GPT may use its token table also as its last matrix. Then two stages hold a
 #   copy, and the gradients of the two copies have to be summed. If you forget that, the copies drift apart.
 #   `md.Pipeline(tied=...)` sums them, and `md.prepare` finds them by itself.

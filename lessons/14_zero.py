@@ -65,8 +65,8 @@ adam.step()  # the state is made in the first step
 # will see why in a moment). They take 4 bytes, and the state 8. And 2 + 2 + 12 is 16 again (Rajbhandari et al.
 # 2020, section 3.1).
 #
-# All ranks keep the same copies of all this, which is a waste. ZeRO removes the copies in three stages. On n
-# ranks, each rank keeps
+# Every rank keeps a copy of all this, and all copies are equal: a waste. ZeRO removes the copies in three
+# stages. On n ranks, each rank keeps
 #
 # | stage | parameters | gradients | optimizer: state and master weights |
 # |---|---|---|---|
@@ -104,9 +104,9 @@ memory_bars(
 )
 
 # %% [markdown]
-# These are the numbers of the paper's first figure. For Llama 3 405B the same count gives 405e9 x 16 bytes =
-# 6.5 TB: this alone fills 81 GPUs of 80 GB. Most of the bytes belong to the optimizer. So stage 1 saves the
-# most, and that is why it comes first.
+# These are the numbers of the paper's first figure. Most of the bytes belong to the optimizer. So stage 1 saves
+# the most, and that is why it comes first. For Llama 3 405B the same count gives 405e9 x 16 bytes = 6.5 TB,
+# which fill 81 GPUs of 80 GB before anything is computed.
 #
 # ## Why master weights
 #
@@ -164,7 +164,7 @@ print(f"scale {scale:.0f}, master {master.item():.4f}, weight {weight.item():.4f
 
 # %% [markdown]
 # The scale was too large at first. It fell in a few skipped steps, and then stayed. The weight ends near 0.95,
-# although no single step is large enough to change a float16 of 1.
+# although a single step is too small to change a float16 of 1.
 #
 # ## Stage 1: share the optimizer
 #
@@ -445,10 +445,10 @@ memory_bars(
 # The ranks send as many bytes as predicted. (Stage 3 sends a little less than 1.5 times as much, because the
 # first and the last layer share the table of tokens, and one gather serves both.) And how many bytes do they
 # keep? Stages 0 and 1 keep what the formula says, plus some padding. Stages 2 and 3 keep a little more, because
-# the formula forgets the gradients that a rank only passes on. They travel in buckets, and two buckets have
-# memory at a time; in stage 3 a layer is a bucket. This memory does not grow with the number of layers. Next to
-# billions of parameters it is little, but in your small GPT you can see it. Stage 2 with its usual buckets of
-# 25 MB, which are larger than this model, saves nothing:
+# the formula forgets the gradients that a rank only passes on. They travel in buckets, and at any time there is
+# memory for two buckets; in stage 3 a layer is a bucket. This memory does not grow with the number of layers.
+# Next to billions of parameters it is little, but in your small GPT you can see it. The usual buckets have 25
+# MB. They are larger than this model, and with them stage 2 saves nothing:
 
 # %%
 memory, _, _ = cluster.run(measure, md.Layout(dp=4, zero=2))[0]
@@ -458,7 +458,8 @@ print(memory)
 # ## The other memory: activations
 #
 # The table above has one line that no stage of ZeRO makes smaller. Backward needs the results of forward, the
-# **activations**. They grow with the rows and the tokens, and soon they are the largest part.
+# **activations**. They grow with the rows of a batch and with the tokens of a row, and soon they are the
+# largest part.
 #
 # The remedy is **recomputation** (Chen et al. 2016; also called checkpointing): forget most activations, and
 # compute them again when backward needs them. Cut a chain of L layers into segments of k layers. Forward keeps
@@ -522,8 +523,8 @@ for recompute_too in (False, True):
 
 # %% [markdown]
 # The activations take several times less memory, and the step takes longer. Is it more than a third longer?
-# Then the model is so small that starting an operation takes more time than its arithmetic, and recomputation
-# starts many operations again.
+# Then the model is so small that starting an operation takes longer than its arithmetic. And recomputation
+# starts many operations a second time.
 #
 # ## When is it worth it?
 #

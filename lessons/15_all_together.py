@@ -161,9 +161,9 @@ for text in ("dp=64", "dp=64,zero=1", "dp=64,zero=3", "dp=8,tp=8"):
 
 # %% [markdown]
 # The two agree except in stage 3. There minidist sums the gradients in float32, and keeps two buffers for
-# gradients on their way. A paper counts what a method needs, and a program needs a little more. With plain data
-# parallelism and one row on each rank, the peak is not in the backward pass: the optimizer's step makes
-# temporary tensors for all parameters at once.
+# gradients on their way. A paper counts what a method needs, and a program needs a little more. The first line
+# has a surprise: with plain data parallelism and one row on each rank, the peak is not in the backward pass. It
+# is in the optimizer's step, which makes temporary tensors for all parameters at once.
 #
 # ## What does it send?
 #
@@ -251,7 +251,8 @@ bytes_figure(
 # %% [markdown]
 # The formulas are right, except for what they leave out. With **dp** a few more numbers travel with the
 # gradients, such as the loss. With **tp** each end of the model has one more all-reduce, and the loss needs a
-# few numbers. That adds an eighth here, with 4 blocks, and little with 40.
+# few numbers. The two all-reduces add an eighth to the 16 of these 4 blocks, and would add little to the 160 of
+# 40 blocks.
 #
 # But do not conclude that one layout always sends less. With dp, the bytes grow with the **model**; with tp and
 # pp, they grow with the **rows**. Take twice the rows:
@@ -780,10 +781,10 @@ run(*torchrun, "--nproc-per-node", 2, script)
 # starts again, so it is a place to save **with one host**. With several hosts, `md.save` refuses a folder that
 # they do not share.
 #
-# In version 2 of the SDK, write `sagemaker.pytorch.PyTorch(entry_point="train.py", ...,
-# distribution={"torch_distributed": {"enabled":
-# True}})`, with `FileSystemInput` for the disk, and call `.fit()`. Accelerate 1.15 cannot submit a job (`compute_environment:
-# AMAZON_SAGEMAKER` in its file): it fails on its own settings. Inside a job it starts the ranks as above.
+# In version 2 of the SDK, make a `sagemaker.pytorch.PyTorch(entry_point="train.py", ...)`, with
+# `distribution={"torch_distributed": {"enabled": True}}` and a `FileSystemInput` for the disk, and call its
+# `fit()`. Accelerate 1.15 cannot submit a job (`compute_environment: AMAZON_SAGEMAKER` in its file): it fails
+# on its own settings. Inside a job it starts the ranks as above.
 # [deploy/sagemaker.yaml](../deploy/sagemaker.yaml) uses Accelerate in this way, and is the complete request for
 # AWS's command line.
 #
@@ -843,7 +844,8 @@ shutil.rmtree(scratch)
 # - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row that is too long for one rank, shared along its
 #   tokens. The keys and values travel in lesson 8's ring. The engine's form is
 #   [`ring_attention`](../minidist/parallel/context/ring_attention.py).
-# - [`Experts`](../minidist/plain/experts.py): each rank holds some experts, and every token travels to its
-#   expert. The engine has no experts.
+# - [`Experts`](../minidist/plain/experts.py): a layer of several small networks, the experts, each of which
+#   computes only some of the tokens. Each rank holds some experts, and every token travels to its expert. The
+#   engine has no experts.
 #
 # Next: a model of your own. You know what each part costs, and how to see it break.

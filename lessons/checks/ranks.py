@@ -22,7 +22,7 @@ import minidist as md
 from checks.answers import Answer, line_of_cell
 from checks.unanswered import functions_of
 from checks.verdicts import wrong
-from checks.words import described
+from checks.words import described, plural
 from minidist import comm
 from minidist.comm.launching.supervisor import preload_optimizers
 from minidist.comm.ledgers import Call
@@ -106,12 +106,13 @@ def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) ->
     try:
         answers = world(ranks).run(_all_cases, answer.function, [case.args for case in cases])
     except md.RankTimeout as late:
+        limit = world(ranks).timeout
         wrong(
-            f"On {ranks} ranks it had not ended after {world(ranks).timeout:.0f} s and was stopped.",
+            f"On {plural(ranks, 'rank')} it had not ended after {limit:.0f} s and was stopped.",
             *_where(late.traceback, answer.function),
         )
     except md.RankDied as died:
-        wrong(f"On {ranks} ranks: {died.summary}. The next check has fresh ranks.")
+        wrong(f"On {plural(ranks, 'rank')}: {died.summary}. The next check has fresh ranks.")
     except md.RankError as error:
         wrong(*_told(error, cases, answer.function))
     runs = []
@@ -181,7 +182,7 @@ def _bounded() -> Iterator[None]:
 def _told(error: md.RankError, cases: Sequence[Case], function: Any) -> list[str]:
     cause = error.__cause__
     if not isinstance(cause, InCase):
-        return [f"On {len(cases[0].args)} ranks: {_in_cell(error.summary, function)}"]
+        return [f"On {plural(len(cases[0].args), 'rank')}: {_in_cell(error.summary, function)}"]
     index, rank, kind, text, lines = cause.args
     files = {each.__code__.co_filename for each in functions_of(function)}
     mine = [line for line in lines if line[0] in files]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checks.animations import Scene, animate
-from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, show
+from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, said, show
 from checks.pictures.threads import picture, write
 from checks.words import number
 
@@ -163,11 +163,10 @@ def levels(
         axes.minorticks_off()
         axes.set_xlabel("sums of a thread")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-    said = "none" if guess is None else f"{guess:g}"
     show(
         figure,
         f"With 8 x 8 sums a thread does {flop_per_byte[-1]:.3g} FLOP for each byte of global memory, and its "
-        f"warp takes {passes[-1]:.3g} passes for each multiply-add; your guess: {said}. Dashed: formulas.",
+        f"warp takes {passes[-1]:.3g} passes for each multiply-add; {said(guess)}. Dashed: formulas.",
         alt="Two plots against the side of a thread's tile, 1 to 8. FLOP for each byte of global memory rise "
         "in proportion, from 4 to 32, and pass the line at 20 between 4 and 8. Passes through shared memory "
         "for each multiply-add fall from 2 to a little above a quarter, where a dotted line is.",

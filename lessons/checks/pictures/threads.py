@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checks.animations import animate
-from checks.figures import BLUE, INK, RED, WORDS, draw, name, show
+from checks.figures import BLUE, INK, RED, WORDS, draw, name, said, show
 
 CELL = 36  # pixels
 SMALL = 19
@@ -95,11 +95,10 @@ def strides_figure(
     axes.set(xlabel="elements from one thread's to the next one's", ylabel="sectors for a load of a warp")
     axes.set_ylim(bottom=0)
     axes.set_yticks([0, 4, 8, 16, 24, 32])
-    said = "none" if guess is None else f"{guess:g} times"
     show(
         figure,
         "Dots are counted by the emulator, the dashed line is your sectors(). A column takes "
-        f"{counted[-1] / counted[0]:g} times the bytes of a row; your guess: {said}.",
+        f"{counted[-1] / counted[0]:g} times the bytes of a row; {said(guess)}.",
         alt="Sectors for a load against the stride: 4 at stride 1, rising in proportion to 32 at stride 8, "
         "and flat from there on.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checks.animations import Scene, animate
-from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, show
+from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, said, show
 from checks.pictures.threads import picture, write
 
 TILE = 40  # pixels of a tile
@@ -122,11 +122,10 @@ def intensity(
     axes.set(xlabel="side of a tile (1: the naive kernel)", ylabel="FLOP for each byte read")
     axes.set_xticks(sides, [str(side) for side in sides])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    said = "none" if guess is None else f"{guess:g}"
     show(
         figure,
         f"Tiles of 32 x 32 do {asked[-1]:.3g} FLOP for each byte that threads ask for, the naive kernel "
-        f"{asked[0]:.3g}; your guess: {said}.",
+        f"{asked[0]:.3g}; {said(guess)}.",
         alt="FLOP for each byte against the side of the tiles, both in powers of two: a straight line from a "
         "quarter at side 1 to 8 at side 32, on which the counts lie, below a dotted line at 20. What counts "
         "bytes that move lies a little above the line at side 1, below it at 4, and on it from 8 on.",
