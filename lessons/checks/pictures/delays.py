@@ -65,11 +65,12 @@ def learning(curves: Mapping[str, Sequence[tuple[int, float, float]]], caption: 
         left.plot(seconds, losses, color=color, linewidth=1.2)
         shown = [i for i, made in enumerate(updates) if made <= shortest]
         right.plot([updates[i] for i in shown], [losses[i] for i in shown], color=color, linewidth=1.2)
-        for axes in (left, right):
-            place = {"xycoords": "axes fraction", "ha": "right", "fontsize": 9.5, "color": color}
-            axes.annotate(key, (0.98, 0.95 - 0.075 * row), **place)
+        place = {"xycoords": "axes fraction", "fontsize": 9.5, "color": color}
+        left.annotate(key, (0.98, 0.95 - 0.075 * row), ha="right", **place)
+        right.annotate(key, (0.03, 0.2 - 0.075 * row), **place)  # the few updates do not reach the ground
     left.set(xlabel="seconds", ylabel="loss", ylim=(0, None))
     right.set(xlabel="updates")
+    right.xaxis.get_major_locator().set_params(integer=True)
     show(
         figure,
         caption,

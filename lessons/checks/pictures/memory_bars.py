@@ -54,5 +54,6 @@ def memory_bars(
     axes.set(xlabel=f"{unit} on each rank", yticks=range(len(bars)), yticklabels=list(bars))
     axes.set_ylim(len(bars) + 0.1 if guess else len(bars) - 0.5, -0.85)
     axes.set_xlim(0, most / scale * 1.12)
+    axes.spines["left"].set_visible(False)  # it would cut the name of a narrow first part
     axes.grid(visible=False, axis="y")
     show(figure, caption, alt)

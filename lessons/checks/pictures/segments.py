@@ -27,6 +27,7 @@ def segment_curve(
         axes.axvline(guess, color=INK, linestyle=":")
         name(axes, guess, without * 0.7, "your guess", INK)
     axes.set(xscale="log", xlabel="layers in a segment, k", ylabel="tensors kept")
+    axes.set_xlim(lengths[0] / 1.07, lengths[-1] * 1.04)  # names of the lines stand outside
     axes.set_xticks(list(lengths), [str(each) for each in lengths])
     axes.set_xticks([], minor=True)
     axes.set_ylim(0, None)
