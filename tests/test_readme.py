@@ -88,10 +88,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         to = page.parent / link if link else page
         assert to.exists(), link
         if anchor:
-            headings = re.findall(r"^#+ (.*)", to.read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], (
-                link
-            )
+            headings = re.findall(r"^#+ (.*)", to.read_text().lower(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", each).replace(" ", "-") for each in headings]
+            assert anchor in anchors, link
 
 
 def test_both_commands_are_there() -> None:
