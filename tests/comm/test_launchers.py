@@ -182,6 +182,6 @@ def test_mpirun_starts_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_mpirun_starts_an_example_and_the_command() -> None:
     example = Path(__file__).parents[2] / "examples" / "kmeans.py"
-    assert mpirun(2, str(example), "4").count("mean squared distance: 0.") == 2  # each rank prints
+    assert mpirun(2, str(example), "2").count("mean squared distance: 0.") == 2  # each rank prints
     said = mpirun(2, "-m", "minidist", "train", "--steps", "3")
     assert said.count("layout dp=2: 3 steps") == 1
