@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import csv
+import importlib
 import inspect
 import json
 import re
 import subprocess
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 from minidist.cli import commands
 from minidist.cli.lessons import shipped
 from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
-from tests.lessons.wrong_answers.your_machine import WRONG
 
 LESSONS = shipped()
 STEMS = [path.stem for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))]
@@ -141,29 +139,52 @@ def graded(cells: list[Cell]) -> list[float]:
     return [points(cell) for cell in cells if text(cell).startswith("check(")]
 
 
-def as_cell(wrong: Any) -> Cell:
-    """A wrong answer under the exercise's name."""
-    source = textwrap.dedent(inspect.getsource(wrong.answer))
-    (node,) = ast.parse(source).body
-    answer = "\n".join(source.splitlines()[node.lineno - 1 :])
-    return code(answer.replace(f"def {wrong.answer.__name__}(", f"def {wrong.exercise}("), "wrong")
+ANYTHING = """\
+class WRONG:
+    to = over_par = staticmethod(lambda *words: lambda answer: answer)
+"""
 
 
-def test_solved_gets_all_points_blank_and_wrong_none(tmp_path: Path) -> None:
-    """In one kernel, which takes a second to start: all exercises blank, then wrong, then solved."""
-    made = assignment(lesson(STEMS[0]), solutions(STEMS[0]), FORMATS["nbgrader"])
-    checks = {text(cell)[6:].partition(",")[0]: cell for cell in made["cells"] if text(cell)[:6] == "check("}
-    imports = code("import sys\nimport numpy as np\nfrom checks.your_machine import check", "imports")
-    stubs = [cell | {"source": students(cell, "nbgrader")} for cell in exercises(made)]
-    tries = [
-        *zip(stubs, checks.values(), strict=True),
-        *((as_cell(wrong), checks[wrong.exercise]) for wrong in WRONG),
-        *zip(exercises(made), checks.values(), strict=True),
-    ]
-    cells = [made["cells"][0], imports, *(cell for each in tries for cell in each)]
-    done = graded(run([cell | {"id": f"cell-{place}"} for place, cell in enumerate(cells)], tmp_path))
-    refused = len(checks) + len(WRONG)
-    assert done == [0] * refused + [POINTS] * len(checks)
+def students_answer(wrong: Any) -> Cell:
+    """A wrong answer under the exercise's name, with all that its module has, since it may use helpers."""
+    function = getattr(wrong.answer, "py_func", wrong.answer)  # of a kernel
+    source = inspect.getsource(sys.modules[function.__module__])
+    source = re.sub(r"^from tests\..*\n", "", source, flags=re.MULTILINE)
+    source = source.replace("WRONG = WrongAnswers()", ANYTHING)
+    name = rf"^(def|class) {function.__name__}\b"
+    return code(re.sub(name, rf"\1 {wrong.exercise}", source, flags=re.MULTILINE), "wrong")
+
+
+@pytest.mark.parametrize(
+    ("topic", "most"),
+    [
+        ("your_machine", 99),
+        pytest.param("shared_memory", 1, marks=pytest.mark.lessons),  # kernels
+        pytest.param("buckets_and_overlap", 1, marks=pytest.mark.lessons),  # ranks
+    ],
+)
+def test_solved_gets_all_points_blank_and_wrong_none(topic: str, most: int, tmp_path: Path) -> None:
+    """In one kernel, which takes a second to start: each exercise blank, wrong in some ways, then solved.
+
+    Args:
+        topic: of the lesson.
+        most: wrong answers to each exercise.
+    """
+    (stem,) = [stem for stem in STEMS if stem.endswith(topic)]
+    made = assignment(lesson(stem), solutions(stem), FORMATS["nbgrader"])
+    checks = [cell for cell in made["cells"] if text(cell).startswith("check(")]
+    imports = next(cell for cell in made["cells"][1:] if cell["cell_type"] == "code")
+    every = importlib.import_module(f"tests.lessons.wrong_answers.{topic}").WRONG
+    cells, right = [made["cells"][0], imports], []
+    for solved, check in zip(exercises(made), checks, strict=True):
+        name = text(check)[len("check(") :].partition(",")[0]
+        wrong = [students_answer(each) for each in every if each.exercise == name][:most]
+        for answer in (solved | {"source": students(solved, "nbgrader")}, *wrong, solved):
+            cells += [answer, check]
+        right += [0] * (1 + len(wrong)) + [POINTS]
+    assert (
+        graded(run([cell | {"id": f"cell-{place}"} for place, cell in enumerate(cells)], tmp_path)) == right
+    )
     assert (tmp_path / ".progress.json").exists(), "progress is kept beside the assignment"
 
 
