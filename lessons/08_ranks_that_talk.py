@@ -365,7 +365,8 @@ def linked(all_reduce, size):
 def measure(all_reduce, ranks):
     with md.Cluster(ranks=ranks, threads=1) as many:
         times = []
-        for size in sizes:  # what takes seconds varies little; what is over sooner is tried more often
+        for size in sizes:
+            # What takes seconds varies little; what is over sooner is tried more often.
             rounds = 1 + 12 // ranks if size < 1_000_000 else 1
             t = slowest(lambda size=size: linked(all_reduce, size), many, rounds)
             times.append(t * 1e3)
