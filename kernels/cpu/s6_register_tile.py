@@ -11,8 +11,8 @@ sized for the second. `support/block_sizes.py` derives the sizes from this machi
 small products, and those with few rows or columns, more than it saves: `support/small_products.py` multiplies
 them where they lie.
 
-Measured: rung 5 takes 2.0 times as long at 128 x 128 x 128 in float32 (80 us and 40 us, 105 GFLOP/s, 92% of
-what the core's multiply-adds allow), and OpenBLAS 1.07 times; 1.04 times at 1024 and 2048.
+Measured: rung 5 takes 2.0 times as long at 128 x 128 x 128 in float32 (80 us and 40 us, 105 GFLOP/s), and
+OpenBLAS 1.07 times; 1.04 times at 1024 and 2048.
 
 Source: Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008, figure 8.
 """

@@ -11,7 +11,7 @@ product its threads watch for about 0.3 ms whether the next one is posted (`supp
 small for two threads, or posted while another one is, runs through rung 6's loops in the caller's thread.
 
 Measured: on two cores rung 6 takes 1.4 times as long at 128 x 128 x 128 in float32 (40 us and 29 us), and 1.9
-times at 1024 (20 ms and 10.5 ms, 205 GFLOP/s), where OpenBLAS on both cores takes 1.02 times as long.
+times at 1024 (20 ms and 10.5 ms, 205 GFLOP/s).
 """
 
 from __future__ import annotations
