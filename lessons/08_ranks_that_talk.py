@@ -362,19 +362,15 @@ def linked(all_reduce, size):
         all_reduce(torch.zeros(size // 4))
 
 
-def measure(all_reduce, ranks):
+def measure(all_reduce, ranks, rounds):
     with md.Cluster(ranks=ranks, threads=1) as many:
-        times = []
-        for size in sizes:
-            # What takes seconds varies little; what is over sooner is tried more often.
-            rounds = 1 + 12 // ranks if size < 1_000_000 else 1
-            t = slowest(lambda size=size: linked(all_reduce, size), many, rounds)
-            times.append(t * 1e3)
-        return times
+        calls = [lambda size=size: linked(all_reduce, size) for size in sizes]
+        return [slowest(call, many, rounds) * 1e3 for call in calls]
 
 
-naive = {n: measure(naive_all_reduce, n) for n in (2, 4, 8)}
-ring = {n: measure(ring_all_reduce, n) for n in (2, 4, 8)}
+# The naive way takes seconds, so once has to be enough.
+naive = {n: measure(naive_all_reduce, n, rounds=1) for n in (2, 4, 8)}
+ring = {n: measure(ring_all_reduce, n, rounds=4) for n in (2, 4, 8)}
 
 # %%
 naive_model, ring_model = {}, {}
