@@ -159,8 +159,8 @@ def students_answer(wrong: Any) -> Cell:
     ("topic", "most"),
     [
         ("your_machine", 99),
-        pytest.param("shared_memory", 1, marks=pytest.mark.lessons),  # kernels
-        pytest.param("buckets_and_overlap", 1, marks=pytest.mark.lessons),  # ranks
+        pytest.param("shared_memory", 1, marks=pytest.mark.lessons),
+        pytest.param("ranks_that_talk", 1, marks=pytest.mark.lessons),
     ],
 )
 def test_solved_gets_all_points_blank_and_wrong_none(topic: str, most: int, tmp_path: Path) -> None:
@@ -186,18 +186,6 @@ def test_solved_gets_all_points_blank_and_wrong_none(topic: str, most: int, tmp_
         graded(run([cell | {"id": f"cell-{place}"} for place, cell in enumerate(cells)], tmp_path)) == right
     )
     assert (tmp_path / ".progress.json").exists(), "progress is kept beside the assignment"
-
-
-@pytest.mark.lessons
-def test_a_lesson_with_ranks_gets_all_points(tmp_path: Path) -> None:
-    (stem,) = [stem for stem in STEMS if stem.endswith("ranks_that_talk")]
-    first, *cells = assignment(lesson(stem), solutions(stem), FORMATS["nbgrader"])["cells"]
-    imports = next(cell for cell in cells if cell["cell_type"] == "code")
-    answers = exercises({"cells": cells})
-    # Without the lesson's measurements: `test_lessons.py` runs those.
-    needed = [cell for cell in cells if cell in answers or text(cell).startswith("check(")]
-    made = run([first, imports, *needed], tmp_path)
-    assert graded(made) == [POINTS] * len(exercises(lesson(stem)))
 
 
 @pytest.mark.deep
