@@ -29,7 +29,7 @@ BUDGET = 2.0  # seconds of timing
 def set_constants(name: str, settings: Sequence[str]) -> None:
     """Run a rung's file again with other constants, each given as "NAME=VALUE"; without, with its own.
 
-    What the file derives from a constant changes with it. Raises ValueError for a constant it does not set.
+    Values that the file computes from a constant change with it. Raises ValueError for one it does not set.
     """
     file = Path(cuda.__file__).with_name(f"{name}.py")
     text = file.read_text()

@@ -238,7 +238,7 @@ def both_ways(source: Path) -> tuple[Any, list[Any]]:
 
 
 def errors_in(notebook: Any) -> list[tuple[str, str]]:
-    """Of each cell that failed: its text, and the kind of its error."""
+    """Return each failed cell's text, and the kind of its error."""
     return [
         (cell.source, output.ename)
         for cell in notebook.cells

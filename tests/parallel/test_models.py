@@ -2,8 +2,7 @@
 
 A pair trains three steps, on batches whose rows the ranks share unequally and whose labels are partly
 ignored, and evaluates. The losses, every parameter and buffer, and the evaluation are those of a plain loop
-in one process, in float64. `REFUSED` lists all other pairs. One model of each layout runs every day, the rest
-is marked `deep`.
+in one process, in float64. `REFUSED` lists all other pairs. `cases` says which pairs run every day.
 """
 
 from __future__ import annotations
@@ -400,8 +399,8 @@ def compiling() -> Iterator[md.Cluster]:
 def cases(layouts: list[str]) -> list[Any]:
     """All of these layouts with all models.
 
-    One model of each layout runs every day, but for what is compiled. Of the other pairs `-m deep` has every
-    second, so that it has each model and each layout often, and `-m scale` the rest.
+    Each layout runs every day with one model, except the compiled one. `-m deep` runs every second of the
+    other pairs, so that it meets each model and each layout often, and `-m scale` runs the rest.
     """
     pairs = []
     for number, name in enumerate(MODELS):

@@ -13,7 +13,7 @@ from torch import Tensor
 import minidist as md
 from minidist import comm
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds that a slow worker waits for a fast one to finish; with a server that serves both it takes none."""
 
 

@@ -141,7 +141,7 @@ def test_models_train_as_in_one_process(cluster_of: Clusters, name: str) -> None
     check(cluster_of, name, TWO)
 
 
-# Of the other models each in every second layout.
+# Each other model runs in every second layout.
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
