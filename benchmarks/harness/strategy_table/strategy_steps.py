@@ -31,7 +31,7 @@ class Facts:
 
     losses: list[float | None]  # of the first `SEEN` steps
     seconds: float  # of a later step
-    bytes_per_step: int  # sent by this rank
+    bytes_per_step: int  # sent by this rank through `minidist.comm`; 0 for a peer
     comm_overlap: float  # share of our communication's time that was hidden
     memory: Memory | None
 
@@ -58,26 +58,23 @@ def hold(
 ) -> Facts:
     """Make a row's or a peer's program, and run its first steps; scratch: a folder for its files."""
     program = PEERS[peer](work) if row is None else _ours(row, work, tempfile.mkdtemp(dir=scratch))
-    return begin(name, program, work.batches(), period)
+    return begin(name, program, work.batches(), period, ours=row is not None)
 
 
-def begin(name: str, program: Program, batches: list[Batch], period: int = 1) -> Facts:
-    """Keep a program, and run its first steps."""
+def begin(name: str, program: Program, batches: list[Batch], period: int = 1, *, ours: bool = True) -> Facts:
+    """Keep a program, and run its first steps; more of them if it is `ours`, to count its bytes."""
     kept = HELD[name] = Kept(program, batches)
     first = kept.run(SEEN)
     if SEEN % period:
         kept.run(period - SEEN % period)  # up to the start of the next period
     with comm.ledger() as ledger:
         counted = kept.run(period)
-    with comm.ledger() as longer:  # the difference leaves out what is sent before and after the steps
-        kept.run(2 * period)
-    return Facts(
-        first.losses,
-        counted.seconds,
-        (longer.bytes_sent - ledger.bytes_sent) // period,
-        ledger.comm_overlap,
-        program.memory(),
-    )
+    sent = 0
+    if ours:  # the difference leaves out what is sent before and after the steps
+        with comm.ledger() as longer:
+            kept.run(2 * period)
+        sent = (longer.bytes_sent - ledger.bytes_sent) // period
+    return Facts(first.losses, counted.seconds, sent, ledger.comm_overlap, program.memory())
 
 
 def _ours(row: Row, work: Work, scratch: str) -> Program:
