@@ -175,19 +175,19 @@ def test_each_exercise_has_three_wrong_answers(stem: str) -> None:
 
 
 class Memory(threading.Thread):
-    """Peak memory of what this process has started, in bytes; what processes share is counted once."""
+    """Peak memory of a process and all that it has started, in bytes; what processes share is counted once."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.peak, self.ended = 0, threading.Event()
+        self.pid, self.peak, self.ended = pid, 0, threading.Event()
 
     def run(self) -> None:
         import psutil
 
-        own = psutil.Process()
+        kernel = psutil.Process(self.pid)
         while not self.ended.wait(0.5):
             total = 0
-            for process in own.children(recursive=True):
+            for process in (kernel, *kernel.children(recursive=True)):
                 try:
                     full = process.memory_full_info()
                     total += getattr(full, "pss", full.rss)
@@ -271,7 +271,7 @@ def test_what_a_lesson_costs_and_that_it_runs_blank(source: Path) -> None:
 
     answered, blank = solved(notebooks.notebook(source), source.stem), notebooks.notebook(source)
     with running(answered) as client:
-        memory = Memory()
+        memory = Memory(client.km.provisioner.pid)
         memory.start()
         try:
             seconds = execute(client, answered)
