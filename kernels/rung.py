@@ -89,7 +89,7 @@ class Rung:
             self._check_out(x, y, c)
         if k == 0:
             c[...] = 0  # an empty sum
-        elif c.size > 0:
+        elif rows and columns:
             self._fill(x, y, c)
         result: OperandT = c
         return result

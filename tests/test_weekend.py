@@ -102,7 +102,7 @@ INTERFACES = {
         "in_columns multiply way",
         "products that are too small or thin to be packed",
     ),
-    "minidist.kernels.cpu.support.one_thread": ("multiply_alone", "rung 6's product in one thread"),
+    "minidist.kernels.cpu.support.one_thread": ("compute", "rung 6's product in one thread"),
     "minidist.kernels.cpu.support.shared_packing": (
         "multiply_packed pack_together post",
         "packs b together with other threads, and multiplies with it",

@@ -19,20 +19,8 @@ Source: Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication
 
 from __future__ import annotations
 
-from ..rung import Array, Rung
-from .support.block_sizes import blocks, memory
-from .support.one_thread import multiply_alone
-
-
-def compute(a: Array, b: Array, out: Array) -> None:
-    """Fill out (m, n) with a (m, k) times b (k, n)."""
-    if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
-        a, b, out = b.T, a.T, out.T
-    kind = out.dtype.char
-    size = blocks(kind)
-    space = memory("product", kind, size.memory + size.depth * size.width)
-    multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
-
+from ..rung import Rung
+from .support.one_thread import compute
 
 RUNG = Rung(
     number=6,

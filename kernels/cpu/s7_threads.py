@@ -19,10 +19,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..rung import Array, Rung
-from .support import thread_pool
+from .support import one_thread, thread_pool
 from .support.block_sizes import blocks, cut, memory
 from .support.compiling import compiled
-from .support.one_thread import multiply_alone
 
 if TYPE_CHECKING:
     from .support import board, register_tile, shared_packing, small_products, vector_moves
@@ -96,15 +95,18 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
 
 def compute(a: Array, b: Array, out: Array) -> None:
     """Fill out (m, n) with a (m, k) times b (k, n)."""
+    work = out.size * a.shape[1]
+    if work < 2 * LEAST_WORK:
+        one_thread.compute(a, b, out)
+        return
     if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
         a, b, out = b.T, a.T, out.T
     kind = out.dtype.char
     size = blocks(kind)
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
-    threads = min(thread_pool.threads(), tiles, out.size * a.shape[1] // LEAST_WORK)
+    threads = min(thread_pool.threads(), tiles, work // LEAST_WORK)
     if threads < 2 or not thread_pool.begin(threads - 1):
-        space = memory("product", kind, size.memory + size.depth * size.width)
-        multiply_alone(a, b, out, space, size.tiles, size.width, size.near, size.far)
+        one_thread.compute(a, b, out)
         return
     try:
         how = _way(a, b, out, size.near, size.far)

@@ -175,7 +175,7 @@ def test_each_exercise_has_three_wrong_answers(stem: str) -> None:
 
 
 class Memory(threading.Thread):
-    """Peak memory of a process and all that it has started, in bytes; what processes share is counted once."""
+    """Peak memory of a process and all it has started, in bytes; what processes share is counted once."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)

@@ -1,13 +1,16 @@
 """A product in one thread: rung 6, and rung 7 for a product too small for two threads.
 
-They share it, so Numba compiles it once for both.
+They share it, so Numba compiles it once for both. A small product takes a few microseconds, so what Python
+does for each is little: one look-up gives a thread its memory and the sizes.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from ...rung import Array
+from .block_sizes import blocks, memory
 from .compiling import compiled
 
 if TYPE_CHECKING:
@@ -15,8 +18,31 @@ if TYPE_CHECKING:
 
 
 @compiled("AAAC", uses=("small_products",), nogil=True, boundscheck=False)
-def multiply_alone(
+def _multiply(
     a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
 ) -> None:
-    """out (m, n) = a (m, k) b (k, n), packed into `space` or where they lie: see `small_products.py`."""
     small_products.multiply_alone(a, b, out, space, height, width, near, far)
+
+
+class _Kept(threading.local):
+    """Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, tuple[Array, int, int, int, int]] = {}  # by NumPy's character for the dtype
+
+
+_kept = _Kept()
+
+
+def compute(a: Array, b: Array, out: Array) -> None:
+    """Fill out (m, n) with a (m, k) times b (k, n), packed or where they lie: see `small_products.py`."""
+    down, right = out.strides
+    if down < right:  # Fortran order: compute the transposed product
+        a, b, out = b.T, a.T, out.T
+    kind = out.dtype.char
+    arguments = _kept.arguments.get(kind)
+    if arguments is None:
+        size = blocks(kind)
+        space = memory("product", kind, size.memory + size.depth * size.width)
+        arguments = _kept.arguments[kind] = space, size.tiles, size.width, size.near, size.far
+    _multiply(a, b, out, *arguments)

@@ -55,14 +55,17 @@ def _multiply(
         # Each shape of the tile has its own function: the sums are registers, and registers have no index.
         rows, width, depth = cgutils.unpack_tuple(builder, arguments[0])
         done = builder.append_basic_block("done")
-        narrow = builder.icmp_signed("<=", width, ir.Constant(INT64, lanes(a.dtype)))
-        kind = builder.sub(rows, builder.select(narrow, ir.Constant(INT64, ROWS), ir.Constant(INT64, 0)))
+        widths = (lanes(a.dtype) // 2, lanes(a.dtype), VECTORS * lanes(a.dtype))
+        kind = rows  # and ROWS times the number of the width
+        for narrower in widths[:-1]:
+            wider = builder.zext(builder.icmp_signed(">", width, ir.Constant(INT64, narrower)), INT64)
+            kind = builder.add(kind, builder.mul(wider, ir.Constant(INT64, ROWS)))
         choice = builder.switch(kind, done)
-        for vectors in range(1, VECTORS + 1):
+        for number, most in enumerate(widths):
             for count in range(1, ROWS + 1):
                 with builder.goto_block(builder.append_basic_block()):
-                    choice.add_case(ir.Constant(INT64, count - ROWS * (VECTORS - vectors)), builder.block)
-                    builder.call(_tile(builder.module, a.dtype, count, vectors), (depth, *arguments[1:]))
+                    choice.add_case(ir.Constant(INT64, number * ROWS + count), builder.block)
+                    builder.call(_tile(builder.module, a.dtype, count, most), (depth, *arguments[1:]))
                     builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
@@ -75,30 +78,27 @@ def _multiply(
 def multiply(shape: Any, a: Any, a_pitch: int, b: Any, b_pitch: int, c: Any, c_pitch: int, add: int) -> None:
     """A tile of c = a b, or of c += a b with `add`; shape is (rows, width, depth).
 
-    a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance from a row to the next. Whole
-    vectors are read and written: one if `width` columns fit into one, else two.
+    a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance from a row to the next. Half
+    a vector, one or two are read and written in each row: the least that holds `width` columns.
 
     It is inlined, as its callers are: Numba makes other functions' machine code anew with all that they call.
     """
     _multiply(shape, a, a_pitch, b, b_pitch, c, c_pitch, add)
 
 
-def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
+def _tile(module: Any, element: Any, rows: int, width: int) -> Any:
     """Return the function (depth, a, a_pitch, b, b_pitch, c, c_pitch, add) for a tile of this shape."""
     pointer = Vectors(ir.IRBuilder(), element).pointer
-    function = cgutils.get_or_insert_function(
-        module,
-        ir.FunctionType(VOID, [INT64, *[pointer, INT64] * 3, INT64]),
-        f"tile_{element.name}_{rows}_{vectors}",
-    )
+    kind = ir.FunctionType(VOID, [INT64, *[pointer, INT64] * 3, INT64])
+    function = cgutils.get_or_insert_function(module, kind, f"tile_{element.name}_{rows}_{width}")
     if not function.is_declaration:
         return function
     function.linkage = "internal"
     function.attributes.add("noinline")
     depth, a, a_pitch, b, b_pitch, c, c_pitch, add = function.args
     builder = ir.IRBuilder(function.append_basic_block())
-    v = Vectors(builder, element)
-    grid = [(row, column) for row in range(rows) for column in range(0, vectors * v.lanes, v.lanes)]
+    v = Vectors(builder, element, width)
+    grid = [(row, column) for row in range(rows) for column in range(0, width, v.lanes)]
 
     def place(row: int, column: int) -> Value:
         return v.offset(v.offset(c, builder.mul(c_pitch, ir.Constant(INT64, row))), column)
@@ -118,9 +118,7 @@ def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
     def add_products(start: Value, stop: Value) -> None:
         step = ir.Constant(INT64, 1)
         with cgutils.for_range_slice(builder, start, stop, step, inc=True) as _:
-            b_vectors = {
-                column: v.load(v.offset(builder.load(b_row), column)) for _, column in grid[:vectors]
-            }
+            b_vectors = {at: v.load(v.offset(builder.load(b_row), at)) for at in range(0, width, v.lanes)}
             for row in range(rows):
                 third = builder.load(a_rows[row // 3])
                 a_element = v.spread(v.offset(third, (0, a_pitch, two_pitches)[row % 3]))
@@ -131,13 +129,14 @@ def _tile(module: Any, element: Any, rows: int, vectors: int) -> Any:
                 builder.store(v.opaque(v.offset(builder.load(pointer), step_)), pointer)
 
     # Prefetch the lines of c shortly before they are needed; earlier, b would push them out of the first
-    # cache again. Without the prefetch a product takes 3% longer.
-    zero = ir.Constant(INT64, 0)
-    early = builder.sub(depth, ir.Constant(INT64, LATE))
-    late = builder.select(builder.icmp_signed(">", early, zero), early, zero)
-    add_products(zero, late)
-    for at in grid:
-        v.prefetch_for_writing(place(*at))
+    # cache again. Without the prefetch a product takes 3% longer. Narrow tiles are few: they do without it.
+    late = zero = ir.Constant(INT64, 0)
+    if width > v.lanes:
+        early = builder.sub(depth, ir.Constant(INT64, LATE))
+        late = builder.select(builder.icmp_signed(">", early, zero), early, zero)
+        add_products(zero, late)
+        for at in grid:
+            v.prefetch_for_writing(place(*at))
     add_products(late, depth)
     with builder.if_else(builder.icmp_signed("!=", add, ir.Constant(INT64, 0))) as (adding, setting):
         with adding:

@@ -114,8 +114,8 @@ def _few_columns_fit(a: Any, out: Any) -> Any:
 def _in_place(a: Any, b: Any, out: Any) -> None:
     """Multiply with the register tile. All three have contiguous rows, and n is one vector or more.
 
-    The last panel starts back from the edge, one vector or two wide: it computes some columns twice. Sums are
-    cut into the same depths as those of packed blocks, so the result has the same bits.
+    The last panel starts back from the edge, half a vector, one or two wide: it computes some columns twice.
+    Sums are cut into the same depths as those of packed blocks, so the result has the same bits.
     """
     m, k = a.shape
     n = b.shape[1]
@@ -129,6 +129,8 @@ def _in_place(a: Any, b: Any, out: Any) -> None:
         done = 0
         while done < n:
             width = columns if n - done > length and n >= columns else length
+            if n - done <= length // 2:
+                width = length // 2
             j = min(done, n - width)
             c = pointer(out, i, j)
             for d in range(depths):

@@ -29,11 +29,14 @@ def lanes(element: Any) -> int:
 
 
 class Vectors:
-    """Writes vector operations for one element type at the position of an IR builder."""
+    """Writes vector operations for one element type at the position of an IR builder.
 
-    def __init__(self, builder: Any, element: Any) -> None:
+    A vector is a whole register unless `most` says how many elements it has at most.
+    """
+
+    def __init__(self, builder: Any, element: Any, most: int | None = None) -> None:
         self.builder = builder
-        self.lanes = lanes(element)
+        self.lanes = min(lanes(element), most or lanes(element))
         self.bytes = element.bitwidth // 8
         scalar = ir.FloatType() if element is types.float32 else ir.DoubleType()
         self.pointer = scalar.as_pointer()

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from minidist.kernels import Rung, rung
-from minidist.kernels.cpu import s6_register_tile
-from minidist.kernels.cpu.support import register_tile
+from minidist.kernels.cpu.support import one_thread, register_tile
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out
@@ -42,8 +41,9 @@ def small_blocks(dtype, tiles, panels):
         return guarded[-1][:, :elements]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s6_register_tile, "blocks", lambda kind: small)
-        patch.setattr(s6_register_tile, "memory", memory)
+        patch.setattr(one_thread, "blocks", lambda kind: small)
+        patch.setattr(one_thread, "memory", memory)
+        patch.setattr(one_thread, "_kept", one_thread._Kept())
         yield
     assert guarded
     for each in guarded:
@@ -52,8 +52,8 @@ def small_blocks(dtype, tiles, panels):
 
 @every_dtype
 def test_every_shape_of_a_tile(dtype):
-    """One vector wide and two, each number of rows, and edges in between; sums that end before and after the
-    prefetch of out."""
+    """Half a vector wide, one and two, each number of rows, and edges in between; sums that end before and
+    after the prefetch of out."""
     rng = np.random.default_rng()
     columns = register_tile.tile_columns(dtype)
     for m in range(1, register_tile.ROWS + 2):

@@ -122,7 +122,7 @@ def even_ranks_first(x):
 
 
 # Ranks 0 and 2 wait for rank 3, and the message tells of the one that is found first.
-@WRONG.to("shift", "On 4 ranks with 8 numbers each", "rank 3 has returned from its function", "waits for rank 3")
+@WRONG.to("shift", "On 4 ranks with 8 numbers", "rank 3 has returned from its function", "waits for rank 3")
 def the_last_has_nobody_to_give_to(x):
     r, n = md.rank(), md.size()
     if r == n - 1:

@@ -37,7 +37,8 @@ def inner_loop(unit, triple, processor, element, rows, monkeypatch):
     monkeypatch.setattr(vector_instructions, "vector_unit", lambda: unit)
     module = ir.Module()
     module.triple = triple
-    register_tile._tile(module, element, rows, register_tile.VECTORS).linkage = "external"
+    width = register_tile.VECTORS * unit.lanes(element.name)
+    register_tile._tile(module, element, rows, width).linkage = "external"
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=processor, opt=3)
     compiled = llvm.parse_assembly(str(module))
     options = llvm.create_pipeline_tuning_options(speed_level=3)
