@@ -3,8 +3,8 @@
 The idea: the blocks of rung 6 do not depend on each other, so each core computes some of them. First all
 threads pack b together, into the last cache, which they share. Then each thread takes the next part of out
 that is left, packs its rows of a, and multiplies. A shared counter deals out the parts instead of a fixed
-plan, so a thread that wakes up late, or whose core is busy, takes fewer. A product that rung 6 does not pack
-is cut in the same way.
+plan, so a thread that wakes up late, or whose core is busy, takes fewer: the caller's thread from the front,
+and the others from the back. A product that rung 6 does not pack is cut in the same way.
 
 It uses this process's cores, or as many threads as $NUMBA_NUM_THREADS says when Numba is imported. After a
 product its threads watch for about 0.3 ms whether the next one is posted (`support/board.py`). A product too
@@ -74,10 +74,11 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
         tiles = -(-m // register_tile.ROWS)
         # Without packing, cut at whole tiles: the last part takes the remaining columns.
         wide = n // columns if how else -(-n // columns)
-        to_pack = 0 if how else packs * -(-a.shape[1] // register_tile.DEPTH)
-        part = shared_packing.pack_together(b, packed_b, at, to_pack)
-        while part < to_pack + down * across:
-            t, s = divmod(part - to_pack, across)
+        if not how:
+            shared_packing.pack_together(b, packed_b, at, packs * -(-a.shape[1] // register_tile.DEPTH))
+        part = board.take(at, down * across, leads)
+        while part >= 0:
+            t, s = divmod(part, across)
             t0, t1 = t * tiles // down, (t + 1) * tiles // down
             i0, i1 = t0 * m // tiles, t1 * m // tiles
             j0, j1 = s * wide // across * columns, (s + 1) * wide // across * columns
@@ -86,7 +87,7 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
                 small_products.multiply(a[i0:i1], b[:, j0:j1], out[i0:i1, j0:j1], how)
             else:
                 shared_packing.multiply_packed(a[i0:i1], packed_b, out[i0:i1], j0, j1, own, t1 - t0)
-            part = board.take(at)
+            part = board.take(at, down * across, leads)
         board.leave(at)
         if leads:
             board.close(at, PATIENCE)
@@ -114,7 +115,7 @@ def compute(a: Array, b: Array, out: Array) -> None:
         (m, k), n, at = a.shape, b.shape[1], thread_pool.address()
         width = n if how else max(1, SHARED // (k * size.columns * out.itemsize)) * size.columns
         for j in range(0, n, width):
-            strip, target = b[:, j : j + width], out[:, j : j + width]
+            strip, target = (b, out) if n <= width else (b[:, j : j + width], out[:, j : j + width])
             *parts, elements = cut(m, strip.shape[1], k, size, threads, packed=not how)
             shared, space = memory("b of all threads", kind, elements), memory("product", kind, size.memory)
             _post(a, strip, target, shared, at, how, threads, *parts)

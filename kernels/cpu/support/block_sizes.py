@@ -16,7 +16,7 @@ PARTS = 8  # per thread, so that a late thread leaves some to the others
 LEAST_TILES = 4  # in a part: tiles one below the other share what they read of b
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one for each dtype, so `cut` finds them by identity
 class Blocks:
     """The sizes of packed blocks for one dtype."""
 
@@ -59,7 +59,7 @@ def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
     because parts side by side each pack the same rows of a.
     """
     # One row of tiles or one column reads a matrix once, and fastest in few long pieces.
-    pieces = threads if tiles == 1 or wide == 1 else PARTS * threads
+    pieces = 2 * threads if tiles == 1 or wide == 1 else PARTS * threads
     down = max(min(pieces, tiles // LEAST_TILES), -(-tiles // most), 1)
     if down > threads:  # the same number for each thread
         down = max(down - down % threads, -(-tiles // most))
@@ -69,6 +69,7 @@ def parts(tiles: int, wide: int, threads: int, most: int) -> tuple[int, int]:
     return down, across
 
 
+@functools.lru_cache(1024)
 def cut(m: int, n: int, k: int, size: Blocks, threads: int, packed: bool) -> tuple[int, int, int, int]:
     """Return how a product is cut for threads: (parts of b side by side, of out down, across, memory for b).
 

@@ -6,7 +6,7 @@ board is memory that compiled code reads. Its first words are counters, each on 
 - the bell counts the products posted, and workers watch it;
 - the door is minus the number of threads inside, which read the board or work on its product;
 - `open` is the number of the product while threads may still join;
-- `taken` deals out the product's parts.
+- `packed` deals out the parts of b to pack, and `taken` those of out to multiply.
 
 A worker that joins first steps inside, then checks that the product is still open. The thread that posted it
 first closes it, then waits until nobody is inside, in `close` for a while and then in `thread_pool.clear`. So
@@ -26,7 +26,8 @@ from .vector_instructions import Value
 
 # In bytes from the board's address; `thread_pool` counts words.
 BELL, DOOR, OPEN = 8 * thread_pool.BELL, 8 * thread_pool.DOOR, 8 * thread_pool.OPEN
-TAKEN, NUMBERS = 8 * thread_pool.TAKEN, 8 * thread_pool.NUMBERS
+PACKED, TAKEN, NUMBERS = 8 * thread_pool.PACKED, 8 * thread_pool.TAKEN, 8 * thread_pool.NUMBERS
+FROM_BACK = 2**32  # added to `taken` for a part taken from the back, and 1 for one from the front
 ARRAY = 5  # numbers of an array: its address, its shape and its strides
 # The numbers after those of a, b and out, in the order in which rung 7 writes them.
 ELEMENT = thread_pool.ELEMENT - thread_pool.NUMBERS
@@ -104,6 +105,7 @@ def post(
     for i, value in enumerate((out.itemsize, seats, packs, down, across, how, shared, flags)):
         write(at, ELEMENT + i, value)
     product = atomic.read(at + BELL) + 1
+    atomic.store(at + PACKED, 0)
     atomic.store(at + TAKEN, 0)
     atomic.store(at + OPEN, product)
     atomic.fetch_add(at + BELL, 1)
@@ -134,9 +136,23 @@ def join(at: int, seen: int, element: int, leads: bool, patience: int) -> Any:
 
 
 @njit(boundscheck=False)
-def take(at: int) -> Any:
-    """Return the number of the next part, which no other thread gets."""
-    return atomic.fetch_add(at + TAKEN, 1)
+def take_to_pack(at: int) -> Any:
+    """Return the number of the next part of b to pack, which no other thread gets."""
+    return atomic.fetch_add(at + PACKED, 1)
+
+
+@njit(boundscheck=False)
+def take(at: int, parts: int, leads: bool) -> Any:
+    """Return the number of a part of out that no other thread gets, or -1 if none of the `parts` is left.
+
+    The thread that leads takes the first parts, and the others the last. So if the same matrices are
+    multiplied again, most of what a core needs is in its own caches.
+    """
+    taken = atomic.fetch_add(at + TAKEN, 1 if leads else FROM_BACK)
+    back, front = divmod(taken, FROM_BACK)
+    if front + back >= parts:
+        return -1
+    return front if leads else parts - 1 - back
 
 
 @njit(boundscheck=False)

@@ -40,22 +40,21 @@ def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
 
 
 @njit(boundscheck=False)
-def pack_together(b: Any, packed_b: Any, at: int, parts: int) -> Any:
-    """Pack b (k, n) in `parts` parts with the other threads of a board; return the part dealt after those.
+def pack_together(b: Any, packed_b: Any, at: int, parts: int) -> None:
+    """Pack b (k, n) in `parts` parts with the other threads of a board.
 
     A thread does not wait for a part that another has not finished: that one's core may belong to another
     program for milliseconds. It packs the part again, to the same values.
     """
     packs, flags = board.number(at, board.PACKS), board.number(at, board.FLAGS)
-    part = board.take(at)
+    part = board.take_to_pack(at)
     while part < parts:
         pack_part(b, packed_b, part, packs)
         atomic.store(flags + 8 * part, 1)
-        part = board.take(at)
+        part = board.take_to_pack(at)
     for other in range(parts):
         if not atomic.read(flags + 8 * other):
             pack_part(b, packed_b, other, packs)
-    return part
 
 
 @njit(boundscheck=False, inline="always")

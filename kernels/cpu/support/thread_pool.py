@@ -21,7 +21,7 @@ import numpy as np
 from ...rung import empty
 
 LINE = 8  # words of the board in a cache line; each counter has a line of its own
-BELL, DOOR, OPEN, TAKEN, NUMBERS = range(0, 5 * LINE, LINE)  # words of the board
+BELL, DOOR, OPEN, PACKED, TAKEN, NUMBERS = range(0, 6 * LINE, LINE)  # words of the board
 ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
 

@@ -32,11 +32,15 @@ def compiled():
             for j in range(to.shape[1]):  # Numba compiles to[...] = array three seconds longer
                 to[i, j] = array[i, j]
 
+    @njit(types.intp(types.intp, types.intp, types.boolean))
+    def take(at, parts, leads):
+        return board.take(at, parts, leads)
+
     @njit(types.void(types.intp))
     def close(at):
         board.close(at, 1000)
 
-    return post, join, copy, close
+    return post, join, copy, take, close
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ def board():
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_arrays_come_back_with_their_strides(board, layout):
-    post, _, copy, _ = compiled()
+    post, _, copy, *_ = compiled()
     rng = np.random.default_rng()
     arrays = [laid_out(rng.standard_normal(shape), layout)[0] for shape in ((3, 4), (4, 5), (3, 5))]
     post(board.ctypes.data, *arrays, 1)
@@ -59,7 +63,7 @@ def test_arrays_come_back_with_their_strides(board, layout):
 
 
 def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
-    post, join, _, close = compiled()
+    post, join, *_, close = compiled()
     at, x = board.ctypes.data, np.ones((2, 2))
     assert join(at, 0, 8, False) == 0  # nothing is posted
     post(at, x, x, x, 2)
@@ -74,3 +78,9 @@ def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
     assert board[thread_pool.DOOR] == 0
     post(at, x, x, x, 2)
     assert join(at, 1, 8, False) == 2
+
+
+def test_each_part_is_dealt_once_first_ones_to_the_thread_that_leads(board):
+    *_, take, _ = compiled()
+    leads = [True, False, True, False, False, True, False, True]
+    assert [take(board.ctypes.data, 5, each) for each in leads] == [0, 4, 1, 3, 2, -1, -1, -1]
