@@ -25,8 +25,8 @@ from minidist.checkpoint.index import FILE, INDEX, save_number, seems_whole
 WRITING = ".writing"
 """How the name of a directory ends that is being written or removed; it is never a checkpoint."""
 _OLD = ".old" + WRITING
-_STEP = re.compile(r"step-(\d{8,})(\.old\.writing)?")
-_LEFT = re.compile(r"step-\d{8,}(\.old)?(\.writing)+")
+_STEP = r"step-(\d{8,})(\.old\.writing)?"
+_LEFT = r"step-\d{8,}(\.old)?(\.writing)+"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -42,7 +42,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """
     folder = Path(folder)
     names = sorted(os.listdir(folder), reverse=True) if folder.is_dir() else []  # "x" after "x.old.writing"
-    steps = {int(found[1]): folder / name for name in names if (found := _STEP.fullmatch(name))}
+    steps = {int(found[1]): folder / name for name in names if (found := re.fullmatch(_STEP, name))}
     numbers = {step: save_number(path) for step, path in steps.items()}
     order = sorted(
         (step for step in steps if numbers[step] is not None),
@@ -70,9 +70,9 @@ def is_checkpoint(path: Path) -> bool:
     """Whether a path holds a checkpoint, or is a folder's step-N with the remains of one."""
     if (path / INDEX).is_file():
         return True
-    if not path.is_dir() or not _STEP.fullmatch(path.name):
+    if not path.is_dir() or not re.fullmatch(_STEP, path.name):
         return False
-    return all(FILE.fullmatch(name) for name in os.listdir(path))
+    return all(re.fullmatch(FILE, name) for name in os.listdir(path))
 
 
 def make_directory(path: Path) -> None:
@@ -118,7 +118,7 @@ def keep_newest(folder: Path, keep: int) -> None:
         discard(doomed)
     for name in os.listdir(folder):
         needed = name.endswith(_OLD) and standing(folder / name.removesuffix(_OLD)).name == name
-        if _LEFT.fullmatch(name) and not needed and not being_written(folder / name):
+        if re.fullmatch(_LEFT, name) and not needed and not being_written(folder / name):
             discard(folder / name)
 
 

@@ -14,7 +14,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +25,10 @@ from minidist.checkpoint.values import dtype_named
 INDEX = "index.json"
 VERSION = 1
 _HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
-_WHOLE_HEAD = re.compile(rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", ')
-FILE = re.compile(r"rank-\d+\.bin")
+_WHOLE_HEAD = rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", '
+FILE = r"rank-\d+\.bin"
 """Names of the files beside the index."""
-_NUMBER = re.compile(rb'"saved":(\d{1,18}),')
+_NUMBER = rb'"saved":(\d{1,18}),'
 _PIECE = 2**20  # bytes of a file to read at a time
 
 
@@ -50,8 +49,7 @@ class Stored(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     """A checkpoint's contents."""
 
     path: Path
@@ -106,7 +104,7 @@ def read_index(path: Path, remedy: str = "give latest=True for a folder of check
         f"{path / INDEX} is damaged: it has been cut short or altered since it was written; load another "
         "checkpoint"
     )
-    head = _WHOLE_HEAD.match(data)
+    head = re.match(_WHOLE_HEAD, data)
     if head is None:
         raise altered
     version, body = int(head[1]), data[head.end() :]
@@ -135,8 +133,8 @@ def save_number(path: Path) -> int | None:
             beginning = file.read(200)
     except OSError:
         return None
-    head = _WHOLE_HEAD.match(beginning)
-    number = _NUMBER.match(beginning, head.end()) if head is not None else None
+    head = re.match(_WHOLE_HEAD, beginning)
+    number = re.match(_NUMBER, beginning[head.end() :]) if head is not None else None
     return int(number[1]) if number is not None else None
 
 
@@ -155,7 +153,7 @@ def _checksum(version: int, body: bytes) -> int:
 
 def _parsed(path: Path, content: dict[str, Any]) -> Index:
     files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
-    if not all(FILE.fullmatch(name) for name in files):
+    if not all(re.fullmatch(FILE, name) for name in files):
         raise ValueError("a file lies outside its checkpoint")
     tensors = {}
     for name, each in content["tensors"].items():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The contents of a loaded checkpoint besides the engine's state."""
 
     path: Path
@@ -188,7 +186,7 @@ def _fill(engine: Engine, index: Index, doing: str) -> Tensor | None:
         if comm.size() == index.facts["ranks"]:  # a rank takes its own buffers again
             own = {each: own_name(rank, each) for each in buffers}
             chunks = [
-                replace(chunk, name=own[chunk.name]) if own.get(chunk.name) in index.tensors else chunk
+                chunk._replace(name=own[chunk.name]) if own.get(chunk.name) in index.tensors else chunk
                 for chunk in chunks
             ]
         if drawn is not None:

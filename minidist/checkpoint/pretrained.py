@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +74,7 @@ def load_pretrained(
             raise CheckpointError(_different(path, *differences))
         _check_shapes(engine, index, path, sources)
         boxes = [
-            replace(chunk, name=sources[name])
+            chunk._replace(name=sources[name])
             for chunk in engine.chunks()
             for kind, _, name in [chunk.name.partition(".")]
             if kind == "model" and name in sources

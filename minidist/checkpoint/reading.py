@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,12 +19,12 @@ from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.flat.ranges import narrowed
 
 
-@dataclass(frozen=True)
 class MappedFiles:
     """The files of a checkpoint, mapped when they are first used."""
 
-    path: Path
-    files: dict[str, mmap.mmap] = field(default_factory=dict)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, mmap.mmap] = {}
 
     def box(self, stored: Stored, box: Box) -> Tensor:
         """Return a box, with at least one element, as a view of its file."""

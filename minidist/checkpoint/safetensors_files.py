@@ -42,7 +42,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_OF_A_MODEL = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 """The names of a model's files in a folder."""
 _LONGEST_HEADER = 100_000_000  # bytes, as in the library of the format
 
@@ -188,7 +188,7 @@ class SafetensorsFiles:
 
     def _put_index(self, folder: Path) -> None:
         """Write the index of several files; remove what `from_pretrained` would read instead."""
-        of_a_model = [each for each in folder.iterdir() if _OF_A_MODEL.fullmatch(each.name)]
+        of_a_model = [each for each in folder.iterdir() if re.fullmatch(_OF_A_MODEL, each.name)]
         if not {*self._open} & {*of_a_model}:
             return  # one file with a name of its own
         several = len(self._open) > 1

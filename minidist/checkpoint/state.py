@@ -12,7 +12,6 @@ import json
 import random
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -65,13 +64,13 @@ def take(
     chunks, own = [*engine.chunks()], {}
     buffers = buffer_names(engine)
     for chunk in [chunk for chunk in chunks if chunk.name in buffers]:
-        mine = replace(chunk, name=own_name(rank, chunk.name))
+        mine = chunk._replace(name=own_name(rank, chunk.name))
         own[mine.name] = (chunk.name, zlib.crc32(as_bytes(chunk.tensor)))
         chunks.append(mine)
     drawn = random_state()
     chunks.append(TensorBox(random_name(rank), tuple(drawn.shape), (0,), drawn))
     if copied:
-        chunks = [replace(chunk, tensor=_copy(chunk.tensor)) for chunk in chunks]
+        chunks = [chunk._replace(tensor=_copy(chunk.tensor)) for chunk in chunks]
     facts = {
         "extra_state": extra_state(engine.model),
         "step": step,

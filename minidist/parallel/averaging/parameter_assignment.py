@@ -10,7 +10,7 @@ servers hold ranges of keys. Whole parameters let each server run any torch opti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,7 @@ HEAD = 16
 the widest dtype begin at a multiple of its width."""
 
 
-@dataclass(frozen=True)
-class ServerPart:
+class ServerPart(NamedTuple):
     """The parameters that one server holds."""
 
     parameters: list[nn.Parameter]

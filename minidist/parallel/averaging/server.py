@@ -12,8 +12,8 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ class Tag(IntEnum):
     VALUES = 3
 
 
-@dataclass(frozen=True)
-class ServerReport:
+class ServerReport(NamedTuple):
     """How a server's work went."""
 
     updates: int  # optimizer steps
@@ -50,8 +49,7 @@ class ServerReport:
     died: tuple[int, ...]  # workers that ended before they were done, in the order in which it was noticed
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """A worker's request as its thread read it, or the error that ended the thread."""
 
     worker: int

@@ -57,7 +57,6 @@ class Compression(ABC):
         """Return the bytes that a rank sends for a bucket of `tensors`, with `more` elements at its end."""
 
 
-@dataclass(frozen=True)
 class NoCompression(Compression):
     """Sends the bucket as it is."""
 

@@ -8,14 +8,12 @@ pipeline/schedules.py; the record names them, because this package lies below th
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist._names import unknown
 
 
-@dataclass(frozen=True)
-class ScheduleKind:
+class ScheduleKind(NamedTuple):
     """The properties of a schedule. A call with ranks, micro-batches and chunks makes the instructions."""
 
     title: str  # in reports

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from minidist.comm.work import Group
 from minidist.parallel.flat.ranges import boxes, narrowed
 
 
-@dataclass(frozen=True, eq=False)
-class TensorBox:
+class TensorBox(NamedTuple):
     """A box of a tensor of the training state, as this rank holds it.
 
     Checkpoints save such boxes and load them into other ones, so a box says where it lies in the whole

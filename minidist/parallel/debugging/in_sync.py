@@ -11,8 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from minidist.comm.work import Group, ranks_of
 from minidist.parallel.flat.gathering import bytes_of, gather, gather_equal, tensor_of
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """An item to compare: a tensor, or an optimizer's option as text."""
 
     what: str  # "parameter"

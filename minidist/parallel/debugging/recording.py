@@ -15,7 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -215,7 +215,7 @@ class _KeptTensors:
         self.of_strategy = copy.deepcopy(engine.strategy.settings())
         self.chunks: dict[str, list[TensorBox]] = defaultdict(list)
         for chunk in engine.strategy.chunks():
-            self.chunks[chunk.name].append(replace(chunk, tensor=chunk.tensor.clone()))
+            self.chunks[chunk.name].append(chunk._replace(tensor=chunk.tensor.clone()))
 
     def restore(self) -> None:
         """Restore the engine, as loading a checkpoint would; an unused optimizer has no state."""

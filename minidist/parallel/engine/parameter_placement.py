@@ -9,7 +9,6 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +143,7 @@ class Placement:
                 full = f"{kind}.{self.first.get(name, name)}.{key}"
             cut = self.cuts.get(name)
             if cut is None or chunk.shape != self._shapes[name]:
-                yield replace(chunk, name=full)
+                yield chunk._replace(name=full)
                 continue
             for start, offsets in cut.boxes():
                 # From the box's beginning: the part of it that the chunk has.

@@ -8,7 +8,6 @@ as the number of tokens that count. (loss_check.py compares.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +45,7 @@ class Tied(NamedTuple):
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RankModel:
+class RankModel(NamedTuple):
     """This rank's part of a model."""
 
     model: nn.Module  # the part, with the whole's names
@@ -104,8 +102,7 @@ class RankModel:
         return x, x if targets is inputs else mapped(self.share.cut, targets), self.share.part
 
 
-@dataclass(frozen=True)
-class RankBatch:
+class RankBatch(NamedTuple):
     """This rank's part of a global batch, or a micro-batch of it."""
 
     inputs: Any
@@ -127,7 +124,7 @@ class RankBatch:
         inputs = split(self.inputs, parts)
         targets = inputs if self.targets is self.inputs else split(self.targets, parts)
         pairs = zip(inputs, targets, strict=True)
-        return [replace(self, inputs=x, targets=y, rows=rows_of(x)) for x, y in pairs]
+        return [self._replace(inputs=x, targets=y, rows=rows_of(x)) for x, y in pairs]
 
 
 def pairs_of(inputs: Any, targets: Any, is_one: bool) -> list[Pair]:

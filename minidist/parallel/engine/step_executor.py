@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -143,7 +142,7 @@ class WholePasses(StepExecutor):
         parts = self.layout.micro_batches
         found = batch.split(parts)
         if self.strategy.gathers:  # passes are collectives, and all ranks need the same number
-            found += [replace(found[-1], counts=0.0)] * (parts - len(found))
+            found += [found[-1]._replace(counts=0.0)] * (parts - len(found))
         return found
 
     def _loss(self, piece: RankBatch) -> tuple[Tensor, Weight]:
@@ -173,7 +172,7 @@ class WholePasses(StepExecutor):
         @unchanged(self.part.model, self.objective.given)
         def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
             inputs, targets = given
-            return self._loss(replace(piece, inputs=inputs, targets=targets, rows=rows_of(inputs)))
+            return self._loss(piece._replace(inputs=inputs, targets=targets, rows=rows_of(inputs)))
 
         with evaluating([self.part.model]):
             check.compare(of, (piece.inputs, piece.targets), self.precision.dtype)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class Engine(Evaluation):
         """Batches that do not count, up to the longest list: passes may be collectives."""
         most = torch.tensor(float(len(batches)), dtype=torch.float64, device=self.device)
         comm.all_reduce(most, "max", group=self.strategy.group)
-        return [replace(batches[-1], counts=0.0)] * (int(most) - len(batches))
+        return [batches[-1]._replace(counts=0.0)] * (int(most) - len(batches))
 
     def _begin_check(self, batches: Sequence[RankBatch]) -> None:
         """Have the first step compare its loss, where losses are combined, with that of some of its rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from minidist import comm
 from minidist.comm.work import Group, ranks_of
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """A message that is complete already."""
 
     result: Tensor

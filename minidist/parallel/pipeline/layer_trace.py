@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,7 @@ class LayerCall:
     output: Any = None  # with `Sent`, `Argument` or None instead of tensors
 
 
-@dataclass(frozen=True)
-class LayerTrace:
+class LayerTrace(NamedTuple):
     """How a model calls the layers of a list, and which parameters outside the list are needed where."""
 
     name: str  # of the list

@@ -7,7 +7,6 @@ given for it. The papers named in schedules.py derive their formulas from this m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from minidist._names import unknown
@@ -38,8 +37,7 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Simulation:
+class Simulation(NamedTuple):
     """The passes of a simulated schedule, the time that ranks wait, and the activations that they hold.
 
     A pass of a micro-batch through a chunk is live from the beginning of its forward pass to the end of its

@@ -10,8 +10,8 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3 (execution order, backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from minidist.parallel.sharding.units import Unit, UnitCollective
 from minidist.parallel.training.recompute import recomputed_in
 
 
-@dataclass(frozen=True)
-class CollectiveOrder:
+class CollectiveOrder(NamedTuple):
     """The order of the collectives in a forward and a backward pass."""
 
     forward: Sequence[Unit]  # in the order in which they are gathered

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class UnitRuntime:
         if not unit.present:
             if of.is_whole:  # one more call than the order has; the first pass does not know them all
                 require_same_call(unit, self._group)
-                self.order = replace(self.order, settled=False)
+                self.order = self.order._replace(settled=False)
             unit.gather()
         if self.prefetch and self._next < len(order):
             order[self._next].gather(ahead=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from minidist.parallel.tensor.shares import share_of
 Device = torch.device | str | None
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The box of a whole tensor that a rank holds, at the start of the rank's own tensor.
 
     Anything beyond `sizes` in the rank's tensor is padding: it is zero, has gradient zero, and stays zero.

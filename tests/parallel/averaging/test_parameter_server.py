@@ -142,7 +142,7 @@ def without_broadcast(patch: pytest.MonkeyPatch) -> None:
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     update = Serving._update
-    patch.setattr(Serving, "_update", lambda self, pushes: update(self, [replace(p, rows=1) for p in pushes]))
+    patch.setattr(Serving, "_update", lambda self, pushes: update(self, [p._replace(rows=1) for p in pushes]))
 
 
 def without_a_bound(patch: pytest.MonkeyPatch) -> None:
