@@ -74,12 +74,14 @@ class SupervisorServer:
         self.caller = os.getppid()
         self.ranks: dict[int, tuple[int, int]] = {}  # the request's key -> (process id, status descriptor)
         if method == "fork":
+            gc.disable()  # nearly all objects that the imports make stay
             # Imported before the fork, so that no rank has to.
             from minidist.comm import collectives, messages, world  # noqa: F401
             from minidist.comm.launching import worker  # noqa: F401
 
             _preload(os.environ.get(PRELOAD, ""))
             gc.freeze()  # spare the ranks collecting, and so copying the pages of, torch's objects
+            gc.enable()
 
     def serve(self) -> None:
         """Start, kill and reap ranks until the caller is gone, then kill those that are left."""
