@@ -214,8 +214,9 @@ print(sums)  # in the corner the first two have met
 #
 # **Exercise 2.4: systolic_matmul.** Multiply `x` (m, k) by `y` (k, n) on a grid of m rows and n columns, and
 # return the product. All PEs begin with zeros. `step` is a function like your `systolic_step`. Call it once for
-# each tick, so that the check can count the ticks. When all elements are in, only zeros enter, and `step` needs
-# those as well: `np.pad(z, ((0, 0), (0, 5)))` is `z` with five more columns of zeros, on the right.
+# each tick, with the `a`, `b` and `sums` that it returned last, so that the check can count the ticks. When all
+# elements are in, only zeros enter, and `step` needs those as well: `np.pad(z, ((0, 0), (0, 5)))` is `z` with
+# five more columns of zeros, on the right.
 #
 # Par: no tick after the last multiply-add.
 

@@ -55,12 +55,21 @@ def whole(draw: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(draw.integers(1, 100, shape).astype(np.float32)) if shape else torch.tensor(7.0)
 
 
-def _same_sum(got: Tensor, right: Any, what: str) -> None:
+def _same_sum(got: Tensor, right: Any, what: str, moved: bool) -> None:
     try:
         compare(got, right, what)
     except WrongAnswer as error:
-        copies = "t.reshape(-1) is a copy where t is not contiguous, and what you write to a copy is lost."
-        wrong(str(error), *([f"  {copies}"] if not got.is_contiguous() else []))
+        story = ""
+        if moved:
+            story = (
+                "\n  t.data = ... gives t other memory, and a view of t, or an optimizer, still looks at the "
+                "old: use t.copy_(...)."
+            )
+        elif not got.is_contiguous():
+            story = (
+                "\n  t.reshape(-1) is a copy where t is not contiguous, and what you write to a copy is lost."
+            )
+        wrong(str(error) + story)
 
 
 def check_buckets(run: Run, tally: Tally) -> None:
@@ -68,10 +77,10 @@ def check_buckets(run: Run, tally: Tally) -> None:
     tensors, limit = run.case.args[0]
     lengths = [tensor.numel() for tensor in tensors]
     ranks = len(run.calls)
-    for rank, got in enumerate(run.results):
+    for rank, (got, moved) in enumerate(run.results):
         for place, tensor in enumerate(got):
             right = sum(run.case.args[each][0][place] for each in range(ranks))
-            _same_sum(tensor, right, f"On {says(run.case)}: rank {rank}'s tensor {place}")
+            _same_sum(tensor, right, f"On {says(run.case)}: rank {rank}'s tensor {place}", moved[place])
         sent = [int(np.prod(call.shape)) for call in run.calls[rank]]
         for elements in sent:
             if elements > limit and elements not in lengths:

@@ -27,7 +27,7 @@ from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
 from checks.verdicts import Right, Tally, wrong
-from checks.words import number
+from checks.words import number, plural
 from minidist import comm
 from minidist.parallel.training.activation_memory import ActivationCounter
 
@@ -36,10 +36,12 @@ check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 
 def _in_buckets(function: Callable[..., Any], tensors: Sequence[Tensor], limit: int) -> Any:
-    """On a rank: the tensors, as the reader's function leaves them."""
+    """On a rank: the memory of each tensor, and whether the reader's function gave it another."""
     tensors = [tensor.clone() for tensor in tensors]
-    function(list(tensors), limit)  # who puts other tensors into the list has not changed these
-    return tensors
+    memory = [tensor.detach() for tensor in tensors]  # as a view or an optimizer would see it
+    function(list(tensors), limit)  # an answer that puts other tensors into the list has not changed these
+    moved = [x.data_ptr() != tensor.data_ptr() for x, tensor in zip(memory, tensors, strict=True)]
+    return memory, moved
 
 
 @lesson.exercise(
@@ -77,20 +79,26 @@ def all_reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
 
 
 def _hooked(function: Callable[..., Any], sizes: Sequence[int], steps: Sequence[Rows]) -> Any:
-    """On a rank: some steps with the reader's hooks; what had begun, and was waited for, after backward."""
+    """On a rank: some steps with the reader's hooks; what had begun, and was waited for, after backward.
+
+    Also what had begun when each of the gradients was there: hooks run in the order in which they were given.
+    """
     model = network(sizes)
     finish = function(model)
     if not callable(finish):
         return finish
-    found = []
+    found, early = [], list[int]()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: early.append(len(ledger.calls)))
     for inputs, targets in steps:
         model.zero_grad()
+        early.clear()
         with comm.ledger() as ledger:
             functional.cross_entropy(model(inputs), targets).backward()
             begun = len(ledger.calls)
             waited = sum(call.seconds > 0 for call in ledger.calls)  # known once a call was waited for
             finish()
-        found.append((gradients(model), begun, waited))
+        found.append((gradients(model), begun, waited, list(early)))
     return found
 
 
@@ -130,21 +138,27 @@ def _check_hooks(run: Run, tally: Tally) -> None:
         if not isinstance(result, list):
             wrong(
                 f"reduce_in_backward(model) returns {'None' if result is None else type(result).__name__}, "
-                f"and "
-                "should return a function: finish, itself and not finish()."
+                "and should return a function: finish, itself and not finish()."
             )
-        for step, (got, begun, waited) in enumerate(result):
+        for step, (got, begun, waited, early) in enumerate(result):
             sizes = run.case.args[0][0]
             rows = [args[1][step] for args in run.case.args]
             each = [right_gradients(sizes, [own]) for own in rows]
             right = [sum(same) / ranks for same in zip(*each, strict=True)]  # type: ignore[arg-type]
             if begun < len(right):
                 wrong(
-                    f"On {says(run.case)}: when backward had ended, rank {rank} had begun {begun} "
-                    f"all-reduce{'s' * (begun != 1)} and should have begun {len(right)}, one for each "
-                    f"parameter."
+                    f"On {says(run.case)}: when backward had ended, rank {rank} had begun "
+                    f"{plural(begun, 'all-reduce')} and should have begun {len(right)}, one a parameter."
                 )
             compare_gradients(run, got, right, rank, f" in step {step + 1}")
+            for arrived, had_begun in enumerate(early, 1):
+                if had_begun < arrived:
+                    wrong(
+                        f"On {says(run.case)}: the gradients are right, but when {arrived} of {len(right)} "
+                        f"had come, rank {rank} had begun {plural(had_begun, 'all-reduce')}.",
+                        "  Each parameter's hook begins the all-reduce of its own gradient, while backward "
+                        "goes on. At its end, nothing is left to hide a message behind.",
+                    )
             tally.add(
                 "All-reduces that backward waited for",
                 waited if ranks > 1 else 0,

@@ -147,7 +147,7 @@ def systolic_matmul(answer: Answer, draw: np.random.Generator) -> Right:
         ran = f", after {grid.ticks} tick{'s' * (grid.ticks > 1)},"
         right = SystolicArray(m, n, "output_stationary").matmul(x, y).c
         compare(got, right, f"The {sizes}{ran}")
-        if not np.array_equal(grid.sums, right):
+        if not np.array_equal(grid.held[2], right):
             wrong(
                 f"The {sizes}{ran} is right, but the grid has not computed it: the sums that step returned "
                 "last are something else. Feed x and y into the grid, and return its sums."
@@ -163,7 +163,7 @@ class Grid:
 
     def __init__(self, m: int, n: int) -> None:
         self.m, self.n, self.ticks = m, n, 0
-        self.sums: Any = None  # after the last tick
+        self.held = [np.zeros((m, n), int)] * 3  # a, b and sums after the last tick
 
     def step(self, a: Any, b: Any, sums: Any, left: Any, top: Any) -> tuple[Any, Any, Any]:
         """As systolic_step, with a sentence for what does not fit."""
@@ -176,11 +176,18 @@ class Grid:
                     f"  expected the shape {shape}",
                     f"  got      the shape {np.shape(given)}",
                 )
+        for what, given, held in zip(("a", "b", "sums"), (a, b, sums), self.held, strict=True):
+            if not np.array_equal(given, held):
+                wrong(
+                    f"In tick {self.ticks}, the {what} that step was given is not what the PEs hold.",
+                    "  They begin with zeros, and numbers come in through left and top alone: give step "
+                    "what it returned in the tick before.",
+                )
         self.ticks += 1
         a = np.concatenate([np.asarray(left)[:, None], np.asarray(a)[:, :-1]], axis=1)
         b = np.concatenate([np.asarray(top)[None], np.asarray(b)[:-1]])
-        self.sums = sums + a * b
-        return a, b, self.sums.copy()
+        self.held = [a, b, sums + a * b]
+        return a.copy(), b.copy(), self.held[2].copy()
 
 
 @lesson.exercise(

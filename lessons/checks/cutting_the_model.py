@@ -100,7 +100,7 @@ def step(answer: Answer, draw: np.random.Generator) -> Right:
             loss = ((nn.Sequential(*stages)(inputs) - targets) ** 2).mean()
             loss.backward()
             where = says(run.case)
-            for rank, (result, is_tensor, gradients) in enumerate(run.results):
+            for rank, (result, is_tensor, ran, gradients) in enumerate(run.results):
                 for (key, parameter), got in zip(stages[rank].named_parameters(), gradients, strict=True):
                     what = f"On {where}, rank {rank}'s gradient of its stage's {key}"
                     if got is None:
@@ -118,6 +118,12 @@ def step(answer: Answer, draw: np.random.Generator) -> Right:
                 par = (rank < ranks - 1) + (rank > 0)
                 idea = "an output to the next rank, a gradient to the rank before, and nothing else"
                 tally.add("Messages sent by a rank", run.messages(rank), par, idea)
+                idea = "keep y = stage(x): send it, and start the backward pass from it"
+                tally.add("Forward passes of a stage", ran, 1, idea)
+                before, after = (
+                    [list(own[0].parameters()), *own[1:]] for own in (run.case.args[rank], run.args[rank])
+                )
+                answer.unchanged(f"On {where}, rank {rank}'s step", before, after)
             tried += 1
     return Right(tried, tally.scores)
 

@@ -149,7 +149,10 @@ def in_float64(kernel: Any, *args: Any) -> tuple[Score, ...]:
     types = tuple(typeof(each) for each in args)
     ptx = compile_ptx(kernel.py_func, types, ARCHITECTURE, 256)
     count = len(re.findall(r"\b(?:add|fma|mul)\.\S*f64", ptx))
-    idea = "begin the sum as float32(0): a plain 0.0 is a float64, with which many GPUs are many times slower"
+    idea = (
+        "begin the sum as float32(0): a plain 0.0 or 1.0 is a float64, with which many GPUs are many times "
+        "slower"
+    )
     return (Score("Instructions in float64", count, 0, idea),) if count else ()
 
 

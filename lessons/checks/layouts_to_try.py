@@ -24,6 +24,8 @@ def choices(draw: np.random.Generator) -> Iterator[tuple[str, Any, float, Any, A
     yield "none of them is plain", long, 60, _as(long, 50, 40, 30), _as(long, 9, 8, 3)
     last = [md.Layout(tp=4), md.Layout(dp=2, zero=3), md.Layout(dp=4)]
     yield "the plain one is the last", last, 60, _as(last, 30, 40, 50), _as(last, 1, 2, 3)
+    half = [md.Layout(tp=4, precision="bf16"), md.Layout(dp=4, precision="bf16")]
+    yield "in bf16", half, 60, _as(half, 30, 40), _as(half, 1, 2)
     for _ in range(8):
         layouts = list(dict.fromkeys(layout for layout in layouts_to_try(draw) if layout.precision == "fp32"))
         needs = {layout: float(draw.integers(1, 100)) for layout in layouts}

@@ -11,7 +11,7 @@ import numpy as np
 
 from checks.cuda_from_python import unwritten, whole_numbers
 from checks.exercises import Answer, Lesson
-from checks.kernels import run, with_constants
+from checks.kernels import in_float64, run, with_constants
 from checks.shared_memory import barriers_of_a_warp
 from checks.verdicts import Right, Score, compare, wrong
 from minidist.kernels.emulator.copies.async_copies import AsyncCopies
@@ -69,7 +69,9 @@ def register_tile(answer: Answer, draw: np.random.Generator) -> Right:
         compare(c, a @ b, f"With {says}, c")
     multiply_adds = m * n * k / 32  # of warps, in the last of the sizes
     kinds = counts.instructions
-    in_registers = "let every index of sums, column and row be known when compiling: range(OWN)"
+    in_registers = (
+        "let every index of sums, column and row be known when compiling: range(OWN), inside the loop over q"
+    )
     scores = (
         Score(
             "Loads from shared memory for each multiply-add",
@@ -91,7 +93,7 @@ def register_tile(answer: Answer, draw: np.random.Generator) -> Right:
         ),
         Score("Accesses to local memory", _local(kinds), 0, in_registers),
     )
-    return Right(len(sizes), scores)
+    return Right(len(sizes), scores + in_float64(kernels[own].function, a, b, c))
 
 
 def _local(kinds: dict[str, int]) -> int:
@@ -131,7 +133,7 @@ def axpy(answer: Answer, draw: np.random.Generator) -> Right:
         Score("Loads of a warp for 128 elements", counts.total.loads / per, 2, idea),
         Score("Stores", counts.total.stores / per, 1, idea),
     )
-    return Right(len(sizes), scores)
+    return Right(len(sizes), scores + in_float64(answer.function, alpha, x, y))
 
 
 @lesson.exercise(
@@ -167,6 +169,11 @@ def ring_backwards(answer: Answer, draw: np.random.Generator) -> Right:
         wrong(
             f"With {says}, {counts.counts.copied_bytes} bytes went to the ring by cp_async_16, of {x.nbytes} "
             "that there are: begin a copy for each piece."
+        )
+    if counts.instructions.get("load shared", 0) < x.size // 128:
+        wrong(
+            "y is right, but its numbers do not come from the ring: the copies were waited for, and nobody "
+            "read them. Read ring, where the piece is, in place of x."
         )
     early = slots - 2 - int(np.median(allowed)) if allowed else slots - 2
     scores = (

@@ -20,7 +20,7 @@ AFTER = 13
 """Steps that a resumed training is followed for: more than two epochs."""
 
 PIECES = {
-    "model": "the weights",
+    "model": "the weights, or BatchNorm's averages (model.state_dict() has both)",
     "optimizer": "the optimizer's state (AdamW's two averages, and how many steps they are of)",
     "steps": "run.steps, on which the learning rate depends",
     "order": "run.order, the rows of the epoch that are still to come",

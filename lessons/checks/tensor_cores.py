@@ -147,8 +147,9 @@ def rounded(answer: Answer, draw: np.random.Generator) -> Right:
     """Round to so many significant bits."""
     cases = [([1.0, 2.0, -3.0, 0.0], 8), ([1 / 3, 2 / 3], 8), ([2049.0, 0.00123], 11), ([-1 / 3], 11)]
     # Half way between two neighbours: to the even one. And close below 2: carries.
-    cases += [([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8], 8), ([1.9999, 255.9], 8), ([1e30, 1e-30], 8)]
-    cases += [([1 / 3, 1e5], 24), ([0.3, 7.0], 1)]
+    cases += [([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8], 8), ([1.9999, 255.9], 8), ([3e38, 1e-30], 8)]
+    # The last is 2^-16 below 256: its logarithm, in float32, is that of 256.
+    cases += [([1 / 3, 1e5], 24), ([0.3, 7.0], 1), ([256 - 2.0**-16], 24)]
     for _ in range(12):
         x = draw.standard_normal(6) * 10.0 ** draw.integers(-6, 7)
         cases.append((x.tolist(), int(draw.integers(2, 25))))

@@ -1,4 +1,7 @@
-"""A small training with all that makes one hard to resume: dropout, AdamW, a warm-up, shuffled epochs."""
+"""A small training with all that makes one hard to resume.
+
+It has dropout, averages of BatchNorm, AdamW, a warm-up and shuffled epochs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ class Training:
         self.inputs = torch.linspace(-1, 1, ROWS * 8).sin().view(ROWS, 8)
         self.targets = self.inputs.sum(1, keepdim=True)
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.model = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.steps = 0  # done so far
         self.order = torch.empty(0, dtype=torch.int64)  # rows of this epoch that are still to come

@@ -85,8 +85,10 @@ def scaled_step(answer: Answer, draw: np.random.Generator) -> Right:
             tried += 1
     tiny = torch.tensor([2e-3]).half()  # divided by the scale it is too small for a float16
     _one_scaled(answer, torch.ones(1), tiny, scale=2.0**17, lr=1e4, bad=None)
+    large = torch.tensor([6e4, 6e4]).half()  # finite, and their sum is not
+    _one_scaled(answer, torch.ones(2), large, scale=2.0**17, lr=0.1, bad=None)
     _many_scaled(answer, draw)
-    return Right(tried + 2)
+    return Right(tried + 3)
 
 
 @lesson.exercise(
@@ -148,7 +150,8 @@ def reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
             for rank, (parts, _) in enumerate(run.results):
                 _same_parts(run, rank, parts, [flat.view(ranks, -1)[rank] for flat in right])
                 total = sum(flat.nbytes for flat in right)
-                tally.add("Bytes sent by a rank", run.sent(rank), (ranks - 1) * total // ranks)
+                idea = "a reduce-scatter sends each rank its own part alone"
+                tally.add("Bytes sent by a rank", run.sent(rank), (ranks - 1) * total // ranks, idea)
                 if longest >= zero.BIG and ranks > 1:
                     largest = max(flat.nbytes for flat in right)
                     par = total // ranks + (2 * ranks + 1) * largest // ranks + 4 * longest
@@ -192,7 +195,8 @@ def _one_scaled(
     mine, weight = master.clone(), master.half()
     right = master if bad is not None else master - lr * gradient.float() / scale
     got = answer(weight, mine, gradient.clone(), scale, lr)
-    among = f", one of them {bad}," if bad is not None else ""
+    among = ", whose sum is more than a float16 holds," if gradient.sum().isinf() else ""
+    among = f", one of them {bad}," if bad is not None else among
     where = f"With a gradient of {plural(len(gradient), 'element')}{among} and scale {scale:.0f}, "
     compare(got, scale if bad is None else scale / 2, f"{where}what it returns")
     compare(mine, right, f"{where}master", rtol=1e-6, atol=1e-9)

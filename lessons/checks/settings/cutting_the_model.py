@@ -35,7 +35,9 @@ def _chain(draw: np.random.Generator, ranks: int, rows: int, width: int) -> Case
 
 
 def with_gradients(function: Callable[..., Any], stage: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
-    """What it returns, and the gradients that it leaves, which do not travel with a module."""
+    """What it returns, how often the stage ran, and the gradients, which do not travel with a module."""
+    ran: list[bool] = []
+    counting = stage.register_forward_hook(lambda *_: ran.append(True))
     try:
         result = function(stage, inputs, targets)
     except (TypeError, AttributeError) as error:
@@ -46,6 +48,8 @@ def with_gradients(function: Callable[..., Any], stage: nn.Module, inputs: Tenso
             "and before stage(x)"
         )
         raise type(error)(text).with_traceback(error.__traceback__) from None
+    finally:
+        counting.remove()
     is_tensor = isinstance(result, Tensor)
     gradients = [parameter.grad for parameter in stage.parameters()]
-    return (result.detach() if is_tensor else result), is_tensor, gradients
+    return (result.detach() if is_tensor else result), is_tensor, len(ran), gradients

@@ -68,6 +68,7 @@ def lengths(draw: np.random.Generator) -> list[tuple[list[int], int]]:
         ([1, 3, 2, 1, 1, 2], 4),
         ([3], 3),
         ([1, 4], 2),
+        ([5, 1], 2),
         ([], 5),
         (ragged, int(draw.integers(2, 12))),
         (ragged, 1000),

@@ -4,6 +4,7 @@ import copy
 
 import torch
 
+import minidist as md
 from tests.lessons.wrong_answers import WrongAnswers
 
 WRONG = WrongAnswers()
@@ -392,3 +393,22 @@ class PutsOtherTensorsIntoTheModel(Most):
 class TheDataToo(Most):
     def save(self, run):
         return super().save(run) | {"inputs": run.inputs.clone()}
+
+
+@WRONG.to("choose", "in bf16", 'expected Layout(dp=4, precision="bf16")', "got      Layout(tp=4")
+def compares_with_a_new_layout(layouts, budget, need, seconds):
+    fitting = [each for each in layouts if need(each) <= budget]
+    for each in fitting:
+        if each == md.Layout(dp=each.dp):
+            return each
+    return min(fitting, key=seconds, default=None)
+
+
+@WRONG.to("Checkpoint", "Not as it was before: the weights, or BatchNorm's averages", "state_dict() has both")
+class ParametersAlone(Most):
+    def save(self, run):
+        return super().save(run) | {"model": [each.detach().clone() for each in run.model.parameters()]}
+
+    def load(self, run, saved):
+        weights = dict(zip(dict(run.model.named_parameters()), saved["model"], strict=True))
+        super().load(run, saved | {"model": run.model.state_dict() | weights})

@@ -231,3 +231,41 @@ def sums_the_loss_as_well(model, micro_batches):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         comm.all_reduce(parameter.grad)
+
+
+@WRONG.to("all_reduce_in_buckets", "rank 0's tensor 0", "t.data = ... gives t other memory", "t.copy_(...)")
+def gives_tensors_other_memory(tensors, limit):
+    buckets, held = [[]], 0
+    for tensor in tensors:
+        if buckets[-1] and held + tensor.numel() > limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(tensor)
+        held += tensor.numel()
+    for bucket in buckets:
+        flat = comm.all_reduce(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.data = part.view(tensor.shape)
+
+
+@WRONG.to("reduce_in_backward", "but when 1 of 2 had come, rank 0 had begun 0 all-reduces", "hide a message")
+def begins_all_at_the_last(model):
+    parameters, arrived, under_way = list(model.parameters()), [], []
+
+    def start(parameter):
+        arrived.append(parameter)
+        if len(arrived) == len(parameters):
+            under_way.extend(comm.all_reduce(each.grad, async_op=True) for each in parameters)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(start)
+
+    def finish():
+        for work in under_way:
+            work.wait()
+        for parameter in arrived:
+            parameter.grad /= md.size()
+        arrived.clear()
+        under_way.clear()
+
+    return finish

@@ -200,3 +200,23 @@ def calls_step_for_show(x, y, step):
     (m, k), n = x.shape, y.shape[1]
     run(np.zeros((m, 99), int), np.zeros((99, n), int), m, n, m + n + k - 2, step)
     return x @ y
+
+
+@WRONG.to(
+    "systolic_matmul",
+    "In tick 0, the a that step was given is not what",
+    "come in through left and top alone",
+)
+def fills_whole_rows_at_once(x, y, step):
+    (m, k), n = x.shape, y.shape[1]
+    sums = np.zeros((m, n), x.dtype)
+    for p in range(k):
+        a, b = np.repeat(x[:, p : p + 1], n, axis=1), np.repeat(y[p : p + 1], m, axis=0)
+        a, b, sums = step(a, b, sums, x[:, p], y[p])
+    return sums
+
+
+@WRONG.to("systolic_matmul", "In tick 0, the sums that step was given is not what the PEs hold")
+def begins_with_the_product(x, y, step):
+    zeros = np.zeros((len(x), y.shape[1]), x.dtype)
+    return step(zeros, zeros, x @ y, zeros[:, 0], zeros[0])[2]

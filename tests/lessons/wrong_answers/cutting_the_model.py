@@ -57,12 +57,12 @@ def adds_up_again_and_again(weights, most):
     return parts + ([range(begin, len(weights))] if len(weights) else [])
 
 
-def chain(stage, inputs, targets, back=True, scale=1.0, ones=False):
+def chain(stage, inputs, targets, back=True, scale=1.0, ones=False, into=None):
     """A step with a mistake for each argument."""
     r, last = md.rank(), md.size() - 1
     x = inputs
     if r > 0:
-        x = comm.recv(torch.empty_like(inputs), r - 1).requires_grad_()
+        x = comm.recv(torch.empty_like(inputs) if into is None else into, r - 1).requires_grad_()
     y = stage(x)
     if r == last:
         y = ((y - targets) ** 2).mean() * scale
@@ -310,3 +310,24 @@ def all_weights_at_the_end(ranks, micro_batches):
         [Instruction(kind, i) for kind in ("forward", "backward_input", "backward_weight") for i in numbers]
         for _ in range(ranks)
     ]
+
+
+@WRONG.to("step", "On 2 ranks with 1 row of 1, rank 1's step", "changes inputs, which is the caller's")
+def receives_into_inputs(stage, inputs, targets):
+    return chain(stage, inputs, targets, into=inputs)
+
+
+@WRONG.to("step", "changes stage, which is the caller's")
+def makes_a_step_of_sgd_too(stage, inputs, targets):
+    loss = chain(stage, inputs, targets)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter -= 0.1 * parameter.grad
+    return loss
+
+
+@WRONG.to("step", "the idea is missing: forward passes of a stage: 2, where par is 1", "keep y = stage(x)")
+def runs_the_stage_twice(stage, inputs, targets):
+    with torch.no_grad():
+        stage(inputs)
+    return chain(stage, inputs, targets)

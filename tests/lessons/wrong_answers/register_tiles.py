@@ -484,3 +484,40 @@ def one_sum_after_the_other(a, b, c):
             i, j = i0 + y + 16 * e, j0 + x + 16 * f
             if i < c.shape[0] and j < c.shape[1]:
                 c[i, j] = sums[e, f]
+
+
+@WRONG.to("ring_backwards", "y is right, but its numbers do not come from the ring", "in place of x")
+@cuda.jit
+def copies_for_show(x, y):
+    ring = cuda.shared.array(RING, float32, alignment=16)
+    t, pieces = cuda.threadIdx.x, x.size // PIECE
+    for piece in range(SLOTS - 1):
+        if piece < pieces:
+            cp_async_16(ring, piece * PIECE + 4 * t, x, piece * PIECE + 4 * t)
+        cp_async_commit()
+    for piece in range(pieces):
+        cp_async_wait(PENDING)
+        cuda.syncthreads()
+        ahead = piece + SLOTS - 1
+        if ahead < pieces:
+            cp_async_16(ring, ahead % SLOTS * PIECE + 4 * t, x, ahead * PIECE + 4 * t)
+        cp_async_commit()
+        for i in range(t, PIECE, 128):
+            y[piece * PIECE + i] = x[piece * PIECE + PIECE - 1 - i]
+
+
+@WRONG.to("axpy", "the idea is missing: instructions in float64", "a plain 0.0 or 1.0 is a float64")
+@cuda.jit
+def multiplies_in_float64(alpha, x, y):
+    four_x = cuda.local.array(4, float32)
+    four_y = cuda.local.array(4, float32)
+    i = 4 * cuda.grid(1)
+    if i + 4 <= x.size:
+        load_128(four_x, 0, x, i)
+        load_128(four_y, 0, y, i)
+        for e in range(4):
+            four_y[e] += 1.0 * alpha * four_x[e]
+        store_128(y, i, four_y, 0)
+    else:
+        for e in range(i, x.size):
+            y[e] += alpha * x[e]

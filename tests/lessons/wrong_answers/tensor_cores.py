@@ -262,3 +262,16 @@ def counts_the_elements_of_the_result(multiprocessors, cores, m, n, k, clock):
 @WRONG.to("tensor_core_peak", "tensor_core_peak(84, 4, 4, 4, 4, 1500000000.0)", "expected", "got")
 def forgets_that_a_multiprocessor_has_several(multiprocessors, cores, m, n, k, clock):
     return 2 * m * n * k * multiprocessors * clock
+
+
+@WRONG.to("rounded", "rounded([256]", "expected", "got")
+def trusts_a_logarithm(x, bits):
+    exponent = np.floor(np.log2(np.abs(x) + (x == 0))) + 1  # of a number just below 256 it is 9
+    return np.ldexp(np.round(np.ldexp(x, (bits - exponent).astype(int))), (exponent - bits).astype(int))
+
+
+@WRONG.to("rounded", "rounded([3e+38, 1e-30], 8)", "got      [nan")
+def adds_a_large_number_and_subtracts_it(x, bits):
+    with np.errstate(all="ignore"):
+        large = x * np.float32(2.0 ** (24 - bits) + 1)  # more than a float32 holds
+        return large - (large - x)

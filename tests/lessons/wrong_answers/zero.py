@@ -263,3 +263,30 @@ def reduces_all_of_the_gradient(flat, own, optimizer, gradient):
     own.grad = comm.all_reduce(gradient, "mean").view(md.size(), -1)[md.rank()].clone()
     optimizer.step()
     comm.all_gather(own, out=flat)
+
+
+@WRONG.to(
+    "scaled_step",
+    "whose sum is more than a float16 holds, and scale 131072, what it returns",
+    "expected",
+    "got",
+)
+def looks_at_the_sum(weight, master, gradient, scale, lr):
+    if not gradient.sum().isfinite():
+        return scale / 2
+    master -= lr * gradient.float() / scale
+    weight.copy_(master)
+    return scale
+
+
+@WRONG.to("reduce_in_buckets", "lengths [5, 1] and bucket=2", "line")
+def empties_an_empty_bucket(gradients, bucket):
+    parts, waiting, count = [], [], 0
+    for gradient in gradients:
+        if count + len(gradient) > bucket:
+            parts.append(reduced(waiting))
+            waiting, count = [], 0
+        waiting.append(gradient)
+        count += len(gradient)
+        del gradient
+    return [*parts, reduced(waiting)] if waiting else parts
