@@ -38,8 +38,8 @@ from minidist.kernels.cuda.emulator import Fault, launch, profile
 ladder(3)
 
 # %% [markdown]
-# **The question.** Two programs double each element of the same matrix, with as many threads and as many
-# instructions. One of them moves several times the bytes of the other. How can that be, and how can you see it?
+# **The question.** Two programs double each element of the same matrix, with equally many threads and
+# instructions. One of them moves several times as many bytes. How can that be, and how can you see it?
 #
 # ## A thread for each element
 #
@@ -67,19 +67,19 @@ print(x)
 # `launch(double, 2, 4, x)` started 2 **blocks** of 4 threads each; together they are the **grid** of this
 # launch. (A block has 1024 threads at most; a grid may have millions of blocks.) Why blocks? A GPU is made of
 # many **multiprocessors**, each with its own arithmetic units. A block runs on one of them from beginning to
-# end, and blocks know nothing of each other. So the same program runs on a GPU with 20 multiprocessors, and on
-# one with 132 in a shorter time.
+# end, and blocks know nothing of each other. So the same program runs on a GPU with 20 multiprocessors and on
+# one with 132, where it takes less time.
 #
 # Within its block a thread has the number `cuda.threadIdx.x`, and its block has the number `cuda.blockIdx.x`.
 # `cuda.grid(1)` is short for `cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x`, where `blockDim.x` says
 # how many threads a block has.
 #
-# (On a GPU, in Numba's own notation, the same launch is `double[2, 4](x)`. `launch` takes the **PTX** that
-# Numba makes of `double`, which is the assembly language of NVIDIA's GPUs, and executes it here, with NumPy.)
+# (On a GPU, in Numba's own notation, the same launch is `double[2, 4](x)`. Numba compiles `double` to **PTX**,
+# the assembly language of NVIDIA's GPUs, and `launch` executes that here, with NumPy.)
 #
 # ## Ragged edges
 #
-# All blocks of a launch have the same size. Ten elements with blocks of four take three blocks, and so twelve
+# All blocks of a launch have the same size. Ten elements need three blocks of four threads, which makes twelve
 # threads:
 
 # %%
@@ -130,8 +130,7 @@ print(z)
 #
 # Threads do not run one by one. The hardware takes the threads of a block in groups of 32, which are called
 # **warps**: threads 0 to 31, 32 to 63, and so on. A warp executes *one instruction for all 32 threads* at a
-# time. So the time depends on the instructions of warps, not of threads, and a profiler counts instructions of
-# warps.
+# time. So the time depends on how many instructions the warps execute, and a profiler counts those.
 #
 # `profile` runs a kernel as `launch` does, and returns what it did. Here are 1024 threads, which are 32 warps:
 
@@ -173,15 +172,16 @@ for group in (1, 4, 16, 32, 64):
 
 # %% [markdown]
 # From 32 on, each warp has only one way to go, and nearly half of the instructions are gone. The threads did
-# the same work all the time. So an `if` is cheap where whole warps agree. A guard is cheap too, because only
-# the threads of the last warp can disagree.
+# the same work in all five runs. So an `if` is cheap where whole warps agree. A guard is cheap too, because
+# only the threads of the last warp can disagree.
 #
 # ## Memory comes in sectors
 #
-# Memory does not hand out single numbers. It moves **sectors** of 32 bytes, which begin at multiples of 32:
-# eight elements of float32. When a warp executes a load, the hardware looks at the 32 addresses that its
-# threads ask for. It finds the sectors in which they lie, and fetches each of these sectors once. A sector
-# always comes as a whole, even if only one of its elements was asked for. Press Play, or go step by step:
+# Memory does not hand out single numbers. It moves **sectors** of 32 bytes, which hold eight elements of
+# float32. Each sector begins at a multiple of 32. When a warp executes a load, the hardware looks at the 32
+# addresses that its threads ask for. It finds the sectors in which they lie, and fetches each of these sectors
+# once. A sector always comes as a whole, even if only one of its elements was asked for. Press Play, or go step
+# by step:
 
 # %%
 sectors_of_a_load()
@@ -192,8 +192,8 @@ sectors_of_a_load()
 # there are 32 sectors, for the same 128 bytes.
 #
 # **Exercise 3.2: sectors.** Predict the number of sectors. Thread t of a warp, t from 0 to 31, reads the
-# element of 4 bytes at the address `first + t * stride`. Both are in bytes, and multiples of 4; `stride` may be
-# 0 or negative. How many sectors does this load touch?
+# element of 4 bytes at the address `first + t * stride`. `first` and `stride` count bytes and are multiples of
+# 4; `stride` may be 0 or negative. How many sectors does this load touch?
 
 
 # %% tags=["exercise"]
@@ -264,8 +264,8 @@ for counts in (rows, columns):
 
 # %% [markdown]
 # The same number of instructions, and 8 times the bytes. Your `sectors` could have told you: the elements of a
-# column lie a row apart, 1024 bytes, and `sectors(0, 1024)` over `sectors(0, 4)` is 32 / 4. In the next cell
-# the emulator counts other strides. The cell after it draws these counts beside your function.
+# column lie 1024 bytes apart, which is the length of a row, and `sectors(0, 1024) / sectors(0, 4)` is 32 / 4.
+# In the next cell the emulator counts other strides. The cell after it draws these counts beside your function.
 
 
 # %%
@@ -365,7 +365,7 @@ check(sums)
 # %% [markdown]
 # The loop that reaches par is called a **grid-stride loop** (Harris 2013). It works with any grid and any size,
 # so it needs no guard, and a kernel with it can be launched with as many blocks as a GPU runs at a time. The
-# next cell compares it with the way a CPU would do it:
+# next cell compares it with pieces, as a CPU would take them:
 
 # %%
 sums = or_solution(sums)

@@ -179,7 +179,8 @@ functional.cross_entropy(model(x[:8]), y[:8]).backward()
 # parameter a gradient. Each step calls `zero_grad`, backward and `finish`, and your hooks have to work in every
 # step.
 #
-# Par: one all-reduce for each gradient. It begins during backward, and backward does not wait for it.
+# Par: one all-reduce for each gradient. It begins as soon as the gradient is there, and backward does not wait
+# for it.
 
 
 # %% tags=["exercise"]
@@ -347,7 +348,7 @@ for link in ("25gbe", "100gbe", "infiniband_ndr", "nvlink4"):
 #
 # ## Predict, then measure
 #
-# Share one batch of 64 rows among 1, 2 and 4 ranks. To share the same work among more ranks is called **strong
+# Share one batch of 64 rows among 1, 2 and 4 ranks. Sharing the same work among more ranks is called **strong
 # scaling**. Each rank plays a device of its own, with a link of its own. Its layer does not compute: it
 # *sleeps* 6 ms for each row (2 ms forward, 4 ms backward). A message takes alpha = 2 ms, and 50 ns more for
 # each byte. The model has 1 MB of parameters. How many times as fast as one rank are four ranks?
@@ -360,9 +361,9 @@ ROW, ALPHA, BETA, PARAMETERS = 0.002, 2e-3, 50e-9, 250_000
 
 
 def scaled(n, rows=64):
-    group = comm.Mesh(dp=n, pp=4 // n).group("dp")  # of n ranks; 0 to n - 1 are one
+    group = comm.Mesh(dp=n, pp=4 // n).group("dp")  # ranks 0 to n - 1 are one
     if md.rank() >= n:
-        return 0.0  # the others sleep
+        return 0.0  # the others sit this one out
     model = SlowLayer(ROW, PARAMETERS)  # 2 ms a row forward, 4 ms backward
     inputs = torch.ones(rows // n, 1)
 
