@@ -371,10 +371,10 @@ def scaled(n, rows=64):
         model.zero_grad()
         model(inputs).mean().backward()
         flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-        comm.all_reduce(flat, "mean", group=group)  # one bucket
+        with Link(ALPHA, BETA):
+            comm.all_reduce(flat, "mean", group=group)  # one bucket
 
-    with Link(ALPHA, BETA):
-        return seconds(step, rounds=3, group=group)
+    return seconds(step, rounds=3, group=group)
 
 
 # %% [markdown]

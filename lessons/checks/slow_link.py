@@ -69,8 +69,9 @@ class Link:
     def all_reduce(self, x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
         """As comm.all_reduce."""
         *_, all_reduce = self._plain
+        began = self.now()
         result, n = all_reduce(x, op, group=group), dist.get_world_size(group)
-        self.sleep_until(time.perf_counter() + 2 * (n - 1) * (self.alpha + self.beta * x.nbytes / n))
+        self.sleep_until(began + 2 * (n - 1) * (self.alpha + self.beta * x.nbytes / n))
         return result
 
     def now(self) -> float:
