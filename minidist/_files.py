@@ -1,9 +1,11 @@
-"""Check that a file can be written, before the work whose result it is to hold."""
+"""Check that a file can be written, before the work whose result it is to hold; leave no part of a file."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -33,3 +35,14 @@ def check_file(option: str, path: Path, make_folder: bool = False) -> None:
         raise ValueError(
             f"{option} {path}: {folder} takes no files ({error.strerror}); name another folder"
         ) from None
+
+
+@contextlib.contextmanager
+def whole(path: str | Path) -> Iterator[None]:
+    """Remove the new file at `path` if the block that writes it fails, as on a full disk or at Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise

@@ -56,6 +56,23 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from minidist import __version__
+
+        show(f"minidist {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options before a command's name."""
+
+
 def train(
     data: Annotated[
         str | None, typer.Option(help="Data to learn: digits, bytes, or your own: my.module:rows.")

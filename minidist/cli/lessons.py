@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minidist._files import whole
 from minidist.cli.options import Debug, Json
 from minidist.cli.output import console, print_json
 
@@ -102,15 +104,17 @@ def copy(to: Path) -> Path:
 
     def unless_there(source: str, target: str) -> None:
         if not os.path.exists(target):
-            shutil.copyfile(source, target)
+            with whole(target):  # the next copy would take a part of a file for an answer, and leave it
+                shutil.copyfile(source, target)
 
     if to.exists() and not to.is_dir():
         raise ValueError(f"--to is {to}, which is a file; name a folder for the lessons")
     own = shutil.ignore_patterns(".*", "__pycache__")  # another reader's progress, and compiled files
     try:
         shutil.copytree(shipped(), to, ignore=own, copy_function=unless_there, dirs_exist_ok=True)
-    except OSError as error:  # shutil.Error, which collects several, is one
-        raise ValueError(f"--to is {to}, and copying there failed: {error}; name another folder") from None
+    except OSError as error:
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # it lists every file
+        raise ValueError(f"--to is {to}, and copying there failed: {why}; name another folder") from None
     return to
 
 
@@ -123,7 +127,7 @@ def _export(kind: str, to: Path | None) -> None:
         raise ValueError(f"--export {kind} needs a folder for the course; add --to FOLDER")
     new = write(shipped(), kind, to)
     text = f"{len(new)} new files in {to}; those that were there stay. To go on:\n"
-    text += f"  cd {to} && {FORMATS[kind].then}"
+    text += f"  cd {shlex.quote(str(to))} && {FORMATS[kind].then}"
     console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -163,7 +167,9 @@ def open_lab(at: Path) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("minidist lessons needs jupyterlab: pip install 'minidist[lessons]'")
     # Ctrl-C reaches both processes. With -y the server ends without asking, and this process waits for it.
-    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", "-y"], cwd=at)
+    # It refuses to run as root, as which one is in a container, unless it is told to.
+    root = ["--allow-root"] if os.geteuid() == 0 else []
+    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", "-y", *root], cwd=at)
     try:
         return server.wait()
     except KeyboardInterrupt:

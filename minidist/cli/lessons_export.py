@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minidist._files import whole
 from minidist._names import unknown
 
 POINTS = 3
@@ -70,7 +71,8 @@ def export(lessons: Path, kind: str, to: Path) -> list[Path]:
     try:
         for path in new:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(made[path], encoding="utf-8")
+            with whole(path):
+                path.write_text(made[path], encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--to is {to}, and writing there failed: {error}; name another folder") from None
     return new

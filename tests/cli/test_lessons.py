@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -141,7 +142,8 @@ def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
     try:
         while "serves" not in (line := running.stdout.readline()):
             assert line, "it ended"
-        assert line == "serves lessons ['-y']\n"
+        root = ["--allow-root"] if os.geteuid() == 0 else []  # without it JupyterLab refuses to start
+        assert line == f"serves lessons {['-y', *root]}\n"
         time.sleep(0.2)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
         out, err = running.communicate(timeout=30)
@@ -165,6 +167,29 @@ def test_a_copy_leaves_files_that_are_there_and_another_readers_progress(
     assert folder_of.copy(mine) == mine
     found = {str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*") if path.is_file()}
     assert found == {"03_a.py": "an answer", "04_b.py": "shipped", "checks/exercises.py": "shipped"}
+
+
+def test_a_copy_that_fails_leaves_no_part_of_a_lesson(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next copy would leave it as it is, as if it were an answer."""
+    shipped, mine = tmp_path / "shipped", tmp_path / "mine"
+    shipped.mkdir()
+    for name in ("03_a.py", "04_b.py"):
+        (shipped / name).write_text("shipped")
+
+    def full(source: str, target: str) -> None:
+        Path(target).write_text("ship")
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    monkeypatch.setattr(folder_of, "shipped", lambda: shipped)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_of.shutil, "copyfile", full)
+        with pytest.raises(ValueError, match=r"No space left on device: '[^']*'; name another folder$"):
+            folder_of.copy(mine)
+    assert list(mine.iterdir()) == []
+    folder_of.copy(mine)
+    assert (mine / "03_a.py").read_text() == "shipped"
 
 
 def test_a_copy_needs_a_folder(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ def test_no_words_are_a_call_for_help(capfd):
     assert "Usage" in out
 
 
+def test_the_version_is_the_packages(capfd):
+    assert run(capfd, "--version") == (0, f"minidist {md.__version__}\n", "")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
