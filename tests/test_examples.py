@@ -81,8 +81,8 @@ def test_every_example_runs_in_a_notebook() -> None:
 
     cells = [nbformat.v4.new_code_cell(text) for path in EXAMPLES for text in ("%reset -f", path.read_text())]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), warm_python.kernels():
         warnings.simplefilter("ignore")  # warnings of Jupyter's own packages
-        NotebookClient(notebook, timeout=120).execute()
+        NotebookClient(notebook, timeout=120, shutdown_kernel="immediate").execute()
     for cell in notebook.cells[1::2]:
         check_shown("".join(output.get("text", "") for output in cell.outputs))

@@ -18,6 +18,7 @@ import pytest
 from minidist.cli import commands
 from minidist.cli.lessons import shipped
 from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
+from tests.helpers import warm_python
 
 LESSONS = shipped()
 STEMS = [path.stem for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))]
@@ -113,15 +114,15 @@ def test_a_wrong_option_says_what_to_do(
 
 def run(cells: list[Cell], at: Path) -> list[Cell]:
     """The cells with their outputs, run as nbgrader runs them: an error does not stop it."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), warm_python.kernels():
         warnings.simplefilter("ignore")  # what Jupyter's own packages warn of is not ours to mend
         import nbformat
         from nbclient import NotebookClient
 
         text = json.dumps(lesson(STEMS[0]) | {"cells": cells})
         made = nbformat.reads(text, as_version=4)
-        place = {"metadata": {"path": str(at)}}
-        NotebookClient(made, timeout=300, allow_errors=True, resources=place).execute()
+        settings = {"resources": {"metadata": {"path": str(at)}}, "shutdown_kernel": "immediate"}
+        NotebookClient(made, timeout=300, allow_errors=True, **settings).execute()
     return made.cells
 
 

@@ -9,6 +9,7 @@ runs in the warm process and in its forks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import json
@@ -18,15 +19,17 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 CHILDREN = "WARM_CHILDREN"
 """A variable in a program's environment: how many of its children are warm, 1 without. They are forks that
 have run nothing yet, and stand in for the first interpreters that the program starts, such as the supervisor
-of `md.launch` and the ranks of torchrun."""
+of `md.launch` and the ranks of torchrun. With "3,2" each of three warm children has two of its own."""
 MOST = 2**20  # bytes of a request: a command, and the environment
 
 
@@ -69,6 +72,15 @@ def run(command: list[str], *, timeout: float, **given: Any) -> Any:
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """Jupyter's kernels are forked too in this context, and so are programs that their cells start."""
+    from jupyter_client import launcher
+
+    with mock.patch.object(launcher, "Popen", Popen), mock.patch.dict(os.environ, {CHILDREN: "3,2"}):
+        yield
 
 
 def named(process: Any, given: tuple[Any, ...]) -> dict[str, Any]:

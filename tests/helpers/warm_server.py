@@ -29,6 +29,8 @@ IMPORTED = (
     *("torch._dynamo", "pytest", "minidist.cli.commands", "minidist.cli.train"),
     *("minidist.model.gpt", "minidist.comm.launching.worker"),
 )
+ONLY_FOR = {"ipykernel_launcher": ("ipykernel.kernelapp", "matplotlib.figure", "numba")}
+"""What is imported before the first fork for a program."""
 
 
 def serve(channel: socket.socket) -> list[str]:
@@ -37,6 +39,8 @@ def serve(channel: socket.socket) -> list[str]:
         request, descriptors = warm_python.receive(channel)
         if request is None:
             sys.exit()
+        for each in ONLY_FOR.get(request["words"][1], ()) if request["words"][0] == "-m" else ():
+            importlib.import_module(each)
         if os.fork() == 0:
             break
         os.wait()
@@ -51,10 +55,14 @@ def serve(channel: socket.socket) -> list[str]:
     if program:
         for each in (*descriptors, 1, 2):
             os.close(each)
-        os.write(status, str(program).encode())
+        # A program ends with the process that started it: a notebook's kernel would stay for ever.
+        threading.Thread(target=lambda: os.read(status, 1) or os.kill(program, signal.SIGKILL)).start()
         ended = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
         os.write(status, str(ended).encode())
         os._exit(0)
+    if request["session"]:  # before the caller knows the process, whose group it may ask for
+        os.setsid()
+    os.write(status, str(os.getpid()).encode())
     os.close(status)
     return _started(request, descriptors)
 
@@ -68,8 +76,6 @@ def _started(request: Any, descriptors: list[int]) -> list[str]:
     for number, each in zip(request["numbers"], above, strict=True):
         os.dup2(each, number)
         os.close(each)
-    if request["session"]:
-        os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     _become(request["environment"], request["folder"])
     words: list[str] = request["words"]
@@ -107,10 +113,12 @@ class _WithSpares(subprocess.Popen):  # type: ignore[type-arg]
         self._child_created = True
 
 
-def fork_spares(count: int) -> list[str] | None:
-    """Fork processes that become this one's children when they are told to; return, there, the command."""
+def with_spares(command: list[str]) -> list[str]:
+    """Fork processes that become this one's children when they are told to; each returns its own command."""
+    count, _, below = os.environ.get(warm_python.CHILDREN, "1").partition(",")
+    os.environ[warm_python.CHILDREN] = below or "0"
     _WithSpares.parent = os.getpid()
-    for _ in range(count):
+    for _ in range(int(count)):
         ours, theirs = warm_python.channel()
         process = os.fork()
         if process == 0:
@@ -119,14 +127,20 @@ def fork_spares(count: int) -> list[str] | None:
         _WithSpares.spares.append((process, ours))
     else:
         subprocess.Popen = _WithSpares  # type: ignore[misc]
-        return None
+        return command
     for _, channel in [*_WithSpares.spares, (0, ours)]:
         channel.close()
+    _WithSpares.spares.clear()
+    # Ctrl-C is for the programs of its group; Jupyter interrupts a kernel's before it ends it.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     request, descriptors = warm_python.receive(theirs)
     theirs.close()
     if request is None:
         os._exit(0)
-    return _started(request, descriptors)
+    if request["session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, interrupt)
+    return with_spares(_started(request, descriptors))
 
 
 def main(words: list[str]) -> None:
@@ -172,7 +186,7 @@ if __name__ == "__main__":
     gc.freeze()
     command = serve(socket.socket(fileno=int(sys.argv[1])))
     try:
-        main(fork_spares(int(os.environ.get(warm_python.CHILDREN, "1"))) or command)
+        main(with_spares(command))
     except SystemExit as end:
         leave(end.code)
     leave(0)

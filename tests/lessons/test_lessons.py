@@ -31,6 +31,7 @@ from checks.catalogue import TITLES  # noqa: E402
 from checks.exercises import Lesson  # noqa: E402
 from checks.unanswered import is_unanswered  # noqa: E402
 from checks.verdicts import NotAnswered, Right, WrongAnswer  # noqa: E402
+from tests.helpers import warm_python  # noqa: E402
 
 SOURCES = notebooks.sources()
 STEMS = [source.stem for source in SOURCES]
@@ -252,7 +253,7 @@ def errors_in(notebook: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("source", SOURCES, ids=STEMS)
 def test_a_lesson_runs_from_top_to_bottom_with_exercises_solved_and_open(source: Path) -> None:
     notebook, opened = both_ways(source)
-    with running(notebook) as client:
+    with warm_python.kernels(), running(notebook) as client:
         execute(client, notebook)
     lesson = lesson_of(source.stem)
     for exercise, check in zip(lesson.exercises.values(), opened, strict=True):
@@ -297,6 +298,7 @@ def running(notebook: Any) -> Iterator[Any]:
         from nbclient import NotebookClient
 
         place = {"metadata": {"path": str(LESSONS)}}
-        client = NotebookClient(notebook, timeout=CELL_LIMIT, resources=place)
+        # A kernel that is asked to end may take 2.5 s for it.
+        client = NotebookClient(notebook, timeout=CELL_LIMIT, resources=place, shutdown_kernel="immediate")
         with client.setup_kernel():
             yield client
