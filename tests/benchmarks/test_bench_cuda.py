@@ -259,7 +259,7 @@ def test_launching_is_compared_with_torchs_and_has_a_goal(bench, monkeypatch):
 
 
 def minidist(program, *words, **variables):
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), warm_python.CHILDREN: "2", **variables}
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), warm_python.CHILDREN: "3", **variables}
     return warm_python.run([sys.executable, *program, "bench", "cuda", *words], timeout=300, env=env)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 
 from minidist.benchmarks.harness.slow_link.two_hosts import NAMES, PORT, TwoHosts
+from tests.helpers import warm_python
 
 _SPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, name, IPC, pids, network
 
@@ -39,8 +40,6 @@ def run(
     Returns:
         Of each rank what it returned, or its error and the seconds until then.
     """
-    import subprocess
-
     (folder / "call").write_bytes(cloudpickle.dumps((fn, args)))
     given = [folder, timeout, ranks, *hosts.firsts]
     environment = {
@@ -48,7 +47,10 @@ def run(
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": "1",
     }
-    subprocess.run([sys.executable, __file__, *map(str, given)], env=environment, timeout=limit, check=True)
+    done = warm_python.run(
+        [sys.executable, __file__, *map(str, given)], env=environment, timeout=limit, stderr=None
+    )
+    assert done.returncode == 0
     return [cloudpickle.loads((folder / str(rank)).read_bytes()) for rank in range(len(NAMES) * ranks)]
 
 
@@ -103,7 +105,9 @@ def one_host(host: int, first: int, ranks: int, folder: Path, timeout: float) ->
 def main() -> None:
     """Fork a process for each host."""
 
+    # What each rank would import for itself otherwise.
     from minidist.comm import collectives, messages, world  # noqa: F401
+    from minidist.parallel.engine import prepare  # noqa: F401
 
     folder, timeout, ranks, *firsts = sys.argv[1:]
     each = int(ranks)
