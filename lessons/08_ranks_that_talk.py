@@ -363,14 +363,16 @@ def linked(all_reduce, size):
 
 
 def measure(all_reduce, ranks, rounds):
-    with md.Cluster(ranks=ranks, threads=1) as many:
-        calls = [lambda size=size: linked(all_reduce, size) for size in sizes]
-        return [slowest(call, many, rounds) * 1e3 for call in calls]
+    calls = [lambda size=size: linked(all_reduce, size) for size in sizes]
+    return [slowest(call, ranks, rounds) * 1e3 for call in calls]
 
 
-# The naive way takes seconds, so once has to be enough.
-naive = {n: measure(naive_all_reduce, n, rounds=1) for n in (2, 4, 8)}
-ring = {n: measure(ring_all_reduce, n, rounds=4) for n in (2, 4, 8)}
+naive, ring = {}, {}
+for n in (2, 4, 8):
+    with md.Cluster(ranks=n, threads=1) as many:
+        # The naive way takes seconds, so once has to be enough.
+        naive[n] = measure(naive_all_reduce, many, rounds=1)
+        ring[n] = measure(ring_all_reduce, many, rounds=4)
 
 # %%
 naive_model, ring_model = {}, {}
