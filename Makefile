@@ -12,8 +12,8 @@ NARROW := --line-length 88 lessons/[0-9]*.py
 help:
 	@echo "make setup    make .venv and install minidist with all its extras"
 	@echo "make bench    measure this machine (about four minutes), then write the report"
-	@echo "make test     run the tests (ten minutes)"
-	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (ten minutes)"
+	@echo "make test     run the tests (six minutes)"
+	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (six minutes)"
 	@echo "make lint     check lint, format, types and floors (which package may import which)"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"

@@ -10,14 +10,14 @@ Shapes: x (..., k), w (k, n), y (..., n); inside, x is (m, k).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from minidist.kernels import Rung
+from minidist import kernels
+from minidist.kernels import Rung
 
 
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
@@ -84,8 +84,6 @@ class Linear(nn.Module):
         device: torch.device | str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        from minidist import kernels  # not above: many who import minidist's names never use a rung
-
         super().__init__()
         if in_features < 0 or out_features < 0:
             raise ValueError(
@@ -94,7 +92,7 @@ class Linear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.rung = kernels.rung(rung) if isinstance(rung, str) else rung
-        if not isinstance(self.rung, kernels.Rung):
+        if not isinstance(self.rung, Rung):
             raise TypeError(f"rung is {rung!r}; give a rung or its name, such as 's4_loop_order'")
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
