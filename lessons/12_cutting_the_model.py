@@ -128,8 +128,8 @@ print("layerwise.cut", layerwise.cut(model.layers, 4))
 # `stage`, a module. All ranks get `inputs` and `targets`, but only rank 0 uses `inputs`, and only the last rank
 # uses `targets`. All tensors between stages have the shape and dtype of `inputs`. The loss is
 # `((y - targets) ** 2).mean()`. The last rank returns it as a number (`loss.item()`; a tensor would keep its
-# graph in memory). At the end, each rank's parameters have their gradients. If there is only one rank, it is
-# both the first and the last.
+# graph in memory). At the end, each rank's parameters have their gradients, and `inputs`, `targets` and the
+# parameters are as they were. If there is only one rank, it is both the first and the last.
 #
 # Par: one message to the next rank, and one to the rank before.
 

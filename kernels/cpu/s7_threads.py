@@ -3,8 +3,8 @@
 The idea: the blocks of rung 6 do not depend on each other, so each core computes some of them. First all
 threads pack b together, into the last cache, which they share. Then each thread takes the next part of out
 that is left, packs its rows of a, and multiplies. A shared counter deals out the parts instead of a fixed
-plan, so a thread that wakes up late, or whose core is busy, takes fewer: the caller's thread from the front,
-and the others from the back. A product that rung 6 does not pack is cut in the same way.
+plan, so a thread that wakes up late, or whose core is busy, takes fewer. The caller's thread takes parts from
+the front, the others from the back. A product that rung 6 does not pack is cut in the same way.
 
 It uses this process's cores, or as many threads as $NUMBA_NUM_THREADS says when Numba is imported. After a
 product its threads watch for about 0.3 ms whether the next one is posted (`support/board.py`). A product too

@@ -87,12 +87,12 @@ def _hooked(function: Callable[..., Any], sizes: Sequence[int], steps: Sequence[
     finish = function(model)
     if not callable(finish):
         return finish
-    found, early = [], list[int]()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: early.append(len(ledger.calls)))
+    found = []
     for inputs, targets in steps:
         model.zero_grad()
-        early.clear()
+        early = list[int]()
+        for parameter in model.parameters():  # in each step, since the reader may have given hooks anew
+            parameter.register_post_accumulate_grad_hook(lambda _, own=early: own.append(len(ledger.calls)))
         with comm.ledger() as ledger:
             functional.cross_entropy(model(inputs), targets).backward()
             begun = len(ledger.calls)

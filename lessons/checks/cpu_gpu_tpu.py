@@ -179,7 +179,7 @@ class Grid:
         for what, given, held in zip(("a", "b", "sums"), (a, b, sums), self.held, strict=True):
             if not np.array_equal(given, held):
                 wrong(
-                    f"In tick {self.ticks}, the {what} that step was given is not what the PEs hold.",
+                    f"In tick {self.ticks}, step was not given the {what} that the PEs hold.",
                     "  They begin with zeros, and numbers come in through left and top alone: give step "
                     "what it returned in the tick before.",
                 )

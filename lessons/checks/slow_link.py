@@ -26,7 +26,8 @@ class Link:
     ...     ring_all_reduce(x)
 
     All ranks have to be inside. The tensors themselves are sent as ever, each with the time of its arrival.
-    `comm.all_reduce` lasts as long as a ring: 2 (n - 1) messages, each with an n-th of the bytes.
+    If all ranks begin it together, `comm.all_reduce` lasts as long as a ring: 2 (n - 1) messages, each with
+    an n-th of the bytes.
 
     Args:
         alpha: seconds that a message takes however small it is.

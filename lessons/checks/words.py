@@ -37,9 +37,15 @@ def first_lines(error: BaseException, most: int = 300) -> str:
 def around(array: np.ndarray, place: int = 0, digits: int = 5) -> str:
     """An array of one dimension as text: all of a short one, else what lies about `place`."""
     start = max(0, min(place - 1, len(array) - SHORT)) if len(array) > SHORT else 0
-    shown = ", ".join(f"{value:.{digits}g}" for value in array[start : start + SHORT])
+    shown = ", ".join(_number(value, digits) for value in array[start : start + SHORT])
     left = "..., " if start else ""
     return f"[{left}{shown}{', ...' if start + SHORT < len(array) else ''}]"
+
+
+def _number(value: Any, digits: int) -> str:
+    """A number with so many digits, or with nine where these would make it a whole one that it is not."""
+    text = f"{value:.{digits}g}"
+    return text if "." in text or float(text) == value else f"{value:.9g}"
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -103,7 +103,7 @@ def copy(to: Path) -> Path:
     """
 
     def unless_there(source: str, target: str) -> None:
-        if not os.path.exists(target):
+        if not os.path.lexists(target):
             with whole(target):  # the next copy would take a part of a file for an answer, and leave it
                 shutil.copyfile(source, target)
 
@@ -167,7 +167,7 @@ def open_lab(at: Path) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("minidist lessons needs jupyterlab: pip install 'minidist[lessons]'")
     # Ctrl-C reaches both processes. With -y the server ends without asking, and this process waits for it.
-    # It refuses to run as root, as which one is in a container, unless it is told to.
+    # In a container you are often root, and JupyterLab refuses to start as root without this option.
     root = ["--allow-root"] if os.geteuid() == 0 else []
     server = subprocess.Popen([sys.executable, "-m", "jupyterlab", "-y", *root], cwd=at)
     try:

@@ -67,7 +67,7 @@ def export(lessons: Path, kind: str, to: Path) -> list[Path]:
         notebook = assignment(json.loads(path.read_text(encoding="utf-8")), solutions, FORMATS[kind])
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         made[to / FORMATS[kind].source / path.stem / path.name] = text
-    new = [path for path in made if not path.exists()]
+    new = [path for path in made if not (path.exists() or path.is_symlink())]
     try:
         for path in new:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def serve(channel: socket.socket) -> list[str]:
     if program:
         for each in (*descriptors, 1, 2):
             os.close(each)
-        # A program ends with the process that started it: a notebook's kernel would stay for ever.
+        # A program ends with the process that started it: killed tests would else leave a notebook's kernel.
         threading.Thread(target=lambda: os.read(status, 1) or os.kill(program, signal.SIGKILL)).start()
         ended = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
         os.write(status, str(ended).encode())

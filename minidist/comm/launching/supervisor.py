@@ -79,9 +79,9 @@ class SupervisorServer:
             from minidist.comm import collectives, messages, world  # noqa: F401
             from minidist.comm.launching import worker  # noqa: F401
 
+            gc.enable()
             _preload(os.environ.get(PRELOAD, ""))
             gc.freeze()  # spare the ranks collecting, and so copying the pages of, torch's objects
-            gc.enable()
 
     def serve(self) -> None:
         """Start, kill and reap ranks until the caller is gone, then kill those that are left."""

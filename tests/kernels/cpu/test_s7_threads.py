@@ -173,13 +173,14 @@ def test_large_products_in_strips_have_the_bits_of_rung_6():
 
 
 def test_workers_take_part():
+    """One at least: where the first wakes after its product, the next product wakes another."""
     seen = set()
     a, b = harness.inputs(400, 400, 400, "float32", 1)
     with threads(2, memory=in_workers(lambda: seen.add(threading.get_ident()))):
         deadline = time.monotonic() + 20
         while not seen and time.monotonic() < deadline:
             assert_same_bits(a, b)
-    assert len(seen) == 1
+    assert seen
     assert threading.get_ident() not in seen
 
 

@@ -204,7 +204,7 @@ def calls_step_for_show(x, y, step):
 
 @WRONG.to(
     "systolic_matmul",
-    "In tick 0, the a that step was given is not what",
+    "In tick 0, step was not given the a that the PEs hold",
     "come in through left and top alone",
 )
 def fills_whole_rows_at_once(x, y, step):
@@ -216,7 +216,7 @@ def fills_whole_rows_at_once(x, y, step):
     return sums
 
 
-@WRONG.to("systolic_matmul", "In tick 0, the sums that step was given is not what the PEs hold")
+@WRONG.to("systolic_matmul", "In tick 0, step was not given the sums that the PEs hold")
 def begins_with_the_product(x, y, step):
     zeros = np.zeros((len(x), y.shape[1]), x.dtype)
     return step(zeros, zeros, x @ y, zeros[:, 0], zeros[0])[2]

@@ -264,7 +264,7 @@ def forgets_that_a_multiprocessor_has_several(multiprocessors, cores, m, n, k, c
     return 2 * m * n * k * multiprocessors * clock
 
 
-@WRONG.to("rounded", "rounded([256]", "expected", "got")
+@WRONG.to("rounded", "rounded([255.999985], 24)", "expected", "got")
 def trusts_a_logarithm(x, bits):
     exponent = np.floor(np.log2(np.abs(x) + (x == 0))) + 1  # of a number just below 256 it is 9
     return np.ldexp(np.round(np.ldexp(x, (bits - exponent).astype(int))), (exponent - bits).astype(int))
