@@ -105,7 +105,7 @@ def one_host(host: int, first: int, ranks: int, folder: Path, timeout: float) ->
 def main() -> None:
     """Fork a process for each host."""
 
-    # What each rank would import for itself otherwise.
+    # Else each rank would import it for itself.
     from minidist.comm import collectives, messages, world  # noqa: F401
     from minidist.parallel.engine import prepare  # noqa: F401
 
