@@ -844,7 +844,7 @@ shutil.rmtree(scratch)
 # - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row that is too long for one rank, shared along its
 #   tokens. The keys and values travel in lesson 8's ring. The engine's form is
 #   [`ring_attention`](../minidist/parallel/context/ring_attention.py).
-# - [`Experts`](../minidist/plain/experts.py): a layer of several small networks, the experts, each of which
+# - [`ExpertBlock`](../minidist/plain/experts.py): a layer of several small networks, the experts, each of which
 #   computes only some of the tokens. Each rank holds some experts, and every token travels to its expert. The
 #   engine has no experts.
 #

@@ -1,9 +1,11 @@
 """The training ladder: every strategy on one page, for readers who know PyTorch and nothing else.
 
 Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`) with the same function,
-`train(model, batches, make_optimizer)`. Every rank passes the same model and the same global batches, and the
-rung takes this rank's share. The losses and weights are those of one process, but for the parameter server
-and local SGD, which trade that for less waiting. Read in this order:
+`train(model, batches, make_optimizer)`. Every rank passes the same global batches, and the rung takes this
+rank's share. All ranks start from rank 0's weights (`gpt.same_weights`). All end with the whole trained
+model, as one process leaves it: without hooks or missing parts, ready to be printed, evaluated, or trained by
+another rung. Losses and weights are those of one process, but for the parameter server and local SGD, which
+trade that for less waiting. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|
@@ -31,8 +33,8 @@ A rank is one of n processes, each with its own memory. Ranks share nothing but 
     all_to_all      rank r gets the r-th part of every tensor     (n - 1) / n S
 
 `send` and `recv` pass a tensor from one rank to another. With `async_op=True` a call returns at once, and its
-`wait()` returns the result. A rung's formula is for one step. What it sends once, parameters at the start and
-losses at the end, comes on top. To run a rung on 4 ranks, and print the losses that rank 0 has seen:
+`wait()` returns the result. A rung's formula is for one step. What it sends once, weights and losses, comes
+on top. To run a rung on 4 ranks, and print the losses that rank 0 has seen:
 
     import functools, minidist, torch
     from minidist.plain import data_parallel, gpt

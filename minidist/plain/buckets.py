@@ -7,12 +7,9 @@ parameter's `.grad` is a view of its bucket, so the backward pass writes right i
 A rank sends 2 (n - 1) / n S bytes in a step, as before: n ranks, S bytes of parameters. But it sends fewer
 messages, one for each bucket: 7 instead of 69 for the ladder's GPT.
 
-Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
-3.2.2.
+Source: Li et al. 2020, "PyTorch Distributed", section 3.2.2.
 Lesson: 10 "Buckets and overlap"
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
 def groups_of(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
@@ -47,8 +44,7 @@ def train(
 ) -> list[float]:
     """Train `model` in place on this rank's rows; a bucket has at most `limit` elements (PyTorch: 25 MB)."""
     rank, ranks = comm.rank(), comm.size()
-    for p in model.parameters():
-        comm.broadcast(p.detach())
+    same_weights(model)
     buckets = [bucket_of(group) for group in groups_of(model.parameters(), limit)]
     optimizer, losses = make_optimizer(model.parameters()), []
     for batch in batches:

@@ -4,16 +4,17 @@ The loss of a batch is a mean over its rows, so its gradient is a sum to which e
 rank computes the part of its own rows, and an all-reduce for each parameter adds up the parts. Now all ranks
 have the gradient of the whole batch and make the same update, so their models stay the same.
 
-A rank sends 2 (n - 1) / n S bytes in a step, in one message for each parameter: n ranks, S bytes of
-parameters. A batch has at least n rows. If n does not divide them, the parts differ in size: a rank's mean
-loss then counts by its share of the rows.
+A rank first knows the mean loss of its own rows. It weighs this mean by its share of the batch's rows; then
+the ranks' losses add up to the mean over the batch, and so do their gradients. A mean of the ranks' means
+would differ where n does not divide the rows: of 5 rows on 2 ranks, each of the 2 would count more than each
+of the 3.
 
-Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
-3.2.1.
+A rank sends 2 (n - 1) / n S bytes in a step, in one message for each parameter: n ranks, S bytes of
+parameters. A batch has at least n rows.
+
+Source: Li et al. 2020, "PyTorch Distributed", section 3.2.1.
 Lesson: 09 "Data parallel"
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -21,14 +22,13 @@ import torch
 from torch import nn
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train `model` in place on this rank's rows of each batch, and return the losses of whole batches."""
     rank, ranks = comm.rank(), comm.size()
-    for p in model.parameters():
-        comm.broadcast(p.detach())  # all ranks start from rank 0's parameters
+    same_weights(model)
     optimizer, losses = make_optimizer(model.parameters()), []
     for batch in batches:
         # Compute: this rank's part of the loss, and the part's gradient.

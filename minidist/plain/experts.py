@@ -1,34 +1,32 @@
 """Experts: each rank holds some of a block's MLPs, and every token travels to the one that suits it.
 
 A block has E MLPs, the experts, and a router that gives each of them a weight for each token. A token goes
-through the expert with the largest weight only, so more experts cost a token no more work. Each rank takes
-its rows of the batch, as in data parallelism, and holds E / n experts; an all-to-all takes the tokens to the
-ranks of their experts, and another one takes the results back.
+through the MLP with the largest weight only, so more MLPs cost a token no more work. Each rank takes its rows
+of the batch, as in data parallelism, and holds E / n MLPs; an all-to-all takes the tokens to the ranks of
+their MLPs, and another one takes the results back.
 
-    rows of rank 0 ── router ──╲  ╱── experts 0 and 1 ──╲  ╱── times the weight ── rows of rank 0
-                                ╳       all-to-all       ╳
-    rows of rank 1 ── router ──╱  ╲── experts 2 and 3 ──╱  ╲── times the weight ── rows of rank 1
+    rows of rank 0 ── router ──╲  ╱── MLPs 0 and 1 ──╲  ╱── times the weight ── rows of rank 0
+                                ╳     all-to-all      ╳
+    rows of rank 1 ── router ──╱  ╲── MLPs 2 and 3 ──╱  ╲── times the weight ── rows of rank 1
 
 In a step a rank sends 2 (O + G) + 8 (n - 1) / n E bytes for each block, and 2 (n - 1) / n R for the gradients
 of the parameters that every rank has: n ranks, R the bytes of these parameters, O the bytes of its tokens
 that go to other ranks, G the bytes of guests, other ranks' tokens, whose results it sends back. The 2 counts
-their gradients; 8 bytes say how many tokens go to an expert. n divides E; a batch has at least n rows.
+their gradients; 8 bytes say how many tokens go to an MLP. n divides E; a batch has at least n rows.
 
-Sources: Fedus, Zoph and Shazeer 2021, "Switch Transformers", section 2.1; Lepikhin et al. 2020, "GShard",
-section 3. They also limit the tokens of an expert, and add a loss that spreads tokens evenly.
+Sources: Fedus et al. 2021, "Switch Transformers", section 2.1; Lepikhin et al. 2020, "GShard", section 3.
 Lesson: 15 "All together"
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.plain.gpt import Batch, Block, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, Block, MakeOptimizer, loss_of, same_weights
 
 
 class Travel(torch.autograd.Function):
@@ -46,75 +44,77 @@ class Travel(torch.autograd.Function):
         return comm.all_to_all(gradient, *ctx.way_back), None, None
 
 
-travel: Callable[[Tensor, list[int], list[int]], Tensor] = Travel.apply
-
-
-class Experts(nn.Module):
-    """A router, and this rank's share of E experts."""
-
-    def __init__(self, D: int, E: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(D, E)
-        experts = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(E)]
-        own = E // comm.size()
-        self.experts = nn.ModuleList(experts[comm.rank() * own : (comm.rank() + 1) * own])
-
-    def forward(self, x: Tensor) -> Tensor:  # (B / n, T, D)
-        """Return each token's result from its expert, times the expert's weight."""
-        n, own, tokens = comm.size(), len(self.experts), x.flatten(0, 1)  # N tokens: (N, D)
-        weight, chosen = self.router(tokens).softmax(-1).max(-1)  # (N), (N)
-        # Announce how many tokens go from each rank to each expert.
-        going = chosen.bincount(minlength=n * own)  # (E): of ours, to each expert
-        coming = comm.all_to_all(going)  # (n E / n): to each of our experts, from rank 0, from rank 1, ...
-        outgoing, incoming = (count.view(n, own).sum(1).tolist() for count in (going, coming))
-        # Travel: the tokens of expert 0 first, then those of expert 1, ...
-        order = chosen.argsort()
-        guests = travel(tokens[order], outgoing, incoming)  # (sum(incoming), D)
-        # Compute.
-        expert_of = torch.arange(own).repeat(n).repeat_interleave(coming)  # each guest's
-        results = torch.empty_like(guests)
-        for i, expert in enumerate(self.experts):
-            results[expert_of == i] = expert(guests[expert_of == i])
-        # Travel back, each result to where its token was.
-        y = torch.empty_like(tokens)
-        y[order] = travel(results, incoming, outgoing)
-        return y.mul(weight[:, None]).view_as(x)
-
-
 class ExpertBlock(nn.Module):
-    """A block with experts instead of its MLP."""
+    """A block with a router and E MLPs instead of one MLP, as a single process has it."""
 
-    def __init__(self, block: Block, experts: Experts) -> None:
+    def __init__(self, block: Block, E: int) -> None:
         super().__init__()
-        self.norm1, self.attention, self.norm2, self.mlp = block.norm1, block.attention, block.norm2, experts
+        self.norm1, self.attention, self.norm2 = block.norm1, block.attention, block.norm2
+        D = block.up.in_features
+        mlps = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(E)]
+        self.router, self.mlps = nn.Linear(D, E), nn.ModuleList(mlps)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B / n, T, D)
-        """As in gpt.py."""
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        """As in gpt.py, but for the MLP: each token's result comes from the one that the router chooses."""
         x = x + self.attention(self.norm1(x))
-        y: Tensor = x + self.mlp(self.norm2(x))
-        return y
+        tokens = self.norm2(x).flatten(0, 1)  # N tokens: (N, D)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)  # (N), (N)
+        return x + self.results(tokens, chosen).mul(weight[:, None]).view_as(x)
+
+    def results(self, tokens: Tensor, chosen: Tensor) -> Tensor:  # (N, D), (N)
+        """Return each token's result from the MLP with the chosen number."""
+        results = torch.empty_like(tokens)
+        for i, mlp in enumerate(self.mlps):
+            results[chosen == i] = mlp(tokens[chosen == i])
+        return results
+
+
+class SharedBlock(ExpertBlock):
+    """The same with E / n of the MLPs. The comments' example: n = 2, E = 4, our tokens choose 2 0 3 0."""
+
+    def results(self, tokens: Tensor, chosen: Tensor) -> Tensor:  # (N, D), (N)
+        """Send the tokens to the ranks of their MLPs, compute there, and send the results back."""
+        n, k = comm.size(), len(self.mlps)
+        # Announce how many tokens go from each rank to each MLP.
+        going = chosen.bincount(minlength=n * k)  # (E), of ours to each: 2 0 1 1
+        coming = comm.all_to_all(going)  # (n k), to each of our k: from rank 0, from rank 1, ...
+        outgoing, incoming = (count.view(n, k).sum(1).tolist() for count in (going, coming))  # 2 2 go
+        # Travel: the tokens of MLP 0 first, then those of MLP 1, ...
+        order = chosen.argsort()  # 1 3 0 2
+        guests = Travel.apply(tokens[order], outgoing, incoming)  # (sum(incoming), D)
+        chosen_by_guests = torch.arange(k).repeat(n).repeat_interleave(coming)  # which of our k
+        results = super().results(guests, chosen_by_guests)
+        return Travel.apply(results, incoming, outgoing)[order.argsort()]  # each to where its token was
 
 
 def train(
-    model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer, experts: int = 4
+    model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer, E: int = 4
 ) -> list[float]:
-    """Give the blocks of `model` experts, train this rank's part in place, and return the losses."""
-    rank, n, losses = comm.rank(), comm.size(), []
-    torch.manual_seed(0)  # all ranks draw all experts, and keep their own
+    """Give the blocks of `model` E experts, train this rank's part in place, and return the losses."""
+    rank, n, k = comm.rank(), comm.size(), E // comm.size()
     for i, layer in enumerate(model):
         if isinstance(layer, Block):
-            model[i] = ExpertBlock(layer, Experts(layer.up.in_features, experts).to(layer.up.weight))
-    optimizer = make_optimizer(model.parameters())
+            model[i] = ExpertBlock(layer, E).to(layer.up.weight)
+    same_weights(model)
+    blocks = [layer for layer in model if isinstance(layer, ExpertBlock)]
+    for block in blocks:
+        block.__class__, block.mlps = SharedBlock, block.mlps[rank * k : (rank + 1) * k]
+    optimizer, losses = make_optimizer(model.parameters()), []
     for batch in batches:
         # Compute: what this rank's rows contribute to the mean loss, and to the gradients.
         inputs, targets = (rows.tensor_split(n)[rank] for rows in batch)  # (B / n, T)
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])
         loss.backward()
-        # Communicate: add up what all rows contribute. An expert has seen all its tokens.
+        # Communicate: add up what all rows contribute. An MLP has seen all its tokens.
         for name, p in model.named_parameters():
-            if ".experts." not in name:
+            if ".mlps." not in name:
                 comm.all_reduce(p.grad)
         optimizer.step()
         losses.append(loss.detach())
+    for block in blocks:  # the caller gets all MLPs
+        own, block.__class__ = block.mlps, ExpertBlock
+        block.mlps = nn.ModuleList(own[i % k] if i // k == rank else deepcopy(own[0]) for i in range(E))
+        for i, mlp in enumerate(block.mlps):
+            same_weights(mlp, i // k)
     return comm.all_reduce(torch.stack(losses)).tolist()

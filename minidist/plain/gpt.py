@@ -8,13 +8,13 @@ is the only place where tokens exchange information; every other layer treats ea
 Letters of the shapes, here and in all rungs: B rows, T tokens in a row, D width, H heads, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from minidist import comm
 
 Batch = tuple[Tensor, Tensor]
 """Input tokens and target tokens, both (B, T)."""
@@ -34,11 +34,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         """Return the attention's output, of the shape of `x`."""
+        return self.out(self.mix(x))
+
+    def mix(self, x: Tensor) -> Tensor:  # (B, T, D)
+        """Return what the heads find, one head beside the other."""
         projected = (project(x) for project in (self.query, self.key, self.value))
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)  # (B, H, T, D / H)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D / H)
-        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, D)
-        return y
+        return mixed.transpose(1, 2).flatten(2)  # (B, T, D)
 
 
 class Block(nn.Module):
@@ -53,18 +56,24 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         """Return the block's output, of the shape of `x`."""
         x = x + self.attention(self.norm1(x))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return y
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def gpt(
     layers: int = 4, width: int = 32, heads: int = 4, vocabulary: int = 64, seed: int = 0
 ) -> nn.Sequential:
-    """Build the model: tokens (B, T) to scores (B, T, V). Ranks with the same seed have the same weights."""
+    """Build the model: tokens (B, T) to scores (B, T, V). Its weights depend on the seed alone."""
     torch.manual_seed(seed)
     blocks = [Block(width, heads) for _ in range(layers)]
     norm, head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
     return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, norm, head)
+
+
+def same_weights(module: nn.Module, source: int = 0) -> None:
+    """Give every rank the weights of rank `source`, and no gradients. Rungs with several ranks begin so."""
+    for p in module.parameters():
+        p.grad = None
+        comm.broadcast(p.detach(), source)
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:

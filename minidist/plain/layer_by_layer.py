@@ -18,30 +18,26 @@ Source: Huang et al. 2019, "GPipe", section 1 and figure 2b.
 Lesson: 12 "Cutting the model"
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
-def own_layers(model: nn.Sequential) -> nn.Sequential:
-    """Return this rank's part of the model: consecutive layers, about as many on each rank."""
-    layers, rank, n = list(model), comm.rank(), comm.size()
+def own_layers(model: nn.Sequential, rank: int) -> nn.Sequential:
+    """Return a rank's part of the model: consecutive layers, about as many on each rank."""
+    layers, n = list(model), comm.size()
     return nn.Sequential(*layers[len(layers) * rank // n : len(layers) * (rank + 1) // n])
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train this rank's layers of `model` in place, and return the losses."""
-    rank, last = comm.rank(), comm.size() - 1
-    layers, embedding = (
-        own_layers(model),
-        next(model.parameters()),
-    )  # (V, D): messages have its D and dtype
+    same_weights(model)
+    rank, last, layers = comm.rank(), comm.size() - 1, own_layers(model, comm.rank())
+    embedding = next(model.parameters())  # (V, D): messages have its D and dtype
     optimizer, losses = make_optimizer(layers.parameters()), []
     for inputs, targets in batches:  # (B, T) both
         optimizer.zero_grad()
@@ -64,4 +60,6 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
         # Update: each rank its own layers.
         optimizer.step()
         losses.append(loss.detach())
+    for owner in range(last + 1):
+        same_weights(own_layers(model, owner), owner)  # the caller gets the whole model
     return comm.all_reduce(torch.stack(losses)).tolist()  # the other ranks add zeros to the last one's

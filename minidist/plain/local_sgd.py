@@ -12,8 +12,6 @@ Source: Stich 2019, "Local SGD Converges Fast and Communicates Little", algorith
 Lesson: 11 "Waiting or not"
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +19,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
 def train(
@@ -29,9 +27,9 @@ def train(
 ) -> list[float]:
     """Train `model` in place on this rank's rows; average after every k-th step, and after the last."""
     rank, ranks = comm.rank(), comm.size()
+    same_weights(model)
     x = parameters_to_vector(model.parameters()).detach()  # all parameters in one message
     vector_to_parameters(x, model.parameters())
-    comm.broadcast(x)
     optimizer, losses = make_optimizer(model.parameters()), []
     for step, batch in enumerate(batches, start=1):
         # Compute and update, without the other ranks.

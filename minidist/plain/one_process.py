@@ -8,8 +8,6 @@ Sends nothing.
 Lesson: 07 "A network on your own matmul"
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

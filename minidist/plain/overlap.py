@@ -8,12 +8,9 @@ when most messages have arrived.
 A rank sends 2 (n - 1) / n S bytes in a step, as before: n ranks, S bytes of parameters. Only the last bucket,
 that of the first layers, has no computation left to hide behind.
 
-Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
-3.2.3.
+Source: Li et al. 2020, "PyTorch Distributed", section 3.2.3.
 Lesson: 10 "Buckets and overlap"
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
 class Bucket:
@@ -33,7 +30,7 @@ class Bucket:
         self.count = self.missing = len(parameters)
         for p, part in zip(parameters, self.flat.split(sizes), strict=True):
             p.grad = part.view_as(p)
-            p.register_post_accumulate_grad_hook(self.arrived)
+        self.hooks = [p.register_post_accumulate_grad_hook(self.arrived) for p in parameters]
 
     def arrived(self, p: Tensor) -> None:
         """Count a gradient, and launch with the last: in the same order on all ranks, as collectives need."""
@@ -62,8 +59,7 @@ def train(
 ) -> list[float]:
     """Train `model` in place on this rank's rows; a bucket has at most `limit` elements (PyTorch: 25 MB)."""
     rank, ranks = comm.rank(), comm.size()
-    for p in model.parameters():
-        comm.broadcast(p.detach())
+    same_weights(model)
     # Buckets go from the last layer to the first, as gradients arrive.
     buckets = [Bucket(group) for group in groups_of(reversed([*model.parameters()]), limit)]
     optimizer, losses = make_optimizer(model.parameters()), []
@@ -80,4 +76,6 @@ def train(
         # Update.
         optimizer.step()
         losses.append(loss.detach())
+    for hook in [hook for bucket in buckets for hook in bucket.hooks]:
+        hook.remove()  # else a later backward pass would send gradients, too
     return comm.all_reduce(torch.stack(losses)).tolist()

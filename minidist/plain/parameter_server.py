@@ -13,8 +13,6 @@ Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 
 Lesson: 11 "Waiting or not"
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
 def serve(x: nn.Parameter, steps: int, optimizer: torch.optim.Optimizer) -> None:
@@ -64,9 +62,9 @@ def work(x: Tensor, model: nn.Sequential, batches: Sequence[Batch]) -> Tensor:
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train `model` in place, as the server or as a worker, and return the losses of whole batches."""
+    same_weights(model)
     x = nn.Parameter(parameters_to_vector(model.parameters()).detach())  # all parameters in one message
     vector_to_parameters(x, model.parameters())  # from now on they are views of x
-    comm.broadcast(x.detach())
     if comm.rank() == 0:
         serve(x, len(batches), make_optimizer([x]))
         losses = x.new_zeros(len(batches))

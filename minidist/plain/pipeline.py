@@ -15,6 +15,9 @@ GPipe runs all forward passes first, so a rank holds the activations of all m mi
 backward pass as soon as it can. It is no faster, but rank r of p holds the activations of at most p - r
 micro-batches. With either, a rank waits for (p - 1) / (m + p - 1) of the time, so a larger m helps.
 
+A rank waits for what it receives, because the instruction needs it. It does not wait for what it sends: two
+neighbours that send to each other at the same time would wait forever, each for the other to receive.
+
 In a step every rank but the last sends A bytes to the next rank, and every rank but the first sends A bytes
 to the one before, in m messages: A is the bytes of the activations between two layers, B T D elements. A
 batch has at least m rows, and a model at least p layers.
@@ -23,15 +26,13 @@ Sources: Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2019, "PipeDr
 Lesson: 12 "Cutting the model"
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 Instruction = tuple[str, int]
 """("F", 3) or ("B", 3)."""
@@ -53,9 +54,9 @@ def one_f_one_b(rank: int, p: int, m: int) -> list[Instruction]:
     return forward[:ahead] + in_turn + backward[m - ahead :]
 
 
-def own_layers(model: nn.Sequential) -> nn.Sequential:
-    """Return this rank's part of the model: consecutive layers, about as many on each rank."""
-    layers, rank, p = list(model), comm.rank(), comm.size()
+def own_layers(model: nn.Sequential, rank: int) -> nn.Sequential:
+    """Return a rank's part of the model: consecutive layers, about as many on each rank."""
+    layers, p = list(model), comm.size()
     return nn.Sequential(*layers[len(layers) * rank // p : len(layers) * (rank + 1) // p])
 
 
@@ -105,14 +106,15 @@ def train(
     m: int = 4,
 ) -> list[float]:
     """Train this rank's layers of `model` in place, and return the losses."""
-    layers, embedding = (
-        own_layers(model),
-        next(model.parameters()),
-    )  # (V, D): messages have its D and dtype
-    instructions = schedule(comm.rank(), comm.size(), m)
+    same_weights(model)
+    rank, p = comm.rank(), comm.size()
+    layers, instructions = own_layers(model, rank), schedule(rank, p, m)
+    embedding = next(model.parameters())  # (V, D): messages have its D and dtype
     optimizer, losses = make_optimizer(layers.parameters()), []
     for batch in batches:
         optimizer.zero_grad()
         losses.append(run(instructions, layers, batch, m, embedding))
         optimizer.step()
+    for owner in range(p):
+        same_weights(own_layers(model, owner), owner)  # the caller gets the whole model
     return comm.all_reduce(torch.stack(losses)).tolist()  # the other ranks add zeros to the last one's

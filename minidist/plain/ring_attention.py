@@ -4,18 +4,20 @@ Every rank has all parameters, and T / n of the tokens of each row. Only attenti
 there each rank's block of keys and values travels around a ring, and while a rank computes with one block,
 the next one arrives. The softmax is put together block by block, so no rank ever holds the keys or the scores
 of a whole row. The backward pass sends the blocks around once more, each followed by the sum of its
-gradients, to which every rank adds; the last hop brings the sum home.
+gradients, to which every rank adds.
 
 In a step a rank sends L ((n - 1) + (2 n - 1)) K bytes, forward and backward, and 2 (n - 1) / n S for the
 gradients of the parameters: n ranks, L blocks of the model, K the bytes of a rank's keys and values, S those
-of the parameters. K has 2 B T D / n elements. n is at least 2, and divides T.
+of the parameters. A block makes n - 1 hops to see all ranks. Its gradients make n, since the last hop brings
+them home: backward that is (n - 1) + n. K has 2 B T D / n elements. n is at least 2, and divides T.
+
+The ranks' work is uneven: tokens see only those before them, so rank 0 computes with 1 block and the last
+rank with all n, and the others wait for it. Ranks with tokens of both ends of a row would even this out.
 
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 section 3; for the softmax in blocks and its gradient, Dao et al. 2022, "FlashAttention", 3.1 and appendix B.
 Lesson: 15 "All together"
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.plain.gpt import Attention, Batch, Block, MakeOptimizer, loss_of
+from minidist.plain.gpt import Attention, Batch, Block, MakeOptimizer, loss_of, same_weights
 
 
 def around_the_ring(block: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -86,24 +88,19 @@ class RingSoftmax(torch.autograd.Function):
 class RingAttention(Attention):
     """The model's attention, for this rank's tokens."""
 
-    def __init__(self, whole: Attention) -> None:
-        nn.Module.__init__(self)
-        self.heads, self.out = whole.heads, whole.out
-        self.query, self.key, self.value = whole.query, whole.key, whole.value
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, T / n, D)
+    def mix(self, x: Tensor) -> Tensor:  # (B, T / n, D)
         """As in gpt.py, but for the softmax."""
         projected = (project(x) for project in (self.query, self.key, self.value))
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in projected)
-        y: Tensor = self.out(RingSoftmax.apply(q, k, v).transpose(1, 2).flatten(2))
-        return y
+        return RingSoftmax.apply(q, k, v).transpose(1, 2).flatten(2)
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train `model` in place on this rank's tokens of each batch, and return the losses."""
-    for layer in model:
-        if isinstance(layer, Block):
-            layer.attention = RingAttention(layer.attention)
+    same_weights(model)
+    blocks = [layer for layer in model if isinstance(layer, Block)]
+    for block in blocks:
+        block.attention.__class__ = RingAttention  # the same parameters, another forward pass
     rank, n, optimizer, losses = comm.rank(), comm.size(), make_optimizer(model.parameters()), []
     for batch in batches:
         # Compute: what this rank's tokens contribute to the mean loss, and to the gradients.
@@ -116,4 +113,6 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
             comm.all_reduce(p.grad)
         optimizer.step()
         losses.append(loss.detach())
+    for block in blocks:
+        block.attention.__class__ = Attention
     return comm.all_reduce(torch.stack(losses)).tolist()

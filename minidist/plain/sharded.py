@@ -13,12 +13,9 @@ gives every element an owner. Only the owner updates the element, so only the ow
 n ranks; S bytes of parameters, each layer's padded to a multiple of n; AdamW's state. Held: as the backward
 pass ends, besides the layer at work. The optimizer has to treat each element by itself, as AdamW does.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-section 5.
+Source: Rajbhandari et al. 2020, "ZeRO", section 5.
 Lesson: 14 "ZeRO 1, 2, 3"
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,7 +26,7 @@ from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from minidist import comm
-from minidist.plain.gpt import Batch, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, MakeOptimizer, loss_of, same_weights
 
 
 class Keep(NamedTuple):
@@ -52,18 +49,19 @@ class Unit:
     """A layer's parameters as views of one flat tensor of n k elements; this rank owns k of them, or all."""
 
     def __init__(self, layer: nn.Module, keep: Keep) -> None:
-        self.parameters, self.keep = [*layer.parameters()], keep
+        self.layer, self.parameters, self.keep = layer, [*layer.parameters()], keep
         self.padding = 0, -sum(p.numel() for p in self.parameters) % comm.size()  # before, after
-        self.values = comm.broadcast(pad(parameters_to_vector(self.parameters).detach(), self.padding))
+        self.values = pad(parameters_to_vector(self.parameters).detach(), self.padding)
         vector_to_parameters(self.values, self.parameters)  # makes the parameters views
         own = self.values if keep.state else self.values.chunk(comm.size())[comm.rank()]  # (n k,) or (k,)
         self.own = nn.Parameter(own if keep.parameters else own.clone())  # what the optimizer updates
-        for p in self.parameters:
-            p.register_post_accumulate_grad_hook(self.gradient_arrived)
+        # Forward: gather, compute, free. Backward: the output's gradient arrives first: gather, compute. The
+        # parameters' gradients arrive, in any order: with the last of them reduce, free.
+        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_arrived) for p in self.parameters]
         if not keep.parameters:
             self.free()
-            layer.register_forward_pre_hook(lambda *_: self.gather())
-            layer.register_forward_hook(self.forward_done)
+            self.hooks.append(layer.register_forward_pre_hook(lambda *_: self.gather()))
+            self.hooks.append(layer.register_forward_hook(self.forward_done))
 
     def gather(self) -> None:
         """Fetch the values of all owners."""
@@ -71,7 +69,7 @@ class Unit:
         comm.all_gather(self.own.detach(), out=self.values)  # (k,) to (n k,)
 
     def free(self) -> None:
-        """Give the values' memory back. The parameters stay views of it, and the next gather fills it."""
+        """Give the memory back. The tensor stays, as do its views in the model and autograd, for a gather."""
         self.values.untyped_storage().resize_(0)
 
     def forward_done(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -90,8 +88,7 @@ class Unit:
         """Add up the gradients of all ranks; keep the sums for what this rank owns, and nothing else."""
         gradient = pad(parameters_to_vector(p.grad for p in self.parameters), self.padding)  # (n k,)
         self.own.grad = comm.all_reduce(gradient) if self.keep.state else comm.reduce_scatter(gradient)
-        for p in self.parameters:
-            p.grad = None
+        self.layer.zero_grad()
 
 
 def train(
@@ -99,6 +96,7 @@ def train(
 ) -> list[float]:
     """Train `model` in place on this rank's rows, with a row of the table."""
     keep, rank, ranks = TABLE[row], comm.rank(), comm.size()
+    same_weights(model)
     units = [Unit(layer, keep) for layer in model]
     optimizer, losses = make_optimizer([unit.own for unit in units]), []
     for batch in batches:
@@ -114,7 +112,9 @@ def train(
             for unit in units:
                 unit.gather()
         losses.append(loss.detach())
-    if not keep.parameters:
-        for unit in units:
-            unit.gather()  # the caller gets the whole model
+    for unit in units:  # the caller gets a whole model without hooks
+        if not keep.parameters:
+            unit.gather()
+        for hook in unit.hooks:
+            hook.remove()
     return comm.all_reduce(torch.stack(losses)).tolist()

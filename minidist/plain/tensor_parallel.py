@@ -8,8 +8,7 @@ attention does if each rank has whole heads, and GELU looks at each element alon
     forward    x ── enter ── own outputs ── own inputs ── leave ── y    leave adds up the ranks' results
     backward   the same from right to left                              enter adds up the ranks' gradients
 
-Autograd does not see the other ranks, so `enter` and `leave` define their backward pass themselves; the paper
-calls them f and g.
+Autograd does not see the other ranks, so `enter` and `leave` (in the paper f and g) say what goes backward.
 
 In a step a rank takes part in 4 L all-reduces of A bytes, two forward and two backward in each block, and so
 sends 8 L (n - 1) / n A: n ranks, L blocks, A the bytes of the activations between two blocks, B T D elements.
@@ -19,8 +18,6 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3 and figure 3.
 Lesson: 13 "Tensor and sequence parallel"
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
 from minidist import comm
-from minidist.plain.gpt import Batch, Block, MakeOptimizer, loss_of
+from minidist.plain.gpt import Batch, Block, MakeOptimizer, loss_of, same_weights
 
 
 class Enter(torch.autograd.Function):
@@ -64,47 +61,49 @@ enter: Callable[[Tensor], Tensor] = Enter.apply
 leave: Callable[[Tensor], Tensor] = Leave.apply
 
 
-def own_part(whole: Tensor, dim: int) -> nn.Parameter:
-    """Return this rank's n-th of a tensor."""
-    return nn.Parameter(whole.detach().chunk(comm.size(), dim)[comm.rank()].clone())
-
-
-class OwnInputs(nn.Linear):
-    """A linear layer that sees this rank's inputs only. The bias is added once, after the ranks' sum."""
-
-    def __init__(self, whole: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias = own_part(whole.weight, 1), whole.bias  # (out, in / n), (out)
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, in / n)
-        """Return the whole output, (B, T, out), the same on all ranks."""
-        return leave(linear(x, self.weight)) + self.bias
+def own_inputs(layer: nn.Linear, x: Tensor) -> Tensor:  # (B, T, in / n) -> (B, T, D)
+    """Add up what the ranks find with their inputs, and then the bias, so that it is added once."""
+    return leave(linear(x, layer.weight)) + layer.bias
 
 
 class SharedBlock(Block):
     """A block of which each rank has an n-th of the heads, and an n-th of the MLP's hidden units."""
 
-    def __init__(self, whole: Block) -> None:
-        nn.Module.__init__(self)
-        self.norm1, self.attention, self.norm2 = whole.norm1, whole.attention, whole.norm2
-        self.attention.heads //= comm.size()
-        self.attention.out = OwnInputs(whole.attention.out)
-        self.up, self.down = whole.up, OwnInputs(whole.down)
-        for layer in (self.attention.query, self.attention.key, self.attention.value, self.up):
-            layer.weight, layer.bias = own_part(layer.weight, 0), own_part(layer.bias, 0)  # own outputs
-
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D), the same on all ranks
         """Return the block's output, the same on all ranks."""
-        x = x + self.attention(enter(self.norm1(x)))
-        y: Tensor = x + self.down(gelu(self.up(enter(self.norm2(x)))))
-        return y
+        x = x + own_inputs(self.attention.out, self.attention.mix(enter(self.norm1(x))))
+        return x + own_inputs(self.down, gelu(self.up(enter(self.norm2(x)))))
+
+
+def cut_of(block: Block) -> dict[Tensor, int]:
+    """Map each parameter of which a rank has a part to the dimension that is cut: 0 outputs, 1 inputs."""
+    a = block.attention
+    first = {p: 0 for layer in (a.query, a.key, a.value, block.up) for p in layer.parameters()}
+    return first | {a.out.weight: 1, block.down.weight: 1}
+
+
+def cut(block: Block) -> None:
+    """Keep this rank's parts. The block and its layers stay the same objects, with another forward pass."""
+    for p, dim in cut_of(block).items():
+        p.data = p.data.chunk(comm.size(), dim)[comm.rank()].clone()
+    block.attention.heads //= comm.size()
+    block.__class__ = SharedBlock
+
+
+def join(block: Block) -> None:
+    """Put the parts together again, and give the block its own forward pass back."""
+    for p, dim in cut_of(block).items():
+        p.data, p.grad = comm.all_gather(p.data.transpose(0, dim)).transpose(0, dim).contiguous(), None
+    block.attention.heads *= comm.size()
+    block.__class__ = Block
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
     """Train this rank's parts of `model` in place, and return the losses."""
-    for i, layer in enumerate(model):
-        if isinstance(layer, Block):
-            model[i] = SharedBlock(layer)
+    same_weights(model)
+    blocks = [layer for layer in model if isinstance(layer, Block)]
+    for block in blocks:
+        cut(block)
     optimizer, losses = make_optimizer(model.parameters()), []
     for inputs, targets in batches:  # (B, T) both
         # As in one process: enter and leave communicate. What is not cut has the same gradient on all ranks.
@@ -113,4 +112,6 @@ def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOp
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    for block in blocks:
+        join(block)
     return losses

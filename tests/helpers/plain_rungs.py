@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ class Trained:
     parameters: Parameters
     optimized: int  # elements of the parameters that the optimizer got
     calls: list[tuple[str, int]]  # name and bytes of each call; the last collects the losses
-    sent: int  # bytes of all calls
+    sent: int  # bytes of the steps, from the first batch to the end of the last one's
 
 
 def train(
@@ -79,10 +79,19 @@ def train(
         optimized = sum(p.numel() for p in parameters)
         return make(parameters)
 
+    sent = 0
+
+    class Counted(list[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            nonlocal sent
+            before = ledger.bytes_sent
+            yield from batches
+            sent = ledger.bytes_sent - before
+
     with comm.ledger() as ledger:
-        losses = module_of(rung, *mistake).train(model, batches, counted, **options)
+        losses = module_of(rung, *mistake).train(model, Counted(list.copy(batches)), counted, **options)
     calls = [(call.name, call.bytes_sent) for call in ledger.calls]
-    return Trained(losses, parameters_of(model), optimized, calls, ledger.bytes_sent)
+    return Trained(losses, parameters_of(model), optimized, calls, sent)
 
 
 def assert_equal(found: Trained, losses: list[float], parameters: Parameters) -> None:
