@@ -650,6 +650,9 @@ class Mixed(nn.Module):
         self.register_buffer("mask", torch.tensor([True, False]))
         self.register_buffer("none", torch.zeros(0, 4))
         self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("roots", torch.tensor([1j, -1j], dtype=torch.complex64))
+        for dtype in (torch.uint16, torch.uint32, torch.uint64):
+            self.register_buffer(str(dtype)[6:], torch.tensor([0, torch.iinfo(dtype).max], dtype=dtype))
 
 
 def test_exports_are_read_by_others(tmp_path: Path) -> None:
@@ -659,6 +662,12 @@ def test_exports_are_read_by_others(tmp_path: Path) -> None:
     for source in (made, path):
         assert same(load_file(md.export(source, tmp_path / "model.safetensors")), weights)
         assert same(torch.load(md.export(source, tmp_path / "model.pt"), weights_only=True), weights)
+    empty = Mixed()
+    for each in empty.state_dict().values():
+        each.zero_()
+    other = engine(empty)
+    md.load_pretrained(other, tmp_path / "model.safetensors")
+    assert same(other.full_state_dict(), weights)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.pt", "model.safetensors", "one"]
     with pytest.raises(ValueError, match=r"ends in \.safetensors, \.pt or \.pth"):
         md.export(made, tmp_path / "model.bin")
