@@ -143,6 +143,16 @@ class FullyShard(nn.Module):
         """This rank's shards with names that number them."""
         yield from ((f"shard.{number}", each.tensor) for number, each in enumerate(self.slices.all))
 
+    def named_shards(self) -> Iterator[tuple[str, range, Tensor]]:
+        """This rank's part of each parameter: its name, which elements of it, flattened, and their values.
+
+        To write values use `summon`.
+        """
+        names = [name for name, _ in self.module.named_parameters()]
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            for at, span in bucket.ranges():
+                yield names[span.param_index], range(span.start, span.stop), bucket.shard[at : at + len(span)]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.sharding.zero_grad()

@@ -354,6 +354,24 @@ def test_summon_shows_and_takes_back(cluster_of: Clusters) -> None:
     assert cluster_of(2).run(edit) == [(True,) * 4] * 2
 
 
+def test_named_shards_say_where_each_element_is(cluster_of: Clusters) -> None:
+    """Those of all ranks together are the parameters, also frozen ones, each element once."""
+
+    def shards() -> tuple[list[tuple[str, range, torch.Tensor]], dict[str, torch.Tensor]]:
+        model = untied(0)
+        model.layers[1].requires_grad_(False)
+        sharded = md.FullyShard(model, torch.optim.SGD, lr=0.1)
+        return [*sharded.named_shards()], sharded.state_dict()
+
+    (one, whole), (two, _) = cluster_of(2).run(shards)
+    assert len(one) > 1 < len(two)
+    found = {name: torch.full((value.numel(),), torch.nan).to(value) for name, value in whole.items()}
+    for name, at, part in [*one, *two]:
+        assert found[name][at].isnan().all()
+        found[name][at] = part
+    assert all(torch.equal(found[name], value.flatten()) for name, value in whole.items())
+
+
 def test_evaluation_takes_ranks_without_rows(cluster_of: Clusters) -> None:
     case = CASES["gpt"]
     inputs, targets = case.rows(torch.Generator().manual_seed(3), 5)
