@@ -4,10 +4,10 @@ The loss of a batch is a mean over its rows, so its gradient is a sum to which e
 rank computes the part of its own rows, and an all-reduce for each parameter adds up the parts. Now all ranks
 have the gradient of the whole batch and make the same update, so their models stay the same.
 
-A rank first knows the mean loss of its own rows. It weighs this mean by its share of the batch's rows; then
-the ranks' losses add up to the mean over the batch, and so do their gradients. A mean of the ranks' means
-would differ where n does not divide the rows: of 5 rows on 2 ranks, each of the 2 would count more than each
-of the 3.
+Why weigh a rank's loss, and then add up? The loss is a mean over the rank's own rows. Times the rank's share
+of the rows, it is what these rows contribute to the mean over the batch. So the contributions add up to that
+mean, and their gradients to its gradient. The mean of the ranks' means is the same only if n divides the
+rows: of 5 rows on 2 ranks, each row of the rank with 2 would count more.
 
 A rank sends 2 (n - 1) / n S bytes in a step, in one message for each parameter: n ranks, S bytes of
 parameters. A batch has at least n rows.

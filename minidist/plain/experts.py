@@ -90,7 +90,7 @@ class SharedBlock(ExpertBlock):
 def train(
     model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer, E: int = 4
 ) -> list[float]:
-    """Give the blocks of `model` E experts, train this rank's part in place, and return the losses."""
+    """Give each block of `model` E experts, train this rank's, fetch the others, and return the losses."""
     rank, n, k = comm.rank(), comm.size(), E // comm.size()
     for i, layer in enumerate(model):
         if isinstance(layer, Block):

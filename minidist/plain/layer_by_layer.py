@@ -2,8 +2,9 @@
 
 Rank 0 computes the first layers and sends their output to rank 1, and so on to the last rank, which computes
 the loss. Gradients come back the same way: each rank receives the gradient of its output, and sends that of
-its input. Together the ranks train a model that is too large for any of them, but only one works at a time
-(4 ranks, F forward, B backward, time to the right):
+its input. Together the ranks can train a model that is too large for any of them, though in the ladder all
+have it whole before and after. But only one rank works at a time (4 ranks, F forward, B backward, time to the
+right):
 
     rank 0  F . . . . . . B
     rank 1  . F . . . . B .
@@ -34,7 +35,7 @@ def own_layers(model: nn.Sequential, rank: int) -> nn.Sequential:
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
-    """Train this rank's layers of `model` in place, and return the losses."""
+    """Train this rank's layers of `model` in place, fetch the others, and return the losses."""
     same_weights(model)
     rank, last, layers = comm.rank(), comm.size() - 1, own_layers(model, comm.rank())
     embedding = next(model.parameters())  # (V, D): messages have its D and dtype

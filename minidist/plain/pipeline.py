@@ -105,7 +105,7 @@ def train(
     schedule: Schedule = one_f_one_b,
     m: int = 4,
 ) -> list[float]:
-    """Train this rank's layers of `model` in place, and return the losses."""
+    """Train this rank's layers of `model` in place, fetch the others, and return the losses."""
     same_weights(model)
     rank, p = comm.rank(), comm.size()
     layers, instructions = own_layers(model, rank), schedule(rank, p, m)

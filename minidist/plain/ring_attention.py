@@ -8,8 +8,8 @@ gradients, to which every rank adds.
 
 In a step a rank sends L ((n - 1) + (2 n - 1)) K bytes, forward and backward, and 2 (n - 1) / n S for the
 gradients of the parameters: n ranks, L blocks of the model, K the bytes of a rank's keys and values, S those
-of the parameters. A block makes n - 1 hops to see all ranks. Its gradients make n, since the last hop brings
-them home: backward that is (n - 1) + n. K has 2 B T D / n elements. n is at least 2, and divides T.
+of the parameters. Keys and values make n - 1 hops to see all ranks, and their gradients n, since the last
+hop brings them home: backward that is (n - 1) + n. K has 2 B T D / n elements. n is above 1, and divides T.
 
 The ranks' work is uneven: tokens see only those before them, so rank 0 computes with 1 block and the last
 rank with all n, and the others wait for it. Ranks with tokens of both ends of a row would even this out.

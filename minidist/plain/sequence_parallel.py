@@ -96,7 +96,7 @@ def join(block: Block) -> None:
 
 
 def train(model: nn.Sequential, batches: Sequence[Batch], make_optimizer: MakeOptimizer) -> list[float]:
-    """Train this rank's parts of `model` in place, and return the losses."""
+    """Train this rank's parts of `model` in place, join all parts, and return the losses."""
     same_weights(model)
     rank, n, blocks = comm.rank(), comm.size(), [layer for layer in model if isinstance(layer, Block)]
     for block in blocks:

@@ -69,7 +69,7 @@ class Unit:
         comm.all_gather(self.own.detach(), out=self.values)  # (k,) to (n k,)
 
     def free(self) -> None:
-        """Give the memory back. The tensor stays, as do its views in the model and autograd, for a gather."""
+        """Free the memory. Parameters and what autograd saved stay views of it, until a gather fills it."""
         self.values.untyped_storage().resize_(0)
 
     def forward_done(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
