@@ -15,6 +15,7 @@ import pytest
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.rank_processes import supervisor
 from minidist.comm.launching.supervisor import PRELOAD
+from minidist.parallel.training import bf16_on_cpu
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +27,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What every rank that trains would import, for a second and more: those who start ranks do it once.
 os.environ.setdefault(PRELOAD, "torch._dynamo,minidist.parallel.engine.prepare,minidist.model.gpt")
+
+# Before any product: torch then no longer reads the variable. The first run on a machine pays for a trial.
+bf16_on_cpu.avoid()
 
 # A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
 # There is none while these are made, and later ones look at what tests make.

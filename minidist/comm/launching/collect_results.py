@@ -136,6 +136,7 @@ def _first_cause(failures: list[Failure]) -> RankError:
 
 
 _HINTS = {
+    "SIGILL": ": by an instruction that this CPU lacks; `minidist doctor` says whether bfloat16 brings one",
     "SIGKILL": ": by `kill -9`, or by the system because memory ran out",
     "SIGABRT": (
         ": a library gave up and wrote why above; most often ranks call a collective with different shapes "

@@ -20,6 +20,7 @@ from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.tensor.heads import COUNTS
 from minidist.parallel.tensor.plan_check import check_plan
+from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
 
@@ -75,6 +76,8 @@ def check(
     require_free(model.named_parameters())
     if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
         refuse_renormed(model)
+    if layout.precision == "bf16":
+        bf16_on_cpu.require_products(model)
     if fully_shard and layout.zero != 3:
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"

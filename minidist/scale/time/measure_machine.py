@@ -27,6 +27,7 @@ import numpy as np
 
 from minidist.comm.cost.links import PROFILES, Link, LinkProfile, SharedMemoryCost
 from minidist.comm.launching.cluster import Cluster
+from minidist.parallel.training import bf16_on_cpu
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.time.gradient_exchange import ELEMENT_PASSES
 from minidist.scale.time.layer_work import LayerWork, PassWork
@@ -70,6 +71,7 @@ def this_machine(
 
 def _measure_crowd(ranks: int) -> Crowd:
     """Measure what so many ranks attain."""
+    bf16_on_cpu.avoid()  # the ranks time a product in it
     with Cluster(ranks, timeout=180.0) as cluster:
         everyones: list[Measured] = cluster.run(measure)
     rates = solve(everyones)
