@@ -11,6 +11,7 @@ over m, n and k.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -39,6 +40,15 @@ def empty(rows: int, columns: int, dtype: DTypeLike) -> Array:
     memory = np.empty(size + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
     return memory[start : start + size].view(kind).reshape(rows, columns)
+
+
+def require_numba() -> None:
+    """Raise RuntimeError if the environment keeps Numba from compiling."""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        raise RuntimeError(
+            "NUMBA_DISABLE_JIT is set, with which Numba compiles nothing and runs functions as plain Python; "
+            "from rung 3 on a rung is machine code: unset NUMBA_DISABLE_JIT"
+        )
 
 
 @dataclass(frozen=True)

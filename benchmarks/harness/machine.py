@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.benchmarks.harness import identity
-from minidist.comm.launching.cores import available_cores
+from minidist.comm.launching.cores import available_cores, memory_limit
 
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
@@ -136,10 +136,7 @@ def memory_bytes() -> int | None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return total
+    return min(total, memory_limit() or total)
 
 
 def caches(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[str, str]:

@@ -30,7 +30,8 @@ class Watcher:
         self.crash = ""
         self._group: str | None = None
         # pytest captures stderr while a benchmark runs, so keep a copy of the real one and note its width.
-        self.stream = os.fdopen(os.dup(2), "w") if show else open(os.devnull, "w")  # noqa: SIM115 (closed in close)
+        target = os.dup(2) if show else os.devnull
+        self.stream = open(target, "w", errors="replace")  # noqa: SIM115 (closed in close)
         width = Console(stderr=True).width if sys.stderr.isatty() else 100
         self._console = Console(file=self.stream, width=width)
         # Redrawing the bar ten times a second would disturb the timing; ours moves between benchmarks.

@@ -24,7 +24,7 @@ from itertools import cycle
 from pathlib import Path
 
 from ..cpu.support.caches import available_cpus, caches
-from ..rung import Array, empty
+from ..rung import Array, empty, require_numba
 from .peaks import Roof
 
 TimedLoop = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
@@ -51,6 +51,7 @@ def roofs(seconds: float = 0.04, repetitions: int = 8, memory: int | None = None
     (by default a quarter of what is free) have room for all three. If they are smaller than the caches, it
     measures the bandwidth of the caches.
     """
+    require_numba()
     memory = available_memory() // 4 if memory is None else memory
     cache, cores = caches(), len(available_cpus())
     one = _roof("one core", 1, cache.l3, seconds, repetitions, memory)
@@ -164,9 +165,13 @@ def available_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgro
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path(meminfo).read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        limit, used = (int((Path(cgroup) / name).read_text()) for name in ("memory.max", "memory.current"))
-        found += [max(0, limit - used)]
+    for names in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+            limit, used = (int((Path(cgroup) / name).read_text()) for name in names)
+            found += [max(0, limit - used)]
     if not found:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             # macOS says how much there is, not how much is free.

@@ -12,7 +12,8 @@ Modules with a command import torch only when the command runs.
 | train_config.py | the description of a training, its model and its data |
 | train.py, resuming.py | the training that `minidist train` runs; its checkpoints |
 | compare_layouts.py, traced_step.py | what `minidist compare` and `minidist trace` run |
-| doctor.py, doctor_probe.py | what `minidist doctor` looks at; what it loads in another process |
+| doctor.py | what `minidist doctor` looks at, and its table |
+| doctor_probe.py, doctor_parts.py | what it loads in another process; what it says of that |
 | doctor_gpu.py | `minidist doctor --gpu`: whether the CUDA ladder will run |
 """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import sys
 import traceback
@@ -222,6 +223,8 @@ for command, example in (
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit. `arguments` are the words after `minidist`; None for the process's own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a C locale has no "…" and no "×"
     from minidist._stopping import STOPPED, Stopped
 
     command = typer.main.get_command(app)

@@ -7,11 +7,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,22 +16,22 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.benchmarks.harness import machine
+from minidist.cli.doctor_parts import (
+    MachinePart,
+    bf16,
+    gloo,
+    gpu,
+    ladder,
+    library,
+    looked,
+    nccl,
+    numba_cuda,
+    torch,
+)
 from minidist.cli.doctor_probe import LIBRARIES, probe
 from minidist.comm.launching.cores import available_cores
 
 SHARED_MEMORY = 2**30  # bytes of /dev/shm that ranks of one host need for large exchanges
-
-
-@dataclass(frozen=True)
-class MachinePart:
-    """A part of the machine: what was found, or what its absence costs and how to install it."""
-
-    name: str
-    ok: bool
-    found: str
-    cost: str = ""  # what does not work, or is slower, without it
-    remedy: str = ""  # a command, or a sentence if there is none
-    required: bool = False  # nothing trains without it
 
 
 def examine() -> list[MachinePart]:
@@ -45,15 +42,16 @@ def examine() -> list[MachinePart]:
         cores(),
         memory(),
         blas(),
-        torch(found["torch"]),
-        gloo(found["torch"]),
+        looked(found["torch"], torch(found["torch"])),
+        looked(found["torch"], gloo(found["torch"])),
+        looked(found["bf16"], bf16(found["bf16"])),
         shared_memory(),
         compiler_cache(),
-        gpu(gpus, found["torch"]),
-        nccl(gpus, found["torch"]),
-        numba_cuda(found["numba_cuda"]),
-        *(library(name, found[name]) for name in LIBRARIES),
-        ladder(found["ladder"]),
+        looked(gpus and found["torch"], gpu(gpus, found["torch"])),
+        looked(gpus and found["torch"], nccl(gpus, found["torch"])),
+        looked(found["numba_cuda"], numba_cuda(found["numba_cuda"])),
+        *(looked(found[name], library(name, found[name])) for name in LIBRARIES),
+        looked(found["ladder"], ladder(found["ladder"])),
         extra("scikit-learn", "bench", "the handwritten digits: minidist train takes --data bytes only"),
         extra("pytest-benchmark", "bench", "minidist bench"),
         extra("matplotlib", "bench", "the plots: minidist report prints its table only"),
@@ -87,24 +85,6 @@ def blas() -> MachinePart:
     return MachinePart("BLAS", True, text)
 
 
-def torch(found: dict[str, Any]) -> MachinePart:
-    """torch itself, without which nothing trains."""
-    if "error" in found:
-        cost, remedy = "everything except the ladder", "pip install torch"
-        return MachinePart("torch", False, found["error"], cost, remedy, required=True)
-    build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU only"
-    text = f"{found['version']}, {build}, {found['threads']} threads"
-    return MachinePart("torch", True, text, required=True)
-
-
-def gloo(found: dict[str, Any]) -> MachinePart:
-    """The transport between ranks on CPUs."""
-    if found.get("gloo"):
-        return MachinePart("gloo", True, "in torch", required=True)
-    remedy = "pip install --force-reinstall torch"
-    return MachinePart("gloo", False, "not in this torch", "ranks on CPUs can't talk", remedy, required=True)
-
-
 def shared_memory(folder: str = "/dev/shm") -> MachinePart:
     """Memory that the ranks of one host share."""
     try:
@@ -123,10 +103,20 @@ def shared_memory(folder: str = "/dev/shm") -> MachinePart:
 def compiler_cache() -> MachinePart:
     """The folder in which numba keeps machine code from one process to the next."""
     from minidist import kernels
+    from minidist.kernels.rung import require_numba
 
+    try:
+        require_numba()
+    except RuntimeError as error:
+        off, _, remedy = str(error).rpartition(": ")
+        return MachinePart(
+            "compiler cache", False, off, "rungs 3 to 7 and the CUDA ladder refuse to run", remedy
+        )
     package = Path(kernels.__file__).parent / "cpu" / "support" / "__pycache__"
     named = os.environ.get("NUMBA_CACHE_DIR")
-    choices = [Path(named)] if named else [package, Path.home() / ".cache" / "numba"]
+    # As Numba finds it: without HOME and a name in passwd, "~" stays, for a folder of that name.
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "numba")
+    choices = [Path(named)] if named else [package, user]
     for folder in choices:
         if _writable(folder):
             return MachinePart("compiler cache", True, str(folder))
@@ -145,69 +135,6 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def gpu(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> MachinePart:
-    """NVIDIA GPUs, their driver, and whether this torch can use them."""
-    if gpus is None:
-        found_none, remedy = "none", "nothing to install: all of minidist works without one"
-        if shutil.which("nvidia-smi"):
-            found_none, remedy = "nvidia-smi finds none", "run nvidia-smi, which says what is wrong"
-        return MachinePart("GPU", False, found_none, "products and training run on the CPU", remedy)
-    text = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver']}"
-    if found.get("devices"):
-        return MachinePart("GPU", True, text)
-    why = "a CPU-only build" if found.get("cuda") is None else f"built for CUDA {found['cuda']}"
-    cost = "torch trains on the CPU although there is a GPU"
-    remedy = "pip install --force-reinstall torch, without constraints.txt; or a newer driver"
-    return MachinePart("GPU", False, f"{text}; torch, {why}, can't use it", cost, remedy)
-
-
-def nccl(gpus: list[dict[str, Any]] | None, found: dict[str, Any]) -> MachinePart:
-    """The transport between ranks on GPUs."""
-    if found.get("nccl"):
-        return MachinePart("NCCL", True, "in torch")
-    if gpus is None:
-        return MachinePart("NCCL", True, "not in this torch; not needed without a GPU")
-    remedy = "pip install --force-reinstall torch, without constraints.txt"
-    return MachinePart("NCCL", False, "not in this torch", "ranks on GPUs can't talk", remedy)
-
-
-def numba_cuda(found: Any) -> MachinePart:
-    """The compiler of the CUDA rungs."""
-    if isinstance(found, str):
-        return MachinePart("numba-cuda", True, found)
-    cost = "kernels for a GPU can't be written in Python"
-    return MachinePart("numba-cuda", False, found["error"], cost, "pip install 'minidist[cuda]'")
-
-
-def library(name: str, found: Any) -> MachinePart:
-    """One of CUDA's compiler libraries, which come as wheels and do not need a GPU."""
-    title = name if name == "nvJitLink" else name.upper()
-    if isinstance(found, str):
-        if name == "nvvm" and ", " in found:  # with its version
-            return MachinePart(title, True, found)
-        version = machine.version(f"nvidia-{name.lower()}") or machine.version(f"nvidia-cuda-{name.lower()}")
-        return MachinePart(title, True, f"{version}, from {found}" if version else f"from {found}")
-    cost = "kernels for a GPU can't be compiled, not even to read their code"
-    return MachinePart(title, False, "not found", cost, "pip install 'minidist[cuda]'")
-
-
-def ladder(found: dict[str, Any]) -> MachinePart:
-    """Where the CUDA ladder runs, and whether the driver supports the toolkit that compiles it."""
-    if "error" in found:
-        cost = "the rungs of the CUDA ladder can't run, not even in the emulator"
-        # The ladder's own errors end with the remedy.
-        error = found["error"].partition(": ")[2] or found["error"]
-        return MachinePart("CUDA ladder", False, error, cost, error.rpartition(": ")[2])
-    where, toolkit = found["backend"], found["toolkit"]
-    if where == "gpu":
-        text = f"on {found['gpu']}; driver for CUDA {found['driver']}, toolkit {toolkit}"
-    elif where == "emulator":
-        text = f"in the emulator, toolkit {toolkit}"
-    else:
-        text = "in Numba's simulator"
-    return MachinePart("CUDA ladder", True, text)
-
-
 def extra(distribution: str, group: str, cost: str) -> MachinePart:
     """A package that one of minidist's extras installs."""
     version = machine.version(distribution)
@@ -223,11 +150,13 @@ def show(console: Console, parts: list[MachinePart]) -> None:
         table.add_column(heading)
     for part in parts:
         mark, style = ("ok", "green") if part.ok else ("missing", "red" if part.required else "yellow")
+        mark = mark if part.looked else "?"
         table.add_row(Text(mark, style), Text(part.name), Text(part.found))
     console.print(table)
     missing = [part for part in parts if not part.ok]
     if not missing:
         console.print("Nothing is missing.", style="green")
     for part in missing:
-        console.print(Text.assemble((part.name, "bold"), f" is missing. It costs: {part.cost}."))
+        wrong = f" is missing. It costs: {part.cost}." if part.looked else f": {part.found}."
+        console.print(Text.assemble((part.name, "bold"), wrong))
         console.print(Text.assemble("  remedy: ", (part.remedy, "cyan")))

@@ -12,7 +12,7 @@ import platform
 from rich.console import Console
 
 from minidist.benchmarks.harness import machine
-from minidist.cli.doctor import MachinePart
+from minidist.cli.doctor_parts import MachinePart
 
 NEEDED = ("torch", "GPU", "numba-cuda", "NVVM", "NVRTC", "nvJitLink", "CUDA ladder", "pytest-benchmark")
 PACKAGES = ("numpy", "numba", "typer")
@@ -27,6 +27,8 @@ def show(console: Console, parts: list[MachinePart]) -> None:
     """Print whether the ladder will run with these parts, then each part, with a remedy if it is missing."""
     runs = all(part.ok for part in parts)
     headline = "The CUDA ladder will run here." if runs else "The CUDA ladder will not run on a GPU here."
+    if not runs and all(part.ok or not part.looked for part in parts):
+        headline = "It is not known whether the CUDA ladder will run here."
     console.print(headline, style="green" if runs else "yellow")
     versions = ", ".join(f"{name} {machine.version(name) or 'missing'}" for name in PACKAGES)
     lines = [("Python", f"{platform.python_version()}, {versions}")]

@@ -1,10 +1,11 @@
 """Look up facts for `minidist doctor` in another process: the foreign code that is loaded may fail or hang.
 
-It prints one JSON object. Each item is looked up separately, so that no failure hides another.
+It prints a JSON object for each item, once that is looked up, so that no failure or delay hides the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -15,26 +16,30 @@ from typing import Any
 
 PROBE_TIMEOUT = 60.0  # seconds; importing torch from a cold disk may take most of a minute
 LIBRARIES = ("nvvm", "nvrtc", "nvJitLink")
-ITEMS = ("torch", "numba_cuda", *LIBRARIES, "ladder")
+ITEMS = ("torch", "numba_cuda", *LIBRARIES, "ladder", "bf16")
 
 
 def probe(program: str | None = None, timeout: float = PROBE_TIMEOUT) -> dict[str, Any]:
     """Run this file, or `program`, in a new process and return what it finds.
 
-    If the process fails or takes too long, every item has its error.
+    An item has an "error" if the process fails before it, and is "slow" too if the process takes too long.
     """
     asked = ["-m", "minidist.cli.doctor_probe"] if program is None else ["-c", program]
-    command, none = [sys.executable, *asked], subprocess.DEVNULL
+    lacking: dict[str, Any]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=none)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    except subprocess.TimeoutExpired:
-        error = f"no answer in {timeout:.0f} s"
-    except (IndexError, ValueError):
-        lines = done.stderr.strip().splitlines()
-        error = lines[-1] if lines else f"a fresh Python ended with exit code {done.returncode}"
-    return {item: {"error": error} for item in ITEMS}
+        done = subprocess.run(
+            [sys.executable, *asked], capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL
+        )
+        output, lines = done.stdout, done.stderr.decode(errors="replace").strip().splitlines()
+        lacking = {"error": lines[-1] if lines else f"a fresh Python ended with exit code {done.returncode}"}
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout or b""
+        lacking = {"error": f"this machine was too slow to look within {timeout:.0f} s", "slow": True}
+    found: dict[str, Any] = dict.fromkeys(ITEMS, lacking)
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # what a library has printed
+            found.update(json.loads(line))
+    return found
 
 
 def attempt(find: Callable[[], object]) -> object:
@@ -94,11 +99,23 @@ def ladder() -> dict[str, Any]:
     return found
 
 
+def bf16() -> dict[str, Any]:
+    """What becomes of a product in bfloat16 on the CPU, in a process of its own."""
+    from minidist.parallel.training import bf16_on_cpu
+
+    found = bf16_on_cpu.outcome()
+    if found is None:
+        return {"error": f"no answer within {bf16_on_cpu.LIMIT:.0f} s", "slow": True}
+    return found._asdict()
+
+
 if __name__ == "__main__":
     items: dict[str, Callable[[], object]] = {
         "torch": torch,
         "numba_cuda": numba_cuda,
         **{name: functools.partial(library, name) for name in LIBRARIES},
         "ladder": ladder,
+        "bf16": bf16,
     }
-    print(json.dumps({name: attempt(find) for name, find in items.items()}))
+    for name, find in items.items():
+        print(json.dumps({name: attempt(find)}), flush=True)

@@ -64,7 +64,7 @@ def say(message: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout, with null for NaN and infinity, which JSON does not have."""
-    print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

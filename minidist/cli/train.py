@@ -199,7 +199,7 @@ def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, in
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     # Write to the descriptor, since a rank's sys.stderr forwards whole lines to the caller.
-    with os.fdopen(os.dup(2), "w") as terminal:
+    with os.fdopen(os.dup(2), "w", errors="replace") as terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(
             *columns, TextColumn("loss {task.fields[loss]:.4f}"), console=Console(file=terminal)

@@ -1,8 +1,11 @@
 """The doctor on this machine, on machines that lack one part, and with a probe that hangs or breaks."""
 
+import dataclasses
 import io
 import json
+import pwd
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from minidist.cli import commands, doctor, doctor_gpu, doctor_probe
+from minidist.parallel.training import bf16_on_cpu
 
 CPU_TORCH = {"version": "2.8.0+cpu", "cuda": None, "threads": 2, "gloo": True, "nccl": False, "devices": []}
 GPU = [{"name": "NVIDIA H200", "driver": "580.65", "memory_bytes": 2**37, "compute_capability": "9.0"}]
@@ -134,7 +138,108 @@ def test_a_probe_that_hangs_is_stopped():
     started = time.monotonic()
     found = doctor.probe("import time; time.sleep(60)", timeout=0.5)
     assert time.monotonic() - started < 10
-    assert "no answer" in found["torch"]["error"]
+    assert "too slow to look" in found["torch"]["error"]
+
+
+@pytest.fixture
+def slow_look(monkeypatch):
+    """The parts on a machine where torch was found before the time was over, and nothing after it."""
+    program = f"import time; print({json.dumps({'torch': CPU_TORCH})!r}, flush=True); time.sleep(60)"
+    found = doctor.probe(program, timeout=5.0)
+    monkeypatch.setattr(doctor, "probe", lambda: found)
+    monkeypatch.setattr(doctor.machine, "gpus", lambda: GPU)
+    return doctor.examine()
+
+
+def test_what_a_slow_machine_has_not_looked_at_is_not_called_missing(slow_look, monkeypatch, capsys):
+    """Planted: a probe that takes too long said that all is missing, and how to install it."""
+    parts = {part.name: part for part in slow_look}
+    assert parts["torch"].ok
+    assert parts["gloo"].ok
+    assert {name for name, part in parts.items() if not part.looked} == {
+        *("bfloat16", "numba-cuda", "NVVM", "NVRTC", "nvJitLink", "CUDA ladder")
+    }
+    monkeypatch.setattr(doctor, "examine", lambda: [*slow_look])
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["doctor"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "NVVM: this machine was too slow to look within 5 s." in told
+    assert not re.search("NVVM is missing|pip install 'minidist.cuda|Nothing is missing", told)
+    stream = io.StringIO()
+    doctor_gpu.show(Console(file=stream), [part for part in slow_look if part.ok or not part.looked])
+    assert stream.getvalue().startswith("It is not known whether the CUDA ladder will run here.\n")
+
+
+def test_a_torch_that_was_not_looked_at_is_not_required(monkeypatch):
+    late = {"error": "this machine was too slow to look within 60 s", "slow": True}
+    monkeypatch.setattr(doctor, "probe", lambda: dict.fromkeys(doctor_probe.ITEMS, late))
+    monkeypatch.setattr(doctor.machine, "gpus", lambda: None)
+    parts = {part.name: part for part in doctor.examine()}
+    assert [parts[name].required for name in ("torch", "gloo")] == [False] * 2
+    assert parts["GPU"].looked  # the driver says that there is none
+
+
+@pytest.mark.parametrize(
+    ("outcome", "variable", "ok", "words"),
+    [
+        (("", True), "", True, "torch multiplies in it"),
+        (("SIGILL", True), "", False, "die (SIGILL); export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"),
+        (("SIGILL", True), "AVX512_CORE_FP16", True, "die (SIGILL), but not with ONEDNN_MAX_CPU_ISA=AVX512"),
+        (("SIGILL", True), "ALL", False, "die (SIGILL); ONEDNN_MAX_CPU_ISA=ALL; export"),
+        (("SIGILL", False), "", False, "die (SIGILL); none known, not even ONEDNN_MAX_CPU_ISA=AVX512_CORE"),
+    ],
+)
+def test_a_fault_in_bfloat16_is_named_with_its_cure(monkeypatch, outcome, variable, ok, words):
+    monkeypatch.setattr(bf16_on_cpu, "outcome", lambda: bf16_on_cpu.Outcome(*outcome))
+    for name in bf16_on_cpu.NAMES:
+        monkeypatch.setenv(name, variable if name == bf16_on_cpu.VARIABLE else "")
+    part = doctor.bf16(doctor_probe.attempt(doctor_probe.bf16))
+    assert part.ok is ok
+    assert words in f"{part.found}; {part.remedy}"
+
+
+def test_products_that_could_not_be_tried_are_not_called_missing(monkeypatch):
+    monkeypatch.setattr(bf16_on_cpu, "outcome", lambda: None)
+    found = doctor_probe.attempt(doctor_probe.bf16)
+    assert not doctor.looked(found, doctor.bf16(found)).looked
+
+
+def test_a_user_without_a_home_has_no_cache_there(monkeypatch):
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert doctor.compiler_cache().found
+    monkeypatch.setattr(doctor, "_writable", lambda folder: False)
+    assert not doctor.compiler_cache().ok
+
+
+def test_a_variable_with_which_numba_compiles_nothing_is_named(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    found = doctor.compiler_cache()
+    assert not found.ok
+    assert found.remedy == "unset NUMBA_DISABLE_JIT"
+    assert doctor.ladder(doctor_probe.attempt(doctor_probe.ladder)).remedy == found.remedy
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_c_locale_prints_what_it_can(monkeypatch, more):
+    """Planted: in ASCII, Python raises UnicodeEncodeError at these letters."""
+    part = doctor.MachinePart("it…", False, "2 × 3", "µs", "é")
+    monkeypatch.setattr(doctor, "examine", lambda: [part])
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["doctor", *more])
+    sys.stdout.flush()
+    assert ended.value.code == 0
+    if more:
+        assert json.loads(written.getvalue())["parts"] == [dataclasses.asdict(part)]
+    else:
+        assert b"2 ? 3" in written.getvalue()
 
 
 @pytest.mark.parametrize(

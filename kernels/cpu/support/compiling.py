@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
+from ...rung import require_numba
+
 KernelFunction = TypeVar("KernelFunction", bound=Callable[..., Any])
 
 
@@ -37,6 +39,7 @@ def compiled(
         machine_codes: dict[str, KernelFunction] = {}
 
         def machine_code_for(dtype: Any) -> KernelFunction:
+            require_numba()
             import numba
 
             types: Any = numba.types

@@ -18,6 +18,7 @@ import os
 import re
 from typing import Any, Literal
 
+from ...rung import require_numba
 from . import nvvm
 
 Backend = Literal["gpu", "emulator", "simulator"]
@@ -98,7 +99,11 @@ def check_driver(version: int, toolkit: int) -> None:
 
 
 def require_toolkit() -> None:
-    """Raise ImportError, with the command that helps, if the compiler packages are missing or broken."""
+    """Raise ImportError, with the command that helps, if the compiler packages are missing or broken.
+
+    RuntimeError if NUMBA_DISABLE_JIT keeps them from compiling.
+    """
+    require_numba()
     if importlib.util.find_spec("numba_cuda") is None:
         raise ImportError(f"the CUDA ladder needs numba-cuda, which is not installed: {INSTALL}")
 

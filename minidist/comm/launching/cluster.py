@@ -25,6 +25,7 @@ from minidist.comm.launching.arguments import check_ranks, check_seconds
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
 from minidist.comm.launching.rank_processes import RankProcess, stop, supervisor
+from minidist.comm.launching.safeguards import check_loopback
 from minidist.comm.launching.sending import Keeping, Kept, WithSource, pickle_call, unpickle_result
 from minidist.comm.launching.worker import Setup
 
@@ -211,6 +212,7 @@ class Cluster:
         directory = "/"
         with contextlib.suppress(FileNotFoundError):  # the directory has been removed
             directory = os.getcwd()
+        check_loopback()
         with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
             limit = COLLECTIVE_TIMEOUT if self.timeout is None else self.timeout + COLLECTIVE_MARGIN
             setup = Setup(

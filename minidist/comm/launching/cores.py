@@ -1,10 +1,18 @@
-"""Count the cores that this process may use."""
+"""What this process may use of the machine: its cores, and the memory of its control groups.
+
+A container's limits are those of a control group. Version 2 has one tree of groups, version 1 one for each
+controller. A limit holds for all groups below it, so this process's group and those above it are read. A
+container may be shown its group's path outside, where nothing lies; its own group is then the root.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
+
+ROOT, OWN = "/sys/fs/cgroup", "/proc/self/cgroup"
 
 
 def available_cores() -> int:
@@ -14,10 +22,39 @@ def available_cores() -> int:
     return max(1, min(allowed, math.ceil(quota))) if quota else allowed
 
 
-def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Return the cores' worth of time that the control group (version 2) allows; None for no limit."""
-    try:
-        quota, period = Path(path).read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+def cpu_quota(root: str = ROOT, own: str = OWN) -> float | None:
+    """Return the cores' worth of time that the control groups allow; None for no limit."""
+    found = []
+    for group in _groups("cpu", root, own):
+        with contextlib.suppress(OSError, ValueError):  # "max" for no limit
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+            found.append(quota / period)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            found += [quota / period] if quota > 0 else []  # -1 for no limit
+    return min(found, default=None)
+
+
+def memory_limit(root: str = ROOT, own: str = OWN) -> int | None:
+    """Return the bytes of memory that the control groups allow; None for no limit."""
+    found = []
+    for group in _groups("memory", root, own):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(int((group / name).read_text()))
+    return min(found, default=None)
+
+
+def _groups(controller: str, root: str, own: str) -> list[Path]:
+    """The folders that may limit this process: from the roots down to its own group, in both versions."""
+    found = [Path(root), Path(root, controller)]
+    with contextlib.suppress(OSError):
+        for line in Path(own).read_text(errors="replace").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            group = found[1] if controllers else found[0]
+            for part in path.strip("/").split("/"):
+                group = group / part
+                found.append(group)
+    return found

@@ -1,10 +1,11 @@
-"""Two safeguards of a process that is being started: it launches no ranks, and it dies with its parent."""
+"""Safeguards: a process that starts launches no ranks, and dies with its parent; ranks can meet."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -56,3 +57,16 @@ def watch_parent() -> None:
 
     if not die_with_parent(parent):
         threading.Thread(target=watch, daemon=True, name="minidist-parent").start()
+
+
+def check_loopback() -> None:
+    """ConnectionError if 127.0.0.1 cannot be reached: ranks would try for minutes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("127.0.0.1", 9))  # looks up the way, and sends nothing
+        except OSError as error:
+            raise ConnectionError(
+                error.errno,
+                f"ranks of one machine meet at 127.0.0.1, which cannot be reached ({error.strerror}): the "
+                "interface lo may be down; ip link set lo up",
+            ) from None

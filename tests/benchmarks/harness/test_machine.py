@@ -76,12 +76,59 @@ def test_cpu_model_where_nothing_tells(tmp_path):
     assert machine.cpu_model(str(cpuinfo)) == "Some CPU @ 3 GHz"
 
 
-def test_cpu_quota_of_a_container(tmp_path):
-    limit = tmp_path / "cpu.max"
-    for text, expected in (("150000 100000", 1.5), ("max 100000", None), ("nonsense", None)):
-        limit.write_text(text)
-        assert cores.cpu_quota(str(limit)) == expected
-    assert cores.cpu_quota(str(tmp_path / "missing")) is None
+def limits(root, own, files):
+    """CPU and memory that these files of control groups allow a process in the groups `own`."""
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    (root / "own").write_text(own)
+    return [read(str(root), str(root / "own")) for read in (cores.cpu_quota, cores.memory_limit)]
+
+
+V1 = "5:cpu,cpuacct:/docker/0815\n4:memory:/docker/0815\n1:name=systemd:/docker/0815\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n", "memory.max": "629145600\n"}, [1.5, 600 << 20]),
+        ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n"}, [None, None]),
+        ("0::/\n", {"cpu.max": "nonsense", "memory.max": ""}, [None, None]),
+        # The limit of a group above binds too, and another group's does not.
+        ("0::/a/b\n", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, [0.5, None]),
+        ("0::/a/b\n", {"a/memory.max": "9", "a/b/memory.max": "7", "a/c/memory.max": "5"}, [None, 7]),
+        # Version 1, whose paths are those outside the container, and so missing inside.
+        (
+            V1,
+            {
+                "cpu/cpu.cfs_quota_us": "150000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": "629145600\n",
+            },
+            [1.5, 600 << 20],
+        ),
+        (
+            V1,
+            {
+                "cpu/docker/0815/cpu.cfs_quota_us": "-1\n",
+                "cpu/docker/0815/cpu.cfs_period_us": "100000\n",
+                "memory/docker/0815/memory.limit_in_bytes": "7",
+                "docker/0815/memory.max": "5",
+            },
+            [None, 7],
+        ),
+        ("", {}, [None, None]),
+    ],
+)
+def test_limits_of_a_container(tmp_path, own, files, expected):
+    assert limits(tmp_path, own, files) == expected
+
+
+def test_the_memory_is_no_more_than_the_limit(monkeypatch):
+    monkeypatch.setattr(machine.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.get)
+    for limit, expected in ((600 << 20, 600 << 20), (None, 2**32), (2**63 - 4096, 2**32)):
+        monkeypatch.setattr(machine, "memory_limit", lambda limit=limit: limit)
+        assert machine.memory_bytes() == expected
 
 
 def test_caches(tmp_path):

@@ -334,3 +334,7 @@ def test_free_memory_is_the_systems_or_the_containers(tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
     assert cpu_peaks.available_memory(str(meminfo), str(tmp_path)) == 4096 * 1024
     assert cpu_peaks.available_memory("", "") > 2**20
+    (tmp_path / "memory").mkdir()  # version 1
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("2000000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("500000\n")
+    assert cpu_peaks.available_memory(str(meminfo), str(tmp_path)) == 1_500_000

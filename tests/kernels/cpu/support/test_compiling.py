@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from minidist import kernels
+from minidist.kernels import rung
 from minidist.kernels.cpu.support.compiling import compiled
+from minidist.kernels.measure import cpu_peaks
 
 
 def test_each_dtype_is_compiled_at_its_first_call_only():
@@ -50,6 +52,18 @@ def test_without_a_folder_to_write_to_a_kernel_is_compiled_all_the_same():
     out = np.zeros((1, 1))
     compiled("AAA")(names["kernel"])(np.full((1, 1), 3.0), np.full((1, 1), 4.0), out)
     assert out[0, 0] == 12
+
+
+def test_a_variable_that_keeps_numba_from_compiling_is_named(monkeypatch):
+    """Planted: rung 3 raised AttributeError, 'function' object has no attribute 'compile'."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    one = np.ones((1, 1))
+    with pytest.raises(RuntimeError, match=r"NUMBA_DISABLE_JIT is set, .* unset"):
+        compiled("AAA")(lambda a, b, out: None)(one, one, one)
+    with pytest.raises(RuntimeError, match=r"NUMBA_DISABLE_JIT is set, .* unset"):
+        cpu_peaks.roofs()
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "0")
+    rung("s3_compiled").matmul(one, one)
 
 
 KERNEL = """
