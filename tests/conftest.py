@@ -16,6 +16,7 @@ from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.rank_processes import supervisor
 from minidist.comm.launching.supervisor import PRELOAD
 from minidist.parallel.training import bf16_on_cpu
+from tests.helpers import lost_tests
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -99,6 +100,10 @@ def start_supervisor(items: list[pytest.Function]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(PRELOAD, ",".join([os.environ[PRELOAD], *known]))
             supervisor()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(lost_tests)
 
 
 def pytest_sessionfinish() -> None:

@@ -1,8 +1,30 @@
-"""Products as the tests of rungs check them: operands of any strides, and guards around the result."""
+"""Products as the tests of rungs check them: any strides and caches, and guards around the result."""
+
+import contextlib
 
 import numpy as np
+import pytest
 
+from minidist.kernels.cpu.support import block_sizes, one_thread
+from minidist.kernels.cpu.support.caches import Caches
 from minidist.kernels.measure import harness
+
+KIB, MIB = 2**10, 2**20
+every_cache = pytest.mark.parametrize(
+    ("l2", "l3"),
+    [(256 * KIB, 4 * MIB), (512 * KIB, 0), (MIB, 32 * MIB), (2 * MIB, 512 * MIB), (4 * MIB, 16 * MIB)],
+)
+
+
+@contextlib.contextmanager
+def with_caches(l2, l3):
+    """A context in which products are cut for caches of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sizes, "caches", lambda: Caches(l2=l2, l3=l3))
+        patch.setattr(one_thread, "_kept", one_thread._Kept())
+        block_sizes.blocks.cache_clear()
+        yield
+    block_sizes.blocks.cache_clear()
 
 
 # Ways for an (m, n) matrix to lie in memory: the shape of the array around it, and the view of that array.

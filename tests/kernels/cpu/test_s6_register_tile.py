@@ -12,7 +12,7 @@ from minidist.kernels import Rung, rung
 from minidist.kernels.cpu.support import one_thread, register_tile
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
-from tests.helpers.products import LAYOUTS, check_laid_out
+from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, with_caches
 
 RUNG = rung(6)
 
@@ -91,12 +91,17 @@ def test_each_operand_past_every_block_in_each_layout(dtype, layout):
             check_laid_out(RUNG, sizes, dtype, layouts, int(np.random.default_rng().integers(2**32)))
 
 
+@every_cache
 @every_dtype
-def test_sizes_past_the_blocks_of_this_machine(dtype):
-    size = blocks(np.dtype(dtype).char)
+def test_sizes_past_the_blocks_of_any_machine(dtype, l2, l3):
     rng = np.random.default_rng()
-    harness.check(RUNG, size.rows * size.tiles + 1, 35, size.depth + 1, dtype, rng)
-    harness.check(RUNG, 3, size.width + 1, size.depth + 1, dtype, rng)
+    with with_caches(l2, l3):
+        size = blocks(np.dtype(dtype).char)
+        harness.check(
+            RUNG, size.rows * size.tiles + 1, size.near // size.depth + 1, size.depth + 1, dtype, rng
+        )
+        # Just deep enough to be packed, and wider than a block of b.
+        harness.check(RUNG, size.rows + 1, size.width + 1, size.near // size.width + 1, dtype, rng)
 
 
 @every_dtype

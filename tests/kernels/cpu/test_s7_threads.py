@@ -12,13 +12,15 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from numba import njit
 
 from minidist.kernels import rung
 from minidist.kernels.cpu import s7_threads
-from minidist.kernels.cpu.support import register_tile, thread_pool
+from minidist.kernels.cpu.support import atomic, board, register_tile, thread_pool
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
-from tests.helpers.products import LAYOUTS, check_laid_out
+from tests.helpers.clocks import HANG, until
+from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, with_caches
 
 RUNG = rung(7)
 MAIN = threading.main_thread()
@@ -36,13 +38,23 @@ def compiled():
 
 @contextlib.contextmanager
 def threads(count, **more):
-    """A context in which rung 7 uses so many threads, however small the product; more: other constants."""
+    """A context in which rung 7 uses so many threads, however small the product; more: other constants.
+
+    No worker is awake when it begins and ends: one with the memory for blocks of one size would go on to a
+    product in blocks of another.
+    """
+    assert all_asleep()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(thread_pool, "threads", lambda: count)
         patch.setattr(s7_threads, "LEAST_WORK", 1)
         for name, value in more.items():
             patch.setattr(s7_threads, name, value)
         yield
+        assert all_asleep()
+
+
+def all_asleep():
+    return until(lambda: len(thread_pool._asleep) == len(thread_pool._workers))
 
 
 def random_product(rng, largest=(120, 150, 200)):
@@ -136,18 +148,26 @@ def test_few_rows_and_few_columns_are_cut_too():
                     assert_same_bits(a, np.asfortranarray(b))
 
 
-def test_a_strip_of_b_waits_until_nobody_works_for_the_one_before():
+@njit
+def through_the_door(at, step):
+    atomic.fetch_add(at + board.DOOR, step)
+
+
+@every_cache
+def test_a_strip_of_b_waits_until_nobody_works_for_the_one_before(l2, l3):
     """The board and the packed b are used again. A worker stopped inside comes out a little later."""
     rng = np.random.default_rng()
-    a, b = harness.inputs(60, 400, 900, "float32", int(rng.integers(2**32)))
-    work, post = s7_threads._work, s7_threads._post
+    # b is past the second cache: a smaller one is not packed.
+    a, b = harness.inputs(60, 400 + l2 // 4 // 900, 900, "float32", int(rng.integers(2**32)))
+    work, post, at = s7_threads._work, s7_threads._post, thread_pool.address()
+    through_the_door(at, 0)
     timers, inside = [], []
 
     def slow(space, at, seen, leads):
         done = work(space, at, seen, leads)
         if leads:
-            thread_pool.board[thread_pool.DOOR] -= 1
-            out = threading.Timer(0.01, lambda: thread_pool.board.__setitem__(thread_pool.DOOR, 0))
+            through_the_door(at, -1)
+            out = threading.Timer(0.01, through_the_door, (at, 1))
             timers.append(out)
             out.start()
         return done
@@ -156,7 +176,8 @@ def test_a_strip_of_b_waits_until_nobody_works_for_the_one_before():
         inside.append(int(thread_pool.board[thread_pool.DOOR]))
         post(*product)
 
-    with threads(2, SHARED=3 * 900 * 4 * register_tile.tile_columns("float32"), _work=slow, _post=look):
+    shared = 3 * 900 * 4 * register_tile.tile_columns("float32")
+    with with_caches(l2, l3), threads(2, SHARED=shared, _work=slow, _post=look):
         assert_same_bits(a, b)
     assert len(inside) > 3
     assert set(inside) == {0}
@@ -173,15 +194,15 @@ def test_large_products_in_strips_have_the_bits_of_rung_6():
 
 
 def test_workers_take_part():
-    """One at least: where the first wakes after its product, the next product wakes another."""
-    seen = set()
-    a, b = harness.inputs(400, 400, 400, "float32", 1)
-    with threads(2, memory=in_workers(lambda: seen.add(threading.get_ident()))):
-        deadline = time.monotonic() + 20
-        while not seen and time.monotonic() < deadline:
-            assert_same_bits(a, b)
-    assert seen
-    assert threading.get_ident() not in seen
+    """The caller begins when a worker has taken a part; workers take theirs from the back."""
+    work, taken = s7_threads._work, thread_pool.board[thread_pool.TAKEN :]
+
+    def late(space, at, seen, leads):
+        assert not leads or until(lambda: taken[0] >= board.FROM_BACK)
+        return work(space, at, seen, leads)
+
+    with threads(2, _work=late):
+        assert_same_bits(*harness.inputs(400, 400, 400, "float32", 1))
 
 
 def test_products_back_to_back_never_see_each_others_b():
@@ -212,7 +233,7 @@ def test_several_python_threads_multiply_at_once():
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(timeout=60)
+            caller.join(timeout=HANG)
         assert not any(caller.is_alive() for caller in callers)
     assert not wrong, wrong[0]
 
@@ -281,7 +302,7 @@ def test_a_worker_that_is_still_inside_is_waited_for():
 
     def work(space, at, seen, leads):
         if leads:
-            assert begun.wait(20)
+            assert begun.wait(HANG)
         elif not begun.is_set():
             thread_pool.board[thread_pool.DOOR] -= 1
             begun.set()
@@ -291,7 +312,6 @@ def test_a_worker_that_is_still_inside_is_waited_for():
         return 0
 
     with threads(2, _work=work):
-        time.sleep(0.05)  # workers of earlier products fall asleep
         RUNG.matmul(np.ones((50, 50)), np.ones((50, 50)))
     assert ended.is_set()
 
@@ -319,7 +339,7 @@ check()
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
     )
     assert done.stdout.strip() == "7"
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,6 +22,7 @@ from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.measure import cpu_peaks, harness
 from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad
 from minidist.kernels.rung import empty
+from tests.helpers.clocks import HANG, Clock
 
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86 code")
@@ -113,7 +115,7 @@ def test_the_loops_of_other_vector_units_are_as_clean(cpu, unit):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
 
@@ -145,72 +147,59 @@ def test_only_the_streaming_triad_stores_past_the_caches(streaming):
     assert ("movntp" in code) == streaming
 
 
-def test_a_rate_is_the_work_of_all_threads_over_their_time():
-    alive, most = 0, 0
-    lock = threading.Lock()
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of its own for each thread that `rate` starts."""
+    found = Clock()
+    monkeypatch.setattr(cpu_peaks, "time", found)
+    return found
 
+
+def lasting(clock, seconds, work=1.0, first=0.0):
+    """A loop that takes so long by the clock, and another time at first."""
+    waits = itertools.chain([first], itertools.repeat(seconds))
+    return lambda: clock.sleep(next(waits)) or work
+
+
+def test_a_rate_is_the_work_of_all_threads_over_their_time(clock):
+    together = threading.Barrier(4)
+    loops = [lasting(clock, 1 / 64, 5.0) for _ in range(4)]
+    run = cpu_peaks.rate([lambda loop=loop: (together.wait(HANG), loop())[1] for loop in loops], 1 / 8)
+    assert run == cpu_peaks.Rate(4 * 5 * 64, 0.0)
+
+
+def test_the_slower_threads_count_too(clock):
+    """The second ends after 1/4 s: both are divided by that, not the first by its 1/8."""
+    run = cpu_peaks.rate([lasting(clock, 1 / 64), lasting(clock, 1 / 4)], 1 / 8)
+    assert run.per_second == (8 + 1) * 4
+
+
+def test_the_first_call_is_not_timed(clock):
+    assert cpu_peaks.rate([lasting(clock, 1 / 64, first=9.0)], 1 / 8).per_second == 64
+
+
+def test_a_thread_that_runs_is_granted_its_time(clock):
     def work():
-        nonlocal alive, most
-        with lock:
-            alive += 1
-            most = max(most, alive)
-        time.sleep(0.01)
-        with lock:
-            alive -= 1
-        return 5.0
-
-    run = cpu_peaks.rate([work] * 4, 0.05)
-    assert most == 4
-    # 4 threads, 5 each 10 ms; sleep may take longer, never less.
-    assert 600 < run.per_second <= 4 * 5 / 0.01
-    assert run.granted < 0.3  # they slept
-
-
-def test_the_slower_threads_count_too():
-    def work(seconds):
-        time.sleep(seconds)
+        clock.sleep(1 / 64)
+        clock.ran += 1 / 256
         return 1.0
 
-    run = cpu_peaks.rate([lambda: work(0.002), lambda: work(0.1)], 0.05)
-    # The second ends after 0.1 s: both are divided by that, not the first by its 0.05.
-    assert run.per_second < (0.05 / 0.002 + 1) / 0.1 * 1.1
-
-
-def test_the_first_call_is_not_timed():
-    calls = itertools.count()
-
-    def work():
-        time.sleep(0.3 if next(calls) == 0 else 0.001)
-        return 1.0
-
-    assert cpu_peaks.rate([work], 0.02).per_second > 100
-
-
-def test_a_thread_that_runs_is_granted_its_time():
-    x = np.ones(2**16)
-
-    def work():
-        for _ in range(50):
-            np.sqrt(x, out=x)
-        return 1.0
-
-    # The best of a few, and half: others may run on this machine too.
-    assert max(cpu_peaks.rate([work], 0.02).granted for _ in range(10)) > 0.5
+    assert cpu_peaks.rate([work], 1 / 8).granted == 1 / 4
 
 
 @pytest.mark.parametrize("at_call", [0, 2])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_a_thread_raises_is_raised(threads, at_call):
+def test_what_a_thread_raises_is_raised(threads, at_call, clock):
     calls = itertools.count()
 
     def broken():
         if next(calls) == at_call:
             raise ZeroDivisionError("broken")
-        return 1.0
+        return clock.sleep(1 / 64) or 1.0
 
-    works = [broken, *[lambda: time.sleep(0.001) or 1.0] * (threads - 1)]
+    works = [broken, *[lasting(clock, 1 / 64) for _ in range(threads - 1)]]
     with pytest.raises(ZeroDivisionError, match="broken"):
-        cpu_peaks.rate(works, 0.01)
+        cpu_peaks.rate(works, 1 / 8)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
@@ -230,8 +219,10 @@ def test_the_affinity_of_the_caller_is_left_alone():
     assert available_cpus() == before
 
 
-def test_the_peaks_are_plausible_beside_each_other():
-    """Factors leave room for other programs: what is tested is that no figure is of another kind."""
+def test_the_peaks_are_plausible_beside_each_other(monkeypatch):
+    """No figure is of another kind. Threads count the time in which they run: other programs may run too."""
+    own = SimpleNamespace(perf_counter=time.thread_time, thread_time=time.thread_time)
+    monkeypatch.setattr(cpu_peaks, "time", own)
     one, together = cpu_peaks.roofs(seconds=0.004, repetitions=10, memory=64 * 2**20)
     for roof in (one, together):
         assert list(roof.flops) == ["float32", "float64"]
@@ -257,6 +248,7 @@ def test_on_one_core_both_roofs_are_one(monkeypatch):
     assert len(measured) == 1
 
 
+@pytest.mark.scale  # needs an idle machine, and a NumPy that sees the same vector unit as Numba
 @pytest.mark.skipif(sys.platform == "darwin", reason="there NumPy uses the CPU's matrix unit")
 @every_dtype
 def test_no_product_is_faster_than_the_peak(dtype):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,8 +10,10 @@ import threadpoolctl
 from hypothesis import given
 
 from minidist.kernels import CPU_LADDER, Rung
+from minidist.kernels.measure import points
 from minidist.kernels.measure.peaks import Roof
 from minidist.kernels.measure.points import Point, intensity, median_gpu_seconds, median_seconds, product_name
+from tests.helpers.clocks import Clock
 
 ROOF = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)  # ridges at 5 and 2.5 FLOP/byte
 
@@ -74,26 +75,32 @@ def test_a_point_checks_itself():
         dataclasses.replace(point, dtype="float16")
 
 
-def test_the_median_is_of_the_calls_after_the_first():
+def test_the_median_is_of_the_calls_after_the_first(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(points, "time", clock)
     waits = iter([0.2, 0.1, 0.01, 0.03])
 
     def product(a, b):
         assert a.shape == (3, 5)
         assert b.shape == (5, 4)
         assert a.dtype == b.dtype == np.float64
-        time.sleep(next(waits))
+        clock.sleep(next(waits))
 
     seconds = median_seconds(product, 3, 4, 5, "float64", threads=1, seconds=0)
-    assert 0.03 <= seconds < 0.1
+    assert seconds == pytest.approx(0.03)
     assert next(waits, None) is None  # one call, and three that are timed
 
 
-def test_short_calls_are_timed_for_as_long_as_was_asked():
-    calls = []
-    start = time.perf_counter()
-    median_seconds(lambda a, b: calls.append(a), 2, 2, 2, "float32", threads=1, seconds=0.05)
-    assert 0.05 <= time.perf_counter() - start < 2
-    assert len(calls) > 100
+def test_short_calls_are_timed_for_as_long_as_was_asked(monkeypatch):
+    clock, calls = Clock(), []
+    monkeypatch.setattr(points, "time", clock)
+
+    def product(a, b):
+        calls.append(a)
+        clock.sleep(1 / 64)
+
+    assert median_seconds(product, 2, 2, 2, "float32", threads=1, seconds=2) == 1 / 64
+    assert len(calls) == 1 + 2 * 64
 
 
 def test_rungs_and_numpy_write_where_memory_is_already():

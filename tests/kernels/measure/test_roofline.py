@@ -11,8 +11,9 @@ import pytest
 
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cache_folder import cache_folder
-from minidist.kernels.measure import peaks_file, roofline
+from minidist.kernels.measure import peaks_file, points, roofline
 from minidist.kernels.measure.peaks import Peaks, Roof
+from tests.helpers.clocks import HANG, Clock
 
 ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
 ALL = Roof("4 cores", {"float32": 400e9, "float64": 200e9}, 40e9)
@@ -142,19 +143,21 @@ def test_attainable_is_that_of_the_roof_asked_for(measured):
     assert measured == [1]
 
 
-def slow_rung(seconds, device="cpu"):
+def slow_rung(seconds, device="cpu", sleep=time.sleep):
     def compute(a, b, out):
-        time.sleep(seconds)
+        sleep(seconds)
 
     return Rung(3, "s3_slow", device, "It sleeps.", ("float32", "float64"), compute)
 
 
-def test_a_rung_of_known_rate_is_placed_where_it_belongs():
+def test_a_rung_of_known_rate_is_placed_where_it_belongs(monkeypatch):
     """100 x 200 x 300: 12 MFLOP; in 20 ms, 0.6 GFLOP/s."""
-    point = roofline.place(slow_rung(0.02), 100, 200, 300, peaks=PEAKS, seconds=0.05)
+    clock = Clock()
+    monkeypatch.setattr(points, "time", clock)
+    point = roofline.place(slow_rung(0.02, sleep=clock.sleep), 100, 200, 300, peaks=PEAKS, seconds=0.05)
     assert (point.name, point.m, point.n, point.k, point.dtype) == ("s3_slow", 100, 200, 300, "float32")
-    assert 0.02 <= point.seconds < 0.04  # sleep is never too short, and a busy machine makes it longer
-    assert 0.3e9 < point.rate <= 0.6e9
+    assert point.seconds == pytest.approx(0.02)
+    assert point.rate == pytest.approx(0.6e9)
     assert point.bytes == 4 * (100 * 300 + 300 * 200 + 100 * 200)
     assert point.roof is ONE
     assert point.share == point.rate / 100e9
@@ -306,6 +309,6 @@ def test_nothing_heavy_is_imported_until_it_is_used():
         "print(sorted(heavy))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
     )
     assert ast.literal_eval(done.stdout) == []
