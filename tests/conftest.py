@@ -17,6 +17,7 @@ from minidist.comm.launching.rank_processes import supervisor
 from minidist.comm.launching.supervisor import PRELOAD
 from minidist.parallel.training import bf16_on_cpu
 from tests.helpers import lost_tests
+from tests.helpers.clocks import HANG
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,7 +48,7 @@ def _clusters() -> Iterator[dict[int, Cluster]]:
 
 @pytest.fixture(scope="session")
 def cluster_of(_clusters: dict[int, Cluster]) -> Callable[[int], Cluster]:
-    """`cluster_of(n)`: a warm cluster of n ranks of one thread each, with a time limit of 30 s.
+    """`cluster_of(n)`: a warm cluster of n ranks of one thread each, with a time limit that no test reaches.
 
     Threads that spin while they wait take the cores from other tests. With two threads in the only rank of a
     cluster, a training step of a small model took up to eight times as much time of the cores.
@@ -55,7 +56,7 @@ def cluster_of(_clusters: dict[int, Cluster]) -> Callable[[int], Cluster]:
 
     def get(ranks: int) -> Cluster:
         if ranks not in _clusters:
-            _clusters[ranks] = Cluster(ranks, timeout=30.0, threads=1)
+            _clusters[ranks] = Cluster(ranks, timeout=HANG, threads=1)
         return _clusters[ranks]
 
     return get

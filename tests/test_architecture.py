@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.clocks import HANG
 from tests.helpers.links import named_in, names_in
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +55,7 @@ def lint(folder: Path) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     return "" if done.returncode == 0 else done.stdout + done.stderr
 

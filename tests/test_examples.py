@@ -16,6 +16,7 @@ import torch
 
 from minidist.comm.launching.cluster import Cluster
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 LEARNED = {
@@ -68,7 +69,7 @@ def check_shown(text: str) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_started_by_python_and_by_torchrun(path: Path, words: tuple[str, ...]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
-    done = warm_python.run([sys.executable, *words, str(path)], timeout=120, env=environment)
+    done = warm_python.run([sys.executable, *words, str(path)], timeout=HANG, env=environment)
     assert done.returncode == 0, done.stderr
     check_shown(done.stdout)
 
@@ -83,6 +84,6 @@ def test_every_example_runs_in_a_notebook() -> None:
     notebook = nbformat.v4.new_notebook(cells=cells)
     with warnings.catch_warnings(), warm_python.kernels():
         warnings.simplefilter("ignore")  # warnings of Jupyter's own packages
-        NotebookClient(notebook, timeout=120, shutdown_kernel="immediate").execute()
+        NotebookClient(notebook, timeout=HANG, shutdown_kernel="immediate").execute()
     for cell in notebook.cells[1::2]:
         check_shown("".join(output.get("text", "") for output in cell.outputs))

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from minidist.cli.commands import app
 from minidist.parallel.contract.layout import Layout
+from tests.helpers.clocks import HANG
 from tests.helpers.memory_requests import cases, library
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,7 @@ def bare(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

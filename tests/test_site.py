@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from minidist.benchmarks.harness import machine, results
+from tests.helpers.clocks import HANG
 from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def build(folder: Path) -> None:
         command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
         assert done.returncode == 0, done.stderr
 
     return made_once(tmp_path_factory, "site", build)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import minidist
+from tests.helpers.clocks import HANG
 from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = Path(shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=unbuilt))
         command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
         command += ["-w", str(folder)]
-        subprocess.run(command, cwd=source, check=True, timeout=240, capture_output=True)
+        subprocess.run(command, cwd=source, check=True, timeout=HANG, capture_output=True)
 
     (found,) = made_once(tmp_path_factory, "wheel", build).glob("*.whl")
     return found
@@ -60,7 +61,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(installed: Path, at: Path, *words: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "minidist", *words]
-    done = subprocess.run(command, cwd=at, env=environment, timeout=240, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=at, env=environment, timeout=HANG, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

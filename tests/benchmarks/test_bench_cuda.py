@@ -19,6 +19,7 @@ from minidist.benchmarks.report import ladder
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 from tests.helpers.emulated_gpu import ROOF, EmulatedGpu
 
 TESTS = Path(__file__).parent.parent
@@ -260,7 +261,7 @@ def test_launching_is_compared_with_torchs_and_has_a_goal(bench, monkeypatch):
 
 def minidist(program, *words, **variables):
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), warm_python.CHILDREN: "3", **variables}
-    return warm_python.run([sys.executable, *program, "bench", "cuda", *words], timeout=300, env=env)
+    return warm_python.run([sys.executable, *program, "bench", "cuda", *words], timeout=HANG, env=env)
 
 
 def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 
 from minidist.cli import commands
 from minidist.cli import lessons as folder_of
+from tests.helpers.clocks import HANG
 
 LESSON = """# %% [markdown]
 # # 3. Small things
@@ -125,8 +126,9 @@ def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
     (stand_in / "__init__.py").touch()
     (stand_in / "__main__.py").write_text(
         "import os, sys, time\n"
-        "print('serves', os.path.basename(os.getcwd()), sys.argv[1:], flush=True)\n"
-        "try:\n    time.sleep(60)\n"
+        "try:\n"
+        "    print('serves', os.path.basename(os.getcwd()), sys.argv[1:], flush=True)\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    time.sleep(0.3)\n    print('saved', flush=True)\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -146,7 +148,7 @@ def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
         assert line == f"serves lessons {['-y', *root]}\n"
         time.sleep(0.2)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=HANG)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)

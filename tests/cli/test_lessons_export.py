@@ -19,6 +19,7 @@ from minidist.cli import commands
 from minidist.cli.lessons import shipped
 from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 LESSONS = shipped()
 STEMS = [path.stem for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))]
@@ -122,7 +123,7 @@ def run(cells: list[Cell], at: Path) -> list[Cell]:
         text = json.dumps(lesson(STEMS[0]) | {"cells": cells})
         made = nbformat.reads(text, as_version=4)
         settings = {"resources": {"metadata": {"path": str(at)}}, "shutdown_kernel": "immediate"}
-        NotebookClient(made, timeout=300, allow_errors=True, **settings).execute()
+        NotebookClient(made, timeout=HANG, allow_errors=True, **settings).execute()
     return made.cells
 
 

@@ -19,6 +19,7 @@ from minidist.benchmarks.harness import results
 from minidist.cli import commands
 from minidist.comm.errors import RankError
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG, until
 
 COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()"]
 
@@ -43,14 +44,11 @@ def test_help_imports_nothing_heavy():
         "    heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'pytest', 'sklearn'} & set(sys.modules)\n"
         "    sys.exit(end.code or sorted(heavy) or 0)"
     )
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    seconds = time.perf_counter() - started
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert all(
         name in done.stdout for name in ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
     )
-    assert seconds < 2.0  # 0.2 on an idle machine
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "plan", "lessons", "doctor"])
@@ -233,7 +231,7 @@ def test_ctrl_c_ends_a_training_with_one_line():
     )
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert one_line(err) == "minidist: stopped\n"
 
@@ -284,7 +282,7 @@ BENCH = [
 
 def bench(folder, *words, **variables):
     command = [*BENCH, str(folder), "bench", "--out", str(folder / "out.json"), *words]
-    return warm_python.run(command, timeout=120, env={**os.environ, **variables}, cwd=folder)
+    return warm_python.run(command, timeout=HANG, env={**os.environ, **variables}, cwd=folder)
 
 
 @pytest.fixture
@@ -410,13 +408,13 @@ def test_bench_in_a_terminal_says_what_was_wrong(suite):
         while read := os.read(ours, 4096):
             told += read
     os.close(ours)
-    assert process.wait(60) == 2
+    assert process.wait(HANG) == 2
     assert b"no benchmark matches -k 'zzz'" in told
 
 
 def test_bench_that_sigterm_stops_leaves_nothing_behind(suite):
     (suite / "bench_fake.py").write_text(
-        "import time\ndef test_slow(benchmark):\n    open('began', 'w').close()\n    time.sleep(60)\n"
+        "import time\ndef test_slow(benchmark):\n    open('began', 'w').close()\n    time.sleep(300)\n"
     )
     scratch = suite / "scratch"
     scratch.mkdir()
@@ -427,12 +425,10 @@ def test_bench_that_sigterm_stops_leaves_nothing_behind(suite):
         env={**os.environ, "TMPDIR": str(scratch)},
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not (suite / "began").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert until((suite / "began").exists)
     assert any(scratch.iterdir())
     process.terminate()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG)
     assert process.returncode == 143
     assert "minidist: stopped by SIGTERM" in err
     assert not any(scratch.iterdir())

@@ -26,6 +26,7 @@ from minidist.cli import resuming
 from minidist.cli.train import TrainConfig, TrainResult, train
 from minidist.parallel.engine.training_step import Engine
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 from tests.helpers.processes import alive, descendants, wait_until_gone
 
 Clusters = Callable[[int], md.Cluster]
@@ -179,7 +180,7 @@ def signalled(
     others = descendants(process.pid)
     for each in (process.pid, *(others if everyone else ())):
         os.kill(each, number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG)
     while any(alive(each) for each in others):  # those of a killed command end a little later
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -294,7 +295,7 @@ def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: boo
         time.sleep(0.01)
     for each in [*others, process.pid] if everyone else [process.pid]:
         os.kill(each, signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (143, "")
     assert err == "minidist: stopped by SIGTERM before training began; the same command starts it\n"
     wait_until_gone(others)

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from hypothesis import strategies as st
 
 import minidist as md
 from minidist import comm
+from minidist.comm import ledgers
+from minidist.comm import work as calls
 from minidist.comm.transport.gloo_workarounds import tree_children
+from tests.helpers.clocks import Clock
 
 Clusters = Callable[[int], md.Cluster]
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -139,19 +143,23 @@ def test_asynchronous_calls_complete_in_wait(cluster_of: Clusters) -> None:
         exact(results[5], results[4])
 
 
-def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters) -> None:
-    def meet() -> tuple[float, float]:
-        comm.barrier()  # both begin together
-        if md.rank() == 1:
-            time.sleep(0.2)
-        started = time.monotonic()
-        work = comm.barrier(async_op=True)
-        called = time.monotonic() - started
-        assert work.wait() is None
-        return called, time.monotonic() - started
+def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters, tmp_path: Path) -> None:
+    """Rank 1 makes its call when rank 0 has returned from its own, and is waited for."""
 
-    (called, met), _ = cluster_of(2).run(meet)
-    assert called < 0.15 < met
+    def meet() -> bool:
+        if md.rank() == 1:
+            comm.recv(torch.empty(1), 0)
+            time.sleep(0.2)
+            came.touch()
+            comm.barrier()
+        else:
+            work = comm.barrier(async_op=True)
+            comm.send(torch.ones(1), 1)
+            assert work.wait() is None
+        return came.exists()
+
+    came = tmp_path / "rank 1 came"
+    assert cluster_of(2).run(meet) == [True, True]
 
 
 def test_a_send_that_nobody_waits_for_still_arrives(cluster_of: Clusters) -> None:
@@ -304,17 +312,17 @@ def test_large_reduce_scatters_over_sockets_go_in_chunks(cluster_of: Clusters, o
         torch.testing.assert_close(share, reduced[6 * rank : 6 * rank + 6])
 
 
-def test_the_ledger_times_calls(cluster_of: Clusters) -> None:
-    def late() -> tuple[float, float]:
-        with comm.ledger() as ledger:
-            if md.rank() == 1:
-                time.sleep(0.2)
-            comm.all_reduce(torch.ones(1))
-        return ledger.calls[0].seconds, ledger.calls[0].waited
-
-    (seconds, waited), (late_seconds, _) = cluster_of(2).run(late)
-    assert seconds >= waited > 0.15
-    assert 0 < late_seconds < 0.15
+def test_the_ledger_times_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 1 s whose message takes 5 s more, beside 2 s of the rank's own work."""
+    clock = Clock()
+    monkeypatch.setattr(calls, "time", clock)
+    with comm.ledger() as ledger:
+        call = ledgers.Call("all_reduce", "torch", "float32", (8,), (0, 1), 32)
+        message = SimpleNamespace(wait=lambda: clock.sleep(3.0))
+        under_way = calls.Work(call, lambda at_once: clock.sleep(1.0) or message, lambda: None, True)
+        clock.sleep(2.0)
+        under_way.wait()
+    assert (ledger.calls[0].seconds, ledger.calls[0].waited) == (6.0, 4.0)
 
 
 def test_works_that_nobody_waits_for_are_not_kept(cluster_of: Clusters) -> None:

@@ -16,6 +16,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.transport import algorithm_choice
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -99,7 +100,7 @@ def test_a_world_of_torchs_own_ends_its_threads(tmp_path: Path) -> None:
     )
     done = warm_python.run(
         [sys.executable, str(script), str(tmp_path / "store")],
-        timeout=60,
+        timeout=HANG,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import pytest
 import minidist as md
 from minidist.comm import launchers
 from minidist.comm.launchers import Started
+from tests.helpers.clocks import HANG
 
 ADOPTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = {
@@ -152,7 +153,7 @@ def mpirun(ranks: int, *words: str) -> str:
         pytest.skip("Open MPI is not installed (Debian: apt-get install openmpi-bin)")
     command = [program, "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), sys.executable, *words]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -11,13 +11,14 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.comm import work
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
 
 
 def in_two_threads(group: work.Group, other: work.Group) -> tuple[list[str], list[float]]:
     """The errors of two threads, one inside a call of `group` while one makes a call of `other`; and sums."""
-    inside, errors, sums = threading.Barrier(2, timeout=20), list[str](), list[float]()
+    inside, errors, sums = threading.Barrier(2, timeout=HANG), list[str](), list[float]()
     reduced = partial(comm.all_reduce, algorithm="torch")
 
     def first() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from minidist.comm.rendezvous import fresh_part
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 
 def life(store: dist.Store, ranks: int, late: int | None = None) -> set[str]:
@@ -81,7 +82,7 @@ def test_torchrun_restarts_ranks_that_were_killed(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
     done = warm_python.run(
         [*command, "--nproc-per-node", "2", "--max-restarts", "2", str(script)],
-        timeout=120,
+        timeout=HANG,
         env={**environment, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "6"},
     )
     assert done.returncode == 0, done.stderr

@@ -19,10 +19,11 @@ from minidist import comm
 from minidist.comm import returned_ranks
 from minidist.comm.returned_ranks import ReturnedRanks
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
-SECONDS = 5.0
-"""Far below a run's limit."""
+SECONDS = HANG / 2
+"""Below a run's limit."""
 
 
 def longer_loop(algorithm: str, async_op: bool) -> None:
@@ -94,7 +95,7 @@ def test_torchrun_ends_when_a_rank_waits_for_one_that_has_returned(tmp_path: Pat
     )
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, warm_python.CHILDREN: "2"}
-    done = warm_python.run([sys.executable, *command], timeout=100, env=environment)
+    done = warm_python.run([sys.executable, *command], timeout=HANG, env=environment)
     assert done.returncode
     assert "rank 1 has returned from its function, and will never join this call" in done.stderr
 
@@ -112,7 +113,7 @@ class GoneStore:
         assert value == "0", "end_run has asked the store, and would hang"
 
     def get(self, key: str) -> str:
-        self.ended.wait(60)
+        self.ended.wait(HANG)
         return "0"
 
 

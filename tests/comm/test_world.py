@@ -14,6 +14,7 @@ import pytest
 import minidist as md
 from minidist import comm
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 
 def test_a_process_alone_is_a_world_of_one() -> None:
@@ -45,7 +46,7 @@ for gpus in range(3):
 
 def test_ranks_that_leave_a_gpu_idle_say_so_once() -> None:
     command = [sys.executable, "-c", FEW_GPUS]
-    done = warm_python.run(command, timeout=60)
+    done = warm_python.run(command, timeout=HANG)
     assert done.returncode == 0, done.stderr
     for gpus, line in enumerate(done.stdout.splitlines(keepends=True)):
         backend = "cpu:gloo,cuda:nccl" if gpus == 2 else "gloo"
@@ -67,7 +68,7 @@ def torchrun(tmp_path: Path, text: str, ranks: int = 2) -> subprocess.CompletedP
         str(script),
     ]
     return warm_python.run(
-        command, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
+        command, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
     )
 
 

@@ -22,6 +22,7 @@ import typer
 
 import minidist as md
 from minidist.cli import commands
+from tests.helpers.clocks import HANG
 
 ROOT = Path(md.__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -106,7 +107,7 @@ def slurm(folder: Path, words: Sequence[str], **environment: str) -> list[str]:
         ["bash", DEPLOY / "slurm.sh", *words],
         env={"PATH": f"{folder}:/usr/bin:/bin", **given},
         check=True,
-        timeout=20,
+        timeout=HANG,
     )
     option, cores, *asked = (folder / "words").read_text().splitlines()
     assert (option, cores) == ("--cpus-per-task", given["SLURM_CPUS_PER_TASK"])  # srun does not inherit it
@@ -115,7 +116,7 @@ def slurm(folder: Path, words: Sequence[str], **environment: str) -> list[str]:
 
 def test_slurm_starts_one_torchrun_a_host(tmp_path: Path) -> None:
     text = (DEPLOY / "slurm.sh").read_text()
-    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True, timeout=20)
+    subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True, timeout=HANG)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)", text, re.MULTILINE))
     assert options.keys() == SBATCH
     assert (int(options["nodes"]), int(options["ntasks-per-node"])) == (HOSTS, 1)

@@ -23,6 +23,7 @@ from minidist.benchmarks.harness.slow_link.slow_wire import CARD
 from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.cli.train import TrainConfig, train
 from tests.deploy.test_deploy import DEPLOY, EXTRA, ROOT, container_words, document, slurm, worker
+from tests.helpers.clocks import HANG
 from tests.helpers.processes import descendants
 
 REASON = why_not()
@@ -52,7 +53,7 @@ def check(
     ]
     if meanwhile is not None:
         meanwhile(runs)
-    said = [run.communicate(timeout=240)[0] for run in runs]
+    said = [run.communicate(timeout=HANG)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     assert not RESULT.search(said[1])  # rank 0 speaks for all
     found = RESULT.search(said[0])

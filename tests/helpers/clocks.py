@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 HANG = 300.0
-"""Seconds after which something hangs. A test that passes never waits so long, even on a slow and busy machine."""
+"""Seconds after which something hangs. A test that passes never waits so long, even on a busy machine."""
 
 
 def until(condition: Callable[[], object], limit: float = HANG) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
+
+from tests.helpers.clocks import until
 
 
 def alive(process: int) -> bool:
@@ -15,11 +16,8 @@ def alive(process: int) -> bool:
         return False
 
 
-def wait_until_gone(processes: list[int], limit: float = 5.0) -> None:
-    deadline = time.monotonic() + limit
-    while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left, f"processes {left} are still running after {limit} s"
+def wait_until_gone(processes: list[int]) -> None:
+    assert until(lambda: not any(map(alive, processes))), f"of processes {processes} some are still running"
 
 
 def descendants(process: int) -> list[int]:

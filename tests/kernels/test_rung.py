@@ -10,6 +10,7 @@ import torch
 
 from minidist.kernels import CPU_LADDER, Rung, rung
 from minidist.kernels.rung import empty
+from tests.helpers.clocks import HANG
 
 
 def numpy_product(a, b, out):
@@ -165,7 +166,7 @@ def test_importing_the_ladder_neither_imports_numba_nor_compiles():
         "import sys, minidist.kernels; print([m for m in ('numba', 'llvmlite', 'scipy') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
     )
     assert done.stdout.strip() == "[]"
 

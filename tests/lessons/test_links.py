@@ -1,21 +1,23 @@
-"""Links that sleep last as long as their formula says; rounds of messages are counted from their order."""
+"""Links last as long as their formula says, by a clock for each rank; rounds are counted from their order."""
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 LESSONS = Path(__file__).parents[2] / "lessons"
 sys.path.insert(0, str(LESSONS))
 
 import minidist as md  # noqa: E402
+from checks import slow_link  # noqa: E402
 from checks.rounds import rounds_of  # noqa: E402
 from checks.slow_link import Link  # noqa: E402
 from minidist import comm  # noqa: E402
+from tests.helpers.clocks import Clock  # noqa: E402
 
 
 def test_a_chain_takes_a_round_for_each_rank_and_a_ring_takes_one() -> None:
@@ -26,35 +28,34 @@ def test_a_chain_takes_a_round_for_each_rank_and_a_ring_takes_one() -> None:
 
 
 def there_and_back() -> float:
-    x, other = torch.ones(250_000), 1 - md.rank()
-    comm.barrier()
-    start = time.perf_counter()
-    with Link(alpha=0.05, beta=100e-9):  # 0.15 s for a message of 1 MB
+    x, other, clock = torch.ones(250_000), 1 - md.rank(), Clock()
+    with (
+        mock.patch.object(slow_link, "time", clock),
+        Link(alpha=0.05, beta=100e-9),
+    ):  # 0.15 s for a message of 1 MB
         work = comm.send(x, other, async_op=True)  # both at the same time
         comm.recv(torch.empty_like(x), other)
         work.wait()
         comm.all_reduce(x)  # two messages of half of it: 0.2 s
-    lasted = time.perf_counter() - start
     assert x.sum() == 500_000
-    return lasted
+    return clock.now
 
 
 def to_and_fro_on_a_busy_machine() -> float:
     """Ten messages of 40 ms, one after the other, by ranks that wake 30 ms too late from each sleep."""
-    x, other, sleep = torch.ones(1), 1 - md.rank(), time.sleep
-    comm.barrier()
-    start = time.perf_counter()
-    with Link(alpha=0.04, beta=0), mock.patch("time.sleep", lambda seconds: sleep(seconds + 0.03)):
+    x, other, clock = torch.ones(1), 1 - md.rank(), Clock()
+    sleep = clock.sleep
+    clock.sleep = lambda seconds: sleep(seconds + 0.03)
+    with mock.patch.object(slow_link, "time", clock), Link(alpha=0.04, beta=0):
         for turn in range(10):
             (comm.send if turn % 2 == md.rank() else comm.recv)(x, other)
-    return time.perf_counter() - start
+    return clock.now
 
 
 def test_messages_last_as_long_as_their_links_say() -> None:
     plain = comm.send, comm.recv, comm.all_reduce
     with md.Cluster(2) as pair:
-        lasted = min(max(pair.run(there_and_back)) for _ in range(2))
-        late = min(max(pair.run(to_and_fro_on_a_busy_machine)) for _ in range(2))
-    assert 0.345 < lasted < 1.0  # the ranks may have to wait for a core
-    assert 0.395 < late < 0.6  # delays that add up make it 0.7
+        assert pair.run(there_and_back) == [pytest.approx(0.35)] * 2
+        # The last delay; delays that add up make it 0.7.
+        assert pair.run(to_and_fro_on_a_busy_machine) == [pytest.approx(0.43)] * 2
     assert plain == (comm.send, comm.recv, comm.all_reduce)

@@ -11,6 +11,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from minidist.benchmarks.harness import cuda_smoke
 from minidist.kernels.cuda.rung import CudaRung
 from minidist.kernels.cuda.runtime import device
+from tests.helpers.clocks import HANG
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +50,7 @@ def test_the_script_of_a_first_run_names_what_it_can_not_do(tmp_path):
 
     def first_run(*words):
         command = ["bash", "benchmarks/first_run.sh", *words]
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
 
     done = first_run("smoke")
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from minidist.comm import algorithms
 from minidist.comm.algorithms import CollectiveSchedule, Message, Step, message_segments
 from minidist.comm.algorithms.proof import run
+from tests.helpers.clocks import HANG
 
 execute = importlib.import_module("minidist.comm.algorithms.execute")
 ELEMENTS = 24
@@ -124,7 +125,7 @@ def run_late(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(HANG)
     if errors:
         raise errors[0]
 

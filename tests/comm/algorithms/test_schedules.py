@@ -28,6 +28,7 @@ from minidist.comm.algorithms import (
 from minidist.comm.algorithms.message_segments import Receive, plan
 from minidist.comm.algorithms.proof import run, start
 from minidist.comm.algorithms.ring import all_gather_among
+from tests.helpers.clocks import HANG
 
 matplotlib.use("Agg")
 
@@ -345,4 +346,4 @@ def test_steps_need_nothing_heavy() -> None:
         "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG)

@@ -25,6 +25,7 @@ from minidist.comm.checking import WINDOW
 from minidist.comm.checking.call_records import Record, find_swap
 from minidist.model import GPT, GPTConfig
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 
 Checked = Callable[[int], md.Cluster]
 
@@ -36,7 +37,7 @@ def checked() -> Iterator[Checked]:
 
     def get(ranks: int) -> md.Cluster:
         if ranks not in clusters:
-            clusters[ranks] = md.Cluster(ranks, timeout=30.0, check=True)
+            clusters[ranks] = md.Cluster(ranks, timeout=HANG, check=True)
         return clusters[ranks]
 
     yield get
@@ -475,13 +476,13 @@ def test_a_time_limit_says_where_everybody_is() -> None:
         if md.rank() == 0:
             comm.all_reduce(torch.ones(3))  # waited for
         else:
-            time.sleep(20)  # stuck here
+            time.sleep(HANG)  # stuck here
 
-    with md.Cluster(2, timeout=1.5, check=True) as cluster, pytest.raises(md.RankError) as caught:
+    with md.Cluster(2, timeout=3, check=True) as cluster, pytest.raises(md.RankError) as caught:
         cluster.run(hang)
     text = caught.value.summary
     assert isinstance(caught.value.__cause__, comm.CollectiveError)
-    assert re.search(r"rank 0 has waited 1\.\d s in all_reduce of float32\[3\]", text)
+    assert re.search(r"rank 0 has waited \d\.\d s in all_reduce of float32\[3\]", text)
     assert f"at {__file__}:{line_of('waited for')}, and rank 1 did not come" in text
     assert f"rank 1 is at {__file__}:{line_of('stuck here')}, its last call was barrier" in text
     assert f"at {__file__}:{line_of('the last call')}" in text
@@ -497,7 +498,7 @@ def test_a_rank_that_returned_is_known_at_once(checked: Checked, ranks: int) -> 
         try:
             comm.all_reduce(torch.ones(3))  # left alone
         except comm.CollectiveError as error:
-            assert time.monotonic() - begun < 10  # of the 30 that the limit gives
+            assert time.monotonic() - begun < HANG / 2  # before the time limit
             return str(error)
         return "no error"
 
@@ -683,9 +684,9 @@ def test_a_message_that_nobody_sends_is_named() -> None:
         if md.rank() == 1:
             comm.recv(torch.ones(4), 0)
         elif md.rank() == 0:
-            time.sleep(20)  # sends nothing
+            time.sleep(HANG)  # sends nothing
 
-    with md.Cluster(2, timeout=1.5, check=True) as cluster, pytest.raises(md.RankError) as caught:
+    with md.Cluster(2, timeout=3, check=True) as cluster, pytest.raises(md.RankError) as caught:
         cluster.run(wait)
     assert f"rank 0 is at {__file__}:{line_of('sends nothing')}, it has made no call" in caught.value.summary
 
@@ -778,7 +779,7 @@ def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(program))
     command = [sys.executable, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm_python.run(command, timeout=90, env=environment)
+    done = warm_python.run(command, timeout=HANG, env=environment)
     assert done.returncode == 0, done.stderr
     # The two processes' lines may run into each other.
     texts = re.findall(r"rank \d: (the ranks make different calls: .*?in the same order)", done.stdout)
@@ -809,7 +810,7 @@ def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
         str(script),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
-    done = warm_python.run(command, timeout=90, env=environment)
+    done = warm_python.run(command, timeout=HANG, env=environment)
     assert "rank 1 left the world, it has made no call, and rank 0 waits for it in all_reduce" in done.stdout
 
 

@@ -28,6 +28,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.launching.cluster import available_cores
 from tests.helpers import warm_python
+from tests.helpers.clocks import HANG
 from tests.helpers.processes import alive, descendants, wait_until_gone
 
 Clusters = Callable[[int], md.Cluster]
@@ -209,7 +210,7 @@ def test_prints_are_labelled_with_the_rank(cluster_of: Clusters, capsys: pytest.
         assert f"[rank {rank}] oops\n" in printed.err
 
 
-def test_an_exception_names_the_rank_within_a_second(cluster_of: Clusters) -> None:
+def test_an_exception_names_the_rank_before_the_time_limit(cluster_of: Clusters) -> None:
     cluster = cluster_of(4)
     before = cluster.run(os.getpid)
 
@@ -221,7 +222,7 @@ def test_an_exception_names_the_rank_within_a_second(cluster_of: Clusters) -> No
     started = time.monotonic()
     with pytest.raises(md.RankError, match="rank 2 raised KeyError: 'no such weight'") as caught:
         cluster.run(fail)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < HANG / 2
     assert caught.value.rank == 2
     assert 'raise KeyError("no such weight")' in caught.value.traceback
     assert isinstance(caught.value.__cause__, KeyError)
@@ -239,7 +240,7 @@ def test_a_killed_rank_is_named_with_its_signal(cluster_of: Clusters, number: si
     started = time.monotonic()
     with pytest.raises(md.RankDied, match=f"rank 1 was killed by {number.name}") as caught:
         cluster_of(3).run(die)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < HANG / 2
     assert (caught.value.rank, caught.value.signal) == (1, number.name)
     assert cluster_of(3).run(md.rank) == [0, 1, 2]
 
@@ -262,7 +263,7 @@ def test_a_rank_that_died_between_runs_is_an_error(cluster_of: Clusters) -> None
 
 def test_the_time_limit_says_where_each_rank_was() -> None:
     def stuck_here() -> None:
-        time.sleep(60)
+        time.sleep(HANG)
 
     def wait_for_all() -> None:
         if md.rank() == 1:
@@ -273,7 +274,7 @@ def test_the_time_limit_says_where_each_rank_was() -> None:
         started = time.monotonic()
         with pytest.raises(md.RankTimeout, match="had not returned within 1 s") as caught:
             cluster.run(wait_for_all)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < HANG / 2
         assert "in stuck_here" in caught.value.traceback
         assert "in barrier" in caught.value.traceback
         assert isinstance(caught.value, TimeoutError)
@@ -316,13 +317,13 @@ def test_a_stopped_supervisor_does_not_hang_the_caller(tmp_path: Path) -> None:
         os.kill(parent, signal.SIGSTOP)
         start = time.monotonic()
         try:
-            cluster.run(time.sleep, 30)
+            cluster.run(time.sleep, 300)
         except md.RankTimeout as error:
-            print(time.monotonic() - start < 8, *ranks, flush=True)
+            print(time.monotonic() - start < 150, *ranks, flush=True)
         print(md.launch(md.rank, 2))
     """
     with program(tmp_path, text) as caller:
-        out, err = caller.communicate(timeout=60)
+        out, err = caller.communicate(timeout=HANG)
     fast, *ranks = out.splitlines()[0].split()
     assert (fast, out.splitlines()[1], err) == ("True", "[0, 1]", "")
     wait_until_gone([int(rank) for rank in ranks])
@@ -332,7 +333,11 @@ def test_a_script_that_hides_a_module_is_named(tmp_path: Path) -> None:
     """torch imports timeit, so every new process would import the script and start yet another one."""
     (tmp_path / "timeit.py").write_text("import minidist as md\nmd.launch(md.rank, ranks=2)\n")
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "timeit.py")], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(tmp_path / "timeit.py")],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
     )
     assert done.returncode == 1
     assert f"{tmp_path / 'timeit.py'} was imported while ranks were being started" in done.stderr
@@ -354,9 +359,7 @@ def test_a_long_line_is_printed_at_once(cluster_of: Clusters, capsys: pytest.Cap
         for _ in range(200_000):
             sys.stdout.write("0123456789")
 
-    started = time.monotonic()
     cluster_of(1).run(speak)
-    assert time.monotonic() - started < 10.0
     assert capsys.readouterr().out.replace("[rank 0] ", "").replace("\n", "") == "0123456789" * 200_000
 
 
@@ -410,8 +413,8 @@ def test_a_fork_of_the_caller_cannot_use_its_cluster(cluster_of: Clusters) -> No
         warnings.simplefilter("ignore")  # newer Pythons warn when a process with threads forks
         child = context.Process(target=use, args=(queue,))
         child.start()
-    assert "belongs to the process that was forked" in queue.get(timeout=20)
-    child.join(20)
+    assert "belongs to the process that was forked" in queue.get(timeout=HANG)
+    child.join(HANG)
     assert cluster.run(md.rank) == [0, 1]
 
 
@@ -635,7 +638,7 @@ def test_a_script_needs_no_main_guard_no_module_and_no_stream(tmp_path: Path) ->
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         check=False,
         env={**os.environ, **environment},
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.clocks import HANG
+
 CELLS = [
     """
 import minidist as md
@@ -46,7 +48,7 @@ def test_notebook_cells_run_on_ranks(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in CELLS])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of Jupyter's own packages
-        NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        NotebookClient(notebook, timeout=HANG, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     def outputs(cell: int) -> str:
         return "".join(

@@ -12,6 +12,7 @@ import pytest
 import minidist as md
 from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.cli.train import TrainConfig, train
+from tests.helpers.clocks import HANG
 
 REASON = why_not()
 pytestmark = [
@@ -51,7 +52,7 @@ def test_torchrun_ends_on_both_hosts_when_the_wire_is_cut(hosts: TwoHosts, tmp_p
             assert line, "ended before it was under way"
         hosts.wire(cut=True)
         for run in runs:
-            said, _ = run.communicate(timeout=90)
+            said, _ = run.communicate(timeout=HANG)
             assert run.returncode
             assert "CollectiveError: all_reduce of float32[1000] on rank " in said
     finally:
@@ -69,7 +70,7 @@ def test_minidist_train_by_torchrun_on_both_hosts(hosts: TwoHosts, tmp_path: Pat
     more = ["--steps", "3", "--layout", layout, "--save", save, "--json"]
     hosts.wire(rate=1e9, delay=5e-3)
     runs = hosts.torchrun(RANKS, ["-m", "minidist", "train", *words, *more], ENVIRONMENT)
-    said = [run.communicate(timeout=300)[0] for run in runs]
+    said = [run.communicate(timeout=HANG)[0] for run in runs]
     hosts.wire()
     assert [run.returncode for run in runs] == [0, 0], said
     result = json.loads(said[0][said[0].index("{") :])

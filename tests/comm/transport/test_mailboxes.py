@@ -20,6 +20,7 @@ from minidist import comm
 from minidist.comm import messages
 from minidist.comm.transport import mailbox, mailbox_receiver, mailbox_registry
 from minidist.comm.transport.hosts import HOST_VARIABLE, this_process
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
 SIZES = [0, 1, 7, 1000, 2**18 + 1, 2**20, 2**20 + 1]
@@ -246,7 +247,7 @@ def test_threads_may_receive_at_once(cluster_of: Clusters) -> None:
             for tag in range(4):
                 comm.send(torch.tensor([float(tag * i)]), other, tag)
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG)
         return received
 
     assert on_each(cluster_of, exchange) == [[0.0, 190.0, 380.0, 570.0]] * 2
@@ -262,8 +263,8 @@ def test_a_receiver_learns_that_its_sender_has_ended() -> None:
 
     started = time.monotonic()
     with pytest.raises(md.RankError) as error:
-        md.launch(exchange, 2, timeout=30)
-    assert time.monotonic() - started < 20
+        md.launch(exchange, 2, timeout=HANG)
+    assert time.monotonic() - started < HANG / 2
     assert "SIGKILL" in str(error.value)
 
 

@@ -18,6 +18,7 @@ from tests.helpers.products import LAYOUTS, check_laid_out
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
+from tests.helpers.clocks import HANG
 from tests.helpers.cuda_kernels import (  # noqa: F401
     COMPUTED,
     HALVES,
@@ -164,7 +165,7 @@ def test_rungs_are_found_by_full_name_and_the_cpus_without_numba():
         "print([m for m in ('numba', 'torch', 'cuda') if m in sys.modules], hasattr(cuda, 'nothing'))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
     )
     assert done.stdout.strip() == "[] False"
 
@@ -185,4 +186,4 @@ def test_numbas_simulator_runs_the_source():
         "np.testing.assert_allclose(c, x @ x.T)\n"
     )
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG, env=environment)

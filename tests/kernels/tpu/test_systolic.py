@@ -363,12 +363,12 @@ def test_inputs_are_not_changed_and_may_have_any_strides():
 
 @every_dataflow
 def test_128_by_128_multiplies_512_in_time(dataflow):
-    """The time limit is 10 s; measured it is less than 1 s (one core of an AMD EPYC, Zen 4)."""
+    """It takes less than 1 s of a core of an AMD EPYC (Zen 4); a loop over its cells would take minutes."""
     rng = np.random.default_rng()
     a, b = rng.integers(-128, 128, (2, 512, 512)).astype("int8")
-    start = time.perf_counter()
+    start = time.process_time()  # which other programs do not lengthen
     product = SystolicArray(128, 128, dataflow).matmul(a, b)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 20
     np.testing.assert_array_equal(product.c, a.astype(float) @ b.astype(float))  # exact below 2**53
     assert product.cycles == 16 * 512 + 2 * 128 + 128 - 2
 

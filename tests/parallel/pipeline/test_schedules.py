@@ -14,6 +14,7 @@ from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import Instruction, message_of
 from minidist.parallel.pipeline.schedules import Schedule
 from minidist.parallel.pipeline.send_completion import completed_sends
+from tests.helpers.clocks import HANG
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 7, 8, 12)]
 TIMES = ({}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 2}, {"forward": 1, "backward": 3})
@@ -300,7 +301,7 @@ def test_schedules_need_no_torch() -> None:
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
     )
     assert done.stdout.strip() == "False"
 

@@ -27,6 +27,7 @@ from minidist.benchmarks.harness.slow_link.slow_link_steps import (
 from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, counter, why_not
 from minidist.comm.ledgers import Call
 from tests.helpers import ranks_on_hosts
+from tests.helpers.clocks import HANG
 
 S, RANKS = 4_000_000, 4
 SLOW_PROFILE = PROFILES[SLOW]
@@ -92,7 +93,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Step]]:
         pytest.skip(f"no two hosts here: {reason}")
     with TwoHosts() as hosts:
         folder = tmp_path_factory.mktemp("ranks")
-        results = ranks_on_hosts.run(hosts, RANKS // HOSTS, settled_steps, folder=folder, timeout=120.0)
+        results = ranks_on_hosts.run(hosts, RANKS // HOSTS, settled_steps, folder=folder, timeout=HANG)
     assert not [error for _, error, _ in results if error]
     return [value for value, _, _ in results]
 

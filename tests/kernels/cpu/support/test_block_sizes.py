@@ -11,6 +11,7 @@ from minidist.kernels.cpu.support import block_sizes as module
 from minidist.kernels.cpu.support import register_tile
 from minidist.kernels.cpu.support.block_sizes import LEAST_WIDTH, blocks, memory, parts
 from minidist.kernels.cpu.support.caches import Caches
+from tests.helpers.clocks import HANG
 
 KIB = 2**10
 
@@ -52,7 +53,7 @@ def test_purposes_dtypes_and_threads_share_no_memory():
     found = [memory("one", "f", 10), memory("other", "f", 10), memory("one", "d", 10)]
     thread = threading.Thread(target=lambda: found.append(memory("one", "f", 10)))
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=HANG)
     assert len(found) == 4
     for i, x in enumerate(found):
         assert not any(np.shares_memory(x, other) for other in found[:i])

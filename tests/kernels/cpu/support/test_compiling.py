@@ -13,6 +13,7 @@ from minidist import kernels
 from minidist.kernels import rung
 from minidist.kernels.cpu.support.compiling import compiled
 from minidist.kernels.measure import cpu_peaks
+from tests.helpers.clocks import HANG
 
 
 def test_each_dtype_is_compiled_at_its_first_call_only():
@@ -107,7 +108,7 @@ def test_machine_code_is_kept_until_a_file_that_it_was_made_of_changes(tmp_path)
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=HANG,
         )
         compiled, result = done.stdout.split()
         return compiled == "True", int(result)

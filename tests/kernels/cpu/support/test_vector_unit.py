@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from minidist.kernels.cpu.support import vector_unit
+from tests.helpers.clocks import HANG
 
 X86 = "x86_64-unknown-linux-gnu"
 
@@ -84,6 +85,6 @@ def older_machines(tmp_path_factory):
 @pytest.mark.deep
 @pytest.mark.parametrize("name", list(OLDER))
 def test_rung_6_is_right_with_other_registers(older_machines, name):
-    printed, _ = older_machines[name].communicate(timeout=120)
+    printed, _ = older_machines[name].communicate(timeout=HANG)
     assert older_machines[name].returncode == 0, printed
     assert printed.strip() == name

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from minidist.kernels.cuda import RUNGS
+from tests.helpers.clocks import HANG
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
@@ -47,7 +48,7 @@ def test_the_first_eight_rungs_run_in_the_simulator_and_the_others_say_what_to_d
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()

@@ -16,6 +16,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from numba import cuda
 
 from minidist.kernels.cuda import s1_naive as rung_file
+from tests.helpers.clocks import HANG
 from tests.helpers.cuda_kernels import MULTIPLY, TYPES, own_cache, scaled, without_gpu  # noqa: F401
 
 
@@ -128,5 +129,5 @@ for _ in range(200):
     started = [
         subprocess.Popen([sys.executable, "-c", program, number], env=environment) for number in ("1", "2")
     ]
-    assert [process.wait(60) for process in started] == [0, 0]
+    assert [process.wait(HANG) for process in started] == [0, 0]
     assert len(list((tmp_path / "kernels").iterdir())) == 1

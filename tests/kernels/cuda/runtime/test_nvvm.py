@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from minidist.kernels.cuda.runtime import nvvm
+from tests.helpers.clocks import HANG
 
 WHEEL, TOOLKIT, OLD = Path("/wheels/libnvvm.so.4"), Path("/usr/local/cuda/libnvvm.so.4"), Path("/old/lib")
 
@@ -65,7 +66,7 @@ def test_copies_are_found_on_pythons_path_in_toolkits_and_on_the_loaders_path(mo
 
 
 def in_a_fresh_process(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
