@@ -226,10 +226,12 @@ def test_a_wrong_number_of_ranks_is_said_once(capfd, monkeypatch, rank, says):
 
 
 def test_ctrl_c_ends_a_training_with_one_line():
-    process = warm_python.Popen(
-        [*COMMAND, "train", "--data", "bytes", "--steps", "1000000"], stderr=subprocess.PIPE, text=True
-    )
-    time.sleep(1.5)
+    program = "from minidist.cli.commands import main; print('begins', flush=True); main()"
+    words = ["train", "--data", "bytes", "--steps", "1000000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = warm_python.Popen([sys.executable, "-c", program, *words], **pipes)
+    assert process.stdout.readline() == "begins\n"
+    time.sleep(1)  # until it trains; if it does not yet, it stops as well
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=HANG)
     assert process.returncode == 130
