@@ -90,7 +90,7 @@ def test_a_world_of_torchs_own_ends_its_threads(tmp_path: Path) -> None:
             running = threads()
             dist.destroy_process_group()
             begun = time.monotonic()
-            while threads() > before and time.monotonic() < begun + 5:
+            while threads() > before and time.monotonic() < begun + 100:
                 time.sleep(0.01)
             os.write(1, f"{running} {threads() - before}\\n".encode())
             if child:

@@ -52,7 +52,7 @@ def in_two_threads(group: work.Group, other: work.Group) -> tuple[list[str], lis
 
 
 def test_two_threads_in_one_group_both_get_an_error() -> None:
-    with md.Cluster(2, timeout=30) as cluster:  # of its own: the error leaves ranks out of step
+    with md.Cluster(2, timeout=HANG) as cluster:  # of its own: the error leaves ranks out of step
         found = cluster.run(in_two_threads, None, None)
     for errors, sums in found:
         assert len(errors) == 2

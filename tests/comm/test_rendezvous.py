@@ -23,7 +23,7 @@ def life(store: dist.Store, ranks: int, late: int | None = None) -> set[str]:
     def rank(own: int) -> str:
         if own == late:
             time.sleep(0.05)
-        return fresh_part(store, own, ranks, timeout=20)
+        return fresh_part(store, own, ranks, timeout=HANG)
 
     with ThreadPoolExecutor(ranks) as pool:
         return set(pool.map(rank, range(ranks)))
@@ -93,9 +93,9 @@ def test_a_rank_that_asks_twice_is_one_rank() -> None:
     """Its agent has restarted it while rank 3 was still to come, which must get its answer."""
     store = dist.HashStore()
     with ThreadPoolExecutor(5) as pool:
-        begun = [pool.submit(fresh_part, store, own, 4, 20) for own in (0, 1, 2)]
-        begun[2].result(20)
-        begun.append(pool.submit(fresh_part, store, 2, 4, 20))
-        begun[3].result(20)
-        begun.append(pool.submit(fresh_part, store, 3, 4, 20))
-        assert len({each.result(20) for each in begun}) == 1
+        begun = [pool.submit(fresh_part, store, own, 4, HANG) for own in (0, 1, 2)]
+        begun[2].result(HANG)
+        begun.append(pool.submit(fresh_part, store, 2, 4, HANG))
+        begun[3].result(HANG)
+        begun.append(pool.submit(fresh_part, store, 3, 4, HANG))
+        assert len({each.result(HANG) for each in begun}) == 1

@@ -20,6 +20,7 @@ from minidist import comm
 from minidist.plain import one_process
 from minidist.plain.gpt import Batch, MakeOptimizer, gpt, loss_of
 from tests.helpers import plain_rungs
+from tests.helpers.clocks import HANG
 from tests.helpers.plain_rungs import (
     ADAMW,
     ROWS,
@@ -178,7 +179,7 @@ def test_no_worker_waits_for_a_slow_one(cluster_of: Clusters, tmp_path: Path, ol
         class Batches(list):  # type: ignore[type-arg]
             def __iter__(self) -> Any:
                 nonlocal came
-                limit = time.monotonic() + (0.5 if old else 20)
+                limit = time.monotonic() + (0.5 if old else HANG)
                 while comm.rank() == 1 and not there.exists() and came:
                     time.sleep(0.01)
                     came = time.monotonic() < limit

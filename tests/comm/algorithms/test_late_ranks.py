@@ -76,7 +76,7 @@ class LateTransport:
                 self.blocked += 1
             while not work.done:
                 if self.blocked < self.live:
-                    assert self.changed.wait(10)
+                    assert self.changed.wait(HANG)
                     continue
                 ready = sorted(
                     pair for pair, queue in self.sends.items() if queue and self.receives.get(pair)

@@ -167,7 +167,7 @@ def test_a_caught_mismatch_is_over_at_the_next_run(times: int, check: bool, asyn
 
 
 def test_a_caught_mismatch_loses_what_ranks_keep() -> None:
-    with md.Cluster(2, timeout=20.0) as cluster:
+    with md.Cluster(2, timeout=HANG) as cluster:
         kept = cluster.keep(torch.zeros, 1)
         cluster.run(mismatch, False)  # in shared memory, where both ranks notice it
         with pytest.raises(RuntimeError, match="failed since, or caught a CollectiveError, and"):
@@ -497,7 +497,7 @@ def test_ranks_killed_at_random_moments(times: int) -> None:
             comm.all_reduce(x, "mean")
 
     seen: set[int] = set()
-    with md.Cluster(ranks=3, timeout=20.0) as cluster:
+    with md.Cluster(ranks=3, timeout=HANG) as cluster:
         for _ in range(times):
             processes = cluster.run(os.getpid)
             seen.update(processes)
@@ -549,7 +549,7 @@ def test_no_process_outlives_the_caller(tmp_path: Path, method: str, number: sig
         left = {*ranks, *descendants(caller.pid)}
         assert len(left) == 1 + count, "the supervisor and the ranks"
         caller.send_signal(number)
-        caller.wait(10.0)
+        caller.wait(HANG)
         wait_until_gone(sorted(left))
         if number == signal.SIGINT:
             assert caller.stderr is not None
@@ -574,7 +574,7 @@ def test_a_forked_child_of_the_caller_does_not_keep_ranks(tmp_path: Path) -> Non
         assert caller.stdout is not None
         child, *ranks = map(int, caller.stdout.readline().split())
         caller.kill()
-        caller.wait(10.0)
+        caller.wait(HANG)
         try:
             wait_until_gone(ranks)
         finally:
@@ -588,7 +588,7 @@ def test_no_rank_outlives_the_supervisor(tmp_path: Path) -> None:
         (supervisor,) = set(descendants(caller.pid)) - set(ranks)
         os.kill(supervisor, signal.SIGKILL)
         wait_until_gone(ranks)
-        assert caller.wait(10.0) == 1
+        assert caller.wait(HANG) == 1
         assert caller.stderr is not None
         assert "the process that starts and watches ranks was killed by SIGKILL\n" in caller.stderr.read()
 

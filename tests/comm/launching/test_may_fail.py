@@ -13,11 +13,12 @@ import torch
 
 import minidist as md
 from minidist import comm
+from tests.helpers.clocks import HANG
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[md.Cluster]:
-    with md.Cluster(3, timeout=20.0, may_fail=(1, 2)) as cluster:
+    with md.Cluster(3, timeout=HANG, may_fail=(1, 2)) as cluster:
         yield cluster
 
 
@@ -75,7 +76,7 @@ def test_another_ranks_failure_stops_all_as_ever(cluster: md.Cluster) -> None:
     with pytest.raises(md.RankDied, match="rank 0 was killed by SIGKILL"):
         cluster.run(work)
     with pytest.raises(md.RankError, match="rank 0 raised ValueError: wrong"):
-        cluster.run(lambda: exec("raise ValueError('wrong')") if md.rank() == 0 else time.sleep(20))
+        cluster.run(lambda: exec("raise ValueError('wrong')") if md.rank() == 0 else time.sleep(HANG))
 
 
 def test_launch_takes_it_too() -> None:

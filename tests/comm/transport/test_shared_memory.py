@@ -203,23 +203,25 @@ def test_what_is_sent_counts_as_sent_and_not_as_on_the_wire(cluster_of: Clusters
 
 
 def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
-    def overlap() -> tuple[bool, float, float]:
+    def overlap() -> tuple[float, float, float]:
         x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
         comm.barrier()  # makes the memory, for which an asynchronous call would not wait
         with comm.ledger() as ledger:
+            begun = time.perf_counter()
             works = [comm.all_reduce(part, async_op=True) for part in x]
             last = comm.all_reduce(torch.ones(3), "max")  # after those that are under way
-            time.sleep(0.3)
-            complete = all(work.done() for work in works)
+            while not all(work.done() for work in works):
+                time.sleep(0.001)
+            complete = time.perf_counter() - begun
+            time.sleep(0.1)
             for i, work in enumerate(works):
                 exact(work.wait(), torch.full((1000,), 2.0 * i + 1))
         exact(last, torch.ones(3))
         return complete, ledger.comm_overlap, max(call.seconds for call in ledger.calls)
 
     for complete, hidden, longest in cluster_of(2).run(overlap):
-        assert complete
         assert 0 < hidden < 1
-        assert longest < 0.3  # the thread says when a call was complete, not when somebody asked
+        assert longest <= complete  # the thread says when a call was complete, not when somebody asked
 
 
 def test_a_result_is_this_ranks_own(cluster_of: Clusters) -> None:

@@ -25,6 +25,7 @@ from minidist.parallel.averaging.parameter_server import bytes_per_step
 from minidist.parallel.averaging.server import ServerReport, Serving
 from minidist.parallel.averaging.staleness import Updates
 from tests.helpers import contract
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -354,7 +355,7 @@ def test_gradients_travel_sparse_ones_and_missing_ones_too() -> None:
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[md.Cluster]:
-    with md.Cluster(5, timeout=30.0, may_fail=(2, 3, 4)) as cluster:
+    with md.Cluster(5, timeout=HANG, may_fail=(2, 3, 4)) as cluster:
         yield cluster
 
 

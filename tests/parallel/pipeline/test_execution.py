@@ -22,6 +22,7 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.pipeline.stage_passes import StagePasses
 from minidist.parallel.training.activation_memory import ActivationCounter
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
@@ -150,7 +151,7 @@ def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
 
 
 def test_calls_are_the_same_where_they_are_checked() -> None:
-    with md.Cluster(2, timeout=60, check=True) as cluster:
+    with md.Cluster(2, timeout=HANG, check=True) as cluster:
         for form in FORMS.values():
             check(cluster.run(train_here, *form, 4, (8, 3, 13)), (8, 3, 13))
 
@@ -516,7 +517,7 @@ def test_a_failure_in_the_middle_ends_all_ranks() -> None:
         pipeline.step(x, torch.zeros(4, dtype=torch.int64))
 
     failed = pytest.raises(md.RankError, match="rank 1 raised ArithmeticError: the third micro-batch")
-    with md.Cluster(3, timeout=20) as cluster, failed:
+    with md.Cluster(3, timeout=HANG) as cluster, failed:
         cluster.run(train)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.parallel.sharding import collective_order, units
 from tests.helpers import contract
+from tests.helpers.clocks import HANG
 from tests.parallel.sharding import test_data_parallel as others
 
 Clusters = Callable[[int], md.Cluster]
@@ -111,7 +112,7 @@ def test_a_rank_that_calls_a_unit_again_alone_hears_of_it() -> None:
             return str(error)
         return "nothing"
 
-    with md.Cluster(2, timeout=30.0) as cluster:
+    with md.Cluster(2, timeout=HANG) as cluster:
         said = cluster.run(call)
     assert (
         "the unit layers.0 was called 2 times in one pass, and not so on all ranks at this point" in said[1]

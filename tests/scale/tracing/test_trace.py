@@ -179,9 +179,9 @@ def test_what_runs_in_the_background_is_on_a_lane_of_its_own(trace_of: Any) -> N
 def test_a_clock_that_is_off_is_put_right(cluster_of: Clusters) -> None:
     found = cluster_of(2).run(traced, MICRO, 1000.0)[0][0]
     assert found.ranks[0].offset == found.ranks[0].error == 0
-    assert found.ranks[1].offset == pytest.approx(-1000, abs=0.1)
-    assert 0 < found.ranks[1].error < 0.1
-    assert found.end - found.start < 10  # seconds, not 1000
+    assert found.ranks[1].offset == pytest.approx(-1000, abs=1)
+    assert 0 < found.ranks[1].error < 1  # half of the time of a message there and back
+    assert found.end - found.start < 500  # seconds, not 1000
     check(document(found))
     late = sum(arrow.sent.start > arrow.received.end + found.ranks[1].error for arrow in found.arrows)
     assert found.arrows

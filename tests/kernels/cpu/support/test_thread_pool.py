@@ -1,11 +1,11 @@
 """The pool: who is woken, what is waited for, and what becomes of errors, forks and the end."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,10 +31,10 @@ def fail(error):
     raise error
 
 
-def later(action, seconds=0.1):
-    timer = threading.Timer(seconds, action)
-    timer.start()
-    return timer
+def naps(monkeypatch, *actions):
+    """The pool's waits: in each, one of these happens."""
+    left = iter(actions)
+    monkeypatch.setattr(thread_pool, "time", SimpleNamespace(sleep=lambda seconds: next(left)()))
 
 
 def begin(helpers, serve):
@@ -129,7 +129,7 @@ def test_a_workers_error_ends_nothing():
     assert len(thread_pool._workers) == 1
 
 
-def test_the_end_closes_the_product_and_waits_for_those_inside():
+def test_the_end_closes_the_product_and_waits_for_those_inside(monkeypatch):
     assert begin(0, lambda: None)
     thread_pool.board[thread_pool.OPEN], thread_pool.board[thread_pool.DOOR] = 7, -1
     left = []
@@ -138,28 +138,28 @@ def test_the_end_closes_the_product_and_waits_for_those_inside():
         left.append(int(thread_pool.board[thread_pool.OPEN]))
         thread_pool.board[thread_pool.DOOR] = 0
 
-    timer = later(leave)
+    naps(monkeypatch, bool, bool, leave)
     thread_pool.end()
     assert left == [0]
-    timer.join()
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer signals")
-def test_ctrl_c_during_the_wait_does_not_end_the_wait():
+def test_ctrl_c_during_the_wait_does_not_end_the_wait(monkeypatch):
     """It arrives afterwards: until then a worker writes to memory that the caller would use again."""
     assert begin(0, lambda: None)
-    thread_pool.board[thread_pool.DOOR] = -1
-    before = signal.signal(signal.SIGALRM, lambda *_: fail(KeyboardInterrupt()))
-    timer = later(lambda: thread_pool.board.__setitem__(thread_pool.DOOR, 0), 0.3)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            thread_pool.end()
-        assert thread_pool.board[thread_pool.DOOR] == 0
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        timer.join()
-    post(0, lambda: None)
+    board = thread_pool.board
+    board[thread_pool.DOOR] = -1
+    naps(
+        monkeypatch,
+        bool,
+        lambda: fail(KeyboardInterrupt()),
+        bool,
+        lambda: board.__setitem__(thread_pool.DOOR, 0),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        thread_pool.end()
+    assert board[thread_pool.DOOR] == 0
+    assert begin(0, lambda: None)  # others may post
+    thread_pool.end()
 
 
 def run_script(code):
