@@ -172,7 +172,7 @@ def signalled(
 
     everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
     """
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG
     while not checkpoints(str(config.save)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -288,7 +288,7 @@ def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: boo
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while not (others := descendants(process.pid)):
         assert process.poll() is None
         assert time.monotonic() < deadline

@@ -28,7 +28,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.launching.cluster import available_cores
 from tests.helpers import warm_python
-from tests.helpers.clocks import HANG
+from tests.helpers.clocks import HANG, until
 from tests.helpers.processes import alive, descendants, wait_until_gone
 
 Clusters = Callable[[int], md.Cluster]
@@ -425,11 +425,14 @@ def test_environment_and_directory_are_the_callers(monkeypatch: pytest.MonkeyPat
     assert heard == [("yes", str(tmp_path))] * 2
 
 
-def test_closing_while_a_function_runs_says_so() -> None:
+def test_closing_while_a_function_runs_says_so(tmp_path: Path) -> None:
+    runs = tmp_path / "it runs"
     cluster = md.Cluster(ranks=1)
-    threading.Timer(0.3, cluster.close).start()
+    closer = threading.Thread(target=lambda: (until(runs.exists), cluster.close()))
+    closer.start()
     with pytest.raises(RuntimeError, match="this Cluster was closed while it ran a function"):
-        cluster.run(time.sleep, 20)
+        cluster.run(lambda: (runs.touch(), time.sleep(HANG)))
+    closer.join()
     with pytest.raises(RuntimeError, match="this Cluster is closed"):
         cluster.run(md.rank)
 
