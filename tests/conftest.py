@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import cloudpickle
 import pytest
+from hypothesis import HealthCheck, settings
 
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.rank_processes import supervisor
@@ -32,6 +33,11 @@ os.environ.setdefault(PRELOAD, "torch._dynamo,minidist.parallel.engine.prepare,m
 
 # Before any product: torch then no longer reads the variable. The first run on a machine pays for a trial.
 bf16_on_cpu.avoid()
+# Hypothesis would fail an example of more than 0.2 s, which is a matter of the machine and its load.
+settings.register_profile(
+    "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 # A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
 # There is none while these are made, and later ones look at what tests make.

@@ -18,16 +18,16 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "code", "lost"),
+    ("body", "words", "fails", "lost"),
     [
-        (f"{KILL} if i == 3 else None", ["--max-worker-restart", "0"], 1, True),
-        (f"{KILL} if i == 3 else None", [], 1, False),  # a new worker runs the rest
-        ("assert i < 3", ["-x"], 2, False),
-        ("pass", ["-k", "3", "--deselect", "test_some.py::test_it[13]"], 0, False),
+        (f"{KILL} if i == 3 else None", ["--max-worker-restart", "0"], True, True),
+        (f"{KILL} if i == 3 else None", [], True, False),  # a new worker runs the rest
+        ("assert i < 3", ["-x"], True, False),
+        ("pass", ["-k", "3", "--deselect", "test_some.py::test_it[13]"], False, False),
     ],
 )
 def test_tests_that_a_dead_worker_leaves_are_told(
-    tmp_path: Path, body: str, words: list[str], code: int, lost: bool
+    tmp_path: Path, body: str, words: list[str], fails: bool, lost: bool
 ) -> None:
     (tmp_path / "test_some.py").write_text(f"{DIES}    {body}\n")
     plugins = ["-p", "xdist", "-p", "tests.helpers.lost_tests", "-p", "no:cacheprovider"]
@@ -40,10 +40,11 @@ def test_tests_that_a_dead_worker_leaves_are_told(
         text=True,
         timeout=HANG,
     )
-    assert (done.returncode, "tests were collected and never reported" in done.stdout) == (code, lost), done
+    told = "tests were collected and never reported" in done.stdout
+    assert (bool(done.returncode), told) == (fails, lost), done.stdout + done.stderr
     if lost:
-        *_, told, said = re.split(r"\n(?=.*failed, )|\n(?=\d+ of 30 tests)", done.stdout)
-        left = 30 - sum(map(int, re.findall(r"(\d+) (?:failed|passed)", told)))
+        *_, counts, said = re.split(r"\n(?=.*failed, )|\n(?=\d+ of 30 tests)", done.stdout)
+        left = 30 - sum(map(int, re.findall(r"(\d+) (?:failed|passed)", counts)))
         first, *named = said.splitlines()
         assert first == f"{left} of 30 tests were collected and never reported:"
         assert all(line.startswith("test_some.py::test_it[") for line in named[:10])

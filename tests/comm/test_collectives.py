@@ -384,16 +384,20 @@ def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
         cluster = cluster_of(4)
         cluster.run(count)  # connections are made at the first call
         on_wire = []
-        for _ in range(3):  # other programs may speak meanwhile, which only adds
+        for _ in range(20):  # other programs may speak meanwhile, which only adds
             before = bytes_on_loopback()
             counted = sum(cluster.run(count))
             on_wire.append(bytes_on_loopback() - before)
             if on_wire[-1] <= 1.02 * counted:
                 break
         assert counted <= min(on_wire) <= 1.02 * counted, name  # 2%: the frames' headers
-    before = bytes_on_loopback()
-    assert cluster.run(in_memory) == [0] * 4
-    assert bytes_on_loopback() - before < 2**20  # the launcher's own messages, and other programs'
+    for _ in range(20):
+        before = bytes_on_loopback()
+        assert cluster.run(in_memory) == [0] * 4
+        on_wire.append(bytes_on_loopback() - before)
+        if on_wire[-1] < 2**20:
+            break
+    assert on_wire[-1] < 2**20  # the launcher's own messages
 
 
 def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
