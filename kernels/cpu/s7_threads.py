@@ -16,6 +16,7 @@ times at 1024 (20 ms and 10.5 ms, 205 GFLOP/s).
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ..rung import Array, Rung
@@ -70,23 +71,16 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
             return seen
         a, b, out = board.array(at, 0, space), board.array(at, 1, space), board.array(at, 2, space)
         how, packs, down, across, packed_b = board.cut(at, space)
-        (m, n), columns = out.shape, register_tile.columns(out)
-        tiles = -(-m // register_tile.ROWS)
-        # Without packing, cut at whole tiles: the last part takes the remaining columns.
-        wide = n // columns if how else -(-n // columns)
+        tile = register_tile.ROWS, register_tile.columns(out)
         if not how:
             shared_packing.pack_together(b, packed_b, at, packs * -(-a.shape[1] // register_tile.DEPTH))
         part = board.take(at, down * across, leads)
         while part >= 0:
-            t, s = divmod(part, across)
-            t0, t1 = t * tiles // down, (t + 1) * tiles // down
-            i0, i1 = t0 * m // tiles, t1 * m // tiles
-            j0, j1 = s * wide // across * columns, (s + 1) * wide // across * columns
-            j1 = n if s == across - 1 else j1
+            i0, i1, j0, j1, tiles = shared_packing.place(part, out.shape, tile, (down, across), how)
             if how:
                 small_products.multiply(a[i0:i1], b[:, j0:j1], out[i0:i1, j0:j1], how)
             else:
-                shared_packing.multiply_packed(a[i0:i1], packed_b, out[i0:i1], j0, j1, own, t1 - t0)
+                shared_packing.multiply_packed(a[i0:i1], packed_b, out[i0:i1], j0, j1, own, tiles)
             part = board.take(at, down * across, leads)
         board.leave(at)
         if leads:
@@ -105,7 +99,10 @@ def compute(a: Array, b: Array, out: Array) -> None:
     kind = out.dtype.char
     size = blocks(kind)
     tiles = -(-out.shape[0] // size.rows) * -(-out.shape[1] // size.columns)
-    threads = min(thread_pool.threads(), tiles, work // LEAST_WORK)
+    # The caller wakes a thread in some 0.7 us, an eighth of LEAST_WORK: with t threads a product takes
+    # work / t + t * LEAST_WORK / 8, which is least at the square root.
+    pays = min(work // LEAST_WORK, math.isqrt(8 * work // LEAST_WORK))
+    threads = min(thread_pool.threads(), tiles, pays)
     if threads < 2 or not thread_pool.begin(threads - 1):
         one_thread.compute(a, b, out)
         return
@@ -118,8 +115,9 @@ def compute(a: Array, b: Array, out: Array) -> None:
             strip, target = (b, out) if n <= width else (b[:, j : j + width], out[:, j : j + width])
             *parts, elements = cut(m, strip.shape[1], k, size, threads, packed=not how)
             shared, space = memory("b of all threads", kind, elements), memory("product", kind, size.memory)
-            _post(a, strip, target, shared, at, how, threads, *parts)
-            thread_pool.wake(threads - 1, lambda: _serve(kind))
+            seats = min(threads, parts[1] * parts[2])
+            _post(a, strip, target, shared, at, how, seats, *parts)
+            thread_pool.wake(seats - 1, lambda: _serve(kind))
             _work(space, at, thread_pool.latest() - 1, 1)
             thread_pool.clear()
     finally:

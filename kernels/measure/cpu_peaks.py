@@ -30,9 +30,10 @@ from .peaks import Roof
 TimedLoop = Callable[[], float]  # does a share of work without the GIL, and returns how much: FLOP or bytes
 
 TURNS = 200_000  # of the FMA loop in one call: a millisecond, so the call from Python costs nothing
+QUEUE = 16  # threads that may make such calls; more of them make longer calls, or wait for the GIL
 CHUNK = 2**18  # elements of each array that one call of the triad goes over: 6 MiB in all
 UNKNOWN_CACHE = 64 * 2**20  # bytes assumed for the last cache if the system reports none
-LARGEST = 2**30  # bytes of an array, which bounds the time to allocate its pages
+LARGEST = 2**30  # bytes of a thread's part of an array, which bounds the time to allocate its pages
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int,
     def best(works: Sequence[TimedLoop]) -> Rate:
         return max((rate(works, seconds) for _ in range(repetitions)), key=lambda run: run.per_second)
 
-    fma = {dtype: best([_fma_work(dtype) for _ in range(threads)]) for dtype in ("float32", "float64")}
-    size = min(4 * (cache or UNKNOWN_CACHE), LARGEST, memory // 3)
-    # Whole chunks, so that each starts on a cache line and fills its last.
-    shares = [_Share(max(1, size // 8 // threads // CHUNK)) for _ in range(threads)]
+    turns = TURNS * -(-threads // QUEUE)
+    fma = {dtype: best([_fma_work(dtype, turns) for _ in range(threads)]) for dtype in ("float32", "float64")}
+    size = min(4 * (cache or UNKNOWN_CACHE), LARGEST * threads, memory // 3)
+    # Whole chunks, so that each starts on a cache line and fills its last; no more threads than chunks.
+    chunks = max(1, size // 8 // CHUNK)
+    shares = [_Share(max(1, chunks // threads)) for _ in range(min(threads, chunks))]
     # Which kind of store is faster differs between CPUs; a peak is the better.
     triads = [best([share.work(streaming) for share in shares]) for streaming in (True, False)]
     return Roof(
@@ -115,14 +118,14 @@ def rate(works: Sequence[TimedLoop], seconds: float) -> Rate:
     return Rate(sum(done) / (max(ends) - min(starts)), min(1.0, sum(ran) / asked))
 
 
-def _fma_work(dtype: str) -> TimedLoop:
+def _fma_work(dtype: str, turns: int) -> TimedLoop:
     from . import peak_loops  # imports Numba, so only when there is something to compile
 
     registers = peak_loops.registers(dtype)
-    flops = float(TURNS * peak_loops.flops_per_turn(dtype))
+    flops = float(turns * peak_loops.flops_per_turn(dtype))
 
     def work() -> float:
-        peak_loops.fma(registers, TURNS)
+        peak_loops.fma(registers, turns)
         return flops
 
     return work

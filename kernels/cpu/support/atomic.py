@@ -48,8 +48,9 @@ def store(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.intp, types.intp), generate
 
 
-@njit("void(intp, intp, intp)", nogil=True)
-def wait(address: int, value: int, patience: int) -> None:
-    """Return when the counter has reached `value`, or after `patience` looks at it."""
+@njit("intp(intp, intp, intp)", nogil=True)
+def wait(address: int, value: int, patience: int) -> int:
+    """Return how many looks are left when the counter has reached `value`; 0 after `patience` looks at it."""
     while patience > 0 and read(address) < value:
         patience -= 1
+    return patience

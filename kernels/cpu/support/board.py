@@ -116,11 +116,12 @@ def join(at: int, seen: int, element: int, leads: bool, patience: int) -> Any:
     """Wait for a product after number `seen`, step inside to work for it, and return its number.
 
     Return 0 if none comes within `patience` looks, and -1 if its elements are not `element` bytes long. A
-    worker passes over a product that has ended or has no free seat. The thread that posted it (`leads`) needs
-    no seat.
+    worker passes over a product that has ended or has no free seat, and gets no more looks for it: however
+    many small products follow each other, threads that they have no work for fall asleep. The thread that
+    posted it (`leads`) needs no seat.
     """
     while True:
-        atomic.wait(at + BELL, seen + 1, 0 if leads else patience)
+        patience = atomic.wait(at + BELL, seen + 1, 0 if leads else patience)
         product = atomic.read(at + BELL)
         if product == seen:
             return 0

@@ -24,6 +24,21 @@ def post(at: int, a: Any, b: Any, out: Any, shared: Any, how: int, seats: int, p
     board.post(at, a, b, out, how, seats, parts, start, flags)
 
 
+@njit(boundscheck=False, inline="always")
+def place(part: int, shape: Any, tile: Any, parts: Any, how: int) -> tuple[int, int, int, int, int]:
+    """Return where a part of out lies: its rows (from, to), its columns (from, to), and its height in tiles.
+
+    out has `shape`, and is cut into `parts`: (one below the other, side by side), at edges of tiles. Without
+    packing (`how`) the last part takes the columns beyond the whole tiles, too.
+    """
+    (m, n), (rows, columns), (down, across) = shape, tile, parts
+    tiles, wide = -(-m // rows), n // columns if how else -(-n // columns)
+    t, s = divmod(part, across)
+    t0, t1 = t * tiles // down, (t + 1) * tiles // down
+    j0, j1 = s * wide // across * columns, n if s == across - 1 else (s + 1) * wide // across * columns
+    return t0 * m // tiles, t1 * m // tiles, j0, j1, t1 - t0
+
+
 @njit(boundscheck=False)
 def pack_part(b: Any, to: Any, part: int, parts: int) -> None:
     """Pack one part of b (k, n): number `part` of the `parts` side by side in each of its depths.

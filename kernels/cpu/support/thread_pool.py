@@ -23,6 +23,7 @@ from ...rung import empty
 LINE = 8  # words of the board in a cache line; each counter has a line of its own
 BELL, DOOR, OPEN, PACKED, TAKEN, NUMBERS = range(0, 6 * LINE, LINE)  # words of the board
 ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board
+SEATS = ELEMENT + 1  # threads that its parts suffice for
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
 
 board = empty(1, NUMBERS + 4 * LINE, np.int64)[0]
@@ -74,11 +75,11 @@ def begin(helpers: int) -> bool:
 
 
 def wake(helpers: int, serve: Callable[[], None]) -> None:
-    """Have up to `helpers` sleeping workers call serve(), which returns when nothing is posted for a while.
+    """Have sleeping workers call serve(), until `helpers` are awake; serve returns when nothing is posted.
 
     It is called after posting. A worker that lies down after that finds the product by itself.
     """
-    for _ in range(min(helpers, len(_asleep))):
+    for _ in range(helpers - (len(_workers) - len(_asleep))):
         with contextlib.suppress(IndexError):  # that worker has just got up
             _asleep.pop()
             _inbox.put(serve)
@@ -123,7 +124,7 @@ def _start_worker() -> None:
             with contextlib.suppress(Exception):
                 serve()
             _asleep.append(None)
-            if board[OPEN]:  # posted before this thread was seen to sleep
+            if board[OPEN] and -board[DOOR] < board[SEATS]:  # posted before this thread was seen to sleep
                 with contextlib.suppress(IndexError):  # another thread has put serve into the inbox
                     _asleep.pop()
                     continue

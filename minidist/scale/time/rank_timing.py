@@ -7,7 +7,6 @@ several threads is timed by the wall clock.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 from minidist import comm
 from minidist.comm.cost import fit
 from minidist.comm.cost.links import LinkProfile
+from minidist.comm.launching.cores import available_cores
 from minidist.model.configs import GPTConfig
 from minidist.model.gpt import GPT
 from minidist.model.loss import cross_entropy
@@ -89,10 +89,9 @@ class _Clock:
 
     @classmethod
     def of(cls, ranks: int) -> _Clock:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if torch.get_num_threads() > 1:
             return cls(time.perf_counter, 1.0)  # the process clock would count threads that wait
-        return cls(time.process_time, max(1.0, ranks / cores))
+        return cls(time.process_time, max(1.0, ranks / available_cores()))
 
     def medians(self, parts_of: Sequence[Callable[[], tuple[float, ...]]]) -> list[tuple[float, ...]]:
         """For each call, the medians over ROUNDS of the mean seconds of its parts, after a warm-up round.

@@ -126,6 +126,42 @@ def test_small_products_stay_in_one_thread(monkeypatch):
         assert helpers == ([count] if count else [])
 
 
+@pytest.mark.parametrize(
+    ("shape", "cores", "expected"),
+    [
+        ((64, 64, 64), 192, 1),
+        ((128, 128, 128), 192, 6),
+        ((1, 4096, 4096), 192, 21),
+        ((4096, 8, 4096), 64, 59),
+        ((512, 512, 512), 64, 59),
+        ((2048, 2048, 2048), 64, 64),
+        ((2048, 2048, 2048), 192, 192),
+        ((4, 4, 10**9), 192, 1),
+    ],
+)
+def test_a_product_takes_as_many_threads_as_pay(shape, cores, expected, monkeypatch):
+    """On machines with 64 and 192 cores: waking a thread costs the caller as much as some multiply-adds."""
+    begun = []
+    monkeypatch.setattr(thread_pool, "threads", lambda: cores)
+    monkeypatch.setattr(thread_pool, "begin", lambda helpers: bool(begun.append(helpers)))
+    monkeypatch.setattr(s7_threads.one_thread, "compute", lambda a, b, out: None)
+    monkeypatch.setattr(s7_threads, "blocks", lambda kind: replace(blocks(kind), rows=14, columns=32))
+    (m, n, k), one = shape, np.ones(1, np.float32)
+    as_large = np.lib.stride_tricks.as_strided
+    s7_threads.compute(as_large(one, (m, k), (0, 0)), as_large(one, (k, n), (0, 0)), np.empty((m, n), "f"))
+    assert [1 + helpers for helpers in begun] == ([expected] if expected > 1 else [])
+
+
+def test_a_product_cut_into_fewer_parts_wakes_no_further_threads(monkeypatch):
+    """Without packing out is cut at whole tiles, which may be fewer than threads."""
+    woken, columns = [], register_tile.tile_columns("float32")
+    a, b = harness.inputs(3, 2 * columns - 1, 900, "float32", 1)
+    monkeypatch.setattr(thread_pool, "wake", lambda helpers, serve: woken.append(helpers))
+    with threads(2):
+        assert_same_bits(a, b)
+    assert woken == [0]
+
+
 def test_few_rows_and_few_columns_are_cut_too():
     rng = np.random.default_rng()
     for m, n, k in [

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from minidist.kernels.cpu.support.caches import available_cpus
 from minidist.kernels.cpu.support.vector_unit import vector_unit
-from minidist.kernels.measure import cpu_peaks, harness
+from minidist.kernels.measure import cpu_peaks, harness, peak_loops
 from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad
 from minidist.kernels.rung import empty
 from tests.helpers.clocks import HANG, Clock
@@ -279,13 +279,30 @@ def test_triad_arrays_are_past_the_caches_and_within_the_memory(monkeypatch):
         (4, 32 * mib, 2**34, 128 * mib),
         (1, 0, 2**34, 4 * cpu_peaks.UNKNOWN_CACHE),
         (1, 32 * mib, 96 * mib, 32 * mib),
-        (2, 2**30, 2**36, cpu_peaks.LARGEST),
-        (3, 32 * mib, 0, 3 * cpu_peaks.CHUNK * 8),  # a chunk each at least
+        (2, 2**30, 2**36, 2 * cpu_peaks.LARGEST),
+        (96, 1152 * mib, 2**36, 4608 * mib),
+        (192, 2304 * mib, 2**38, 9216 * mib),
+        (192, 384 * mib, 2**38, 1536 * mib),
+        (192, 384 * mib, 384 * mib, 128 * mib),  # no more threads than chunks
+        (3, 32 * mib, 0, cpu_peaks.CHUNK * 8),
     ]:
         sizes.clear()
         cpu_peaks._roof("", threads, cache, 0.0, 1, memory)
-        assert len(sizes) == threads
+        assert len(sizes) == min(threads, expected // (cpu_peaks.CHUNK * 8))
         assert expected - threads * cpu_peaks.CHUNK * 8 <= sum(sizes) <= expected
+
+
+@pytest.mark.parametrize(("threads", "calls"), [(1, 1), (16, 1), (17, 2), (192, 12)])
+def test_many_threads_call_less_often_and_count_it(threads, calls, monkeypatch):
+    """Each call from Python waits for the GIL: 192 threads could not make one a millisecond each."""
+    turns = []
+    monkeypatch.setattr(cpu_peaks, "_Share", lambda chunks: SimpleNamespace(work=lambda streaming: None))
+    monkeypatch.setattr(peak_loops, "fma", lambda rows, count: turns.append(count))
+    monkeypatch.setattr(cpu_peaks, "rate", lambda works, seconds: cpu_peaks.Rate((works[0] or float)(), 1.0))
+    monkeypatch.setattr(cpu_peaks, "Roof", lambda name, flops, bandwidth, granted: flops)
+    flops = cpu_peaks._roof("", threads, 2**20, 0.0, 1, 2**30)
+    assert turns == [calls * cpu_peaks.TURNS] * 2
+    assert flops == {dtype: turns[0] * flops_per_turn(dtype) for dtype in ("float32", "float64")}
 
 
 def test_the_better_kind_of_store_counts(monkeypatch):

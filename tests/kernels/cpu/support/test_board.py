@@ -1,6 +1,8 @@
 """The board: arrays come back as they were written, and who may work for a product."""
 
 import functools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -21,9 +23,9 @@ def compiled():
     def post(at, a, b, out, seats):
         board.post(at, a, b, out, 0, seats, (1, 1, 1), 0, 0)
 
-    @njit(types.intp(types.intp, types.intp, types.intp, types.boolean))
-    def join(at, seen, element, leads):
-        return board.join(at, seen, element, leads, 1000)
+    @njit(types.intp(types.intp, types.intp, types.intp, types.boolean, types.intp), nogil=True)
+    def join(at, seen, element, leads, patience):
+        return board.join(at, seen, element, leads, patience)
 
     @njit(types.void(types.intp, matrix, types.intp))
     def copy(at, to, place):
@@ -65,19 +67,34 @@ def test_arrays_come_back_with_their_strides(board, layout):
 def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
     post, join, *_, close = compiled()
     at, x = board.ctypes.data, np.ones((2, 2))
-    assert join(at, 0, 8, False) == 0  # nothing is posted
+    assert join(at, 0, 8, False, 1000) == 0  # nothing is posted
     post(at, x, x, x, 2)
-    assert join(at, 0, 4, False) == -1  # its elements have 8 bytes
+    assert join(at, 0, 4, False, 1000) == -1  # its elements have 8 bytes
     assert board[thread_pool.DOOR] == 0
-    assert [join(at, 0, 8, False) for _ in range(4)] == [1, 1, 0, 0]
-    assert join(at, 0, 8, True) == 1  # whoever posted it needs no seat
+    assert [join(at, 0, 8, False, 1000) for _ in range(4)] == [1, 1, 0, 0]
+    assert join(at, 0, 8, True, 1000) == 1  # whoever posted it needs no seat
     assert board[thread_pool.DOOR] == -3
     board[thread_pool.DOOR] = 0
     close(at)
-    assert join(at, 0, 8, False) == 0
+    assert join(at, 0, 8, False, 1000) == 0
     assert board[thread_pool.DOOR] == 0
     post(at, x, x, x, 2)
-    assert join(at, 1, 8, False) == 2
+    assert join(at, 1, 8, False, 1000) == 2
+
+
+def test_a_thread_for_which_no_product_has_a_seat_falls_asleep(board):
+    """However many follow each other: each of them would have it look for as long again."""
+    post, join, *_ = compiled()
+    at, x, joined = board.ctypes.data, np.ones((2, 2)), []
+    worker = threading.Thread(target=lambda: joined.append(join(at, 0, 8, False, 3_000_000)))
+    worker.start()
+    deadline = time.monotonic() + 10
+    while worker.is_alive() and time.monotonic() < deadline:
+        post(at, x, x, x, 0)
+    slept = not worker.is_alive()
+    worker.join(timeout=20)
+    assert slept
+    assert joined == [0]
 
 
 def test_each_part_is_dealt_once_first_ones_to_the_thread_that_leads(board):

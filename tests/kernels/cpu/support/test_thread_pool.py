@@ -93,6 +93,7 @@ def test_a_product_posted_while_a_worker_lies_down_is_not_missed():
     def serve():
         served.append(1)
         if len(served) == 1:
+            thread_pool.board[thread_pool.SEATS] = 1
             thread_pool.board[thread_pool.OPEN] = 1  # posted now, by one who saw no worker asleep
         else:
             thread_pool.board[thread_pool.OPEN] = 0
@@ -102,6 +103,37 @@ def test_a_product_posted_while_a_worker_lies_down_is_not_missed():
     assert second.wait(HANG)
     thread_pool.end()
     assert until(lambda: len(thread_pool._asleep) == 1)
+
+
+def test_a_worker_does_not_stay_awake_for_a_product_whose_seats_are_taken():
+    served = []
+
+    def serve():
+        served.append(1)
+        thread_pool.board[thread_pool.SEATS] = 2
+        thread_pool.board[thread_pool.DOOR] = -2
+        thread_pool.board[thread_pool.OPEN] = 1
+
+    assert begin(1, serve)
+    assert until(lambda: served and thread_pool._asleep)
+    time.sleep(0.05)
+    thread_pool.board[thread_pool.DOOR] = 0
+    thread_pool.end()
+    assert served == [1]
+
+
+def test_with_many_workers_a_small_product_wakes_as_many_as_it_can_use():
+    served, released = SimpleQueue(), threading.Event()
+    assert thread_pool.begin(40)
+    thread_pool.end()
+    for _ in range(3):  # the next ones find the first one's workers awake
+        assert begin(5, lambda: (served.put(1), released.wait(LIMIT)))
+        thread_pool.end()
+    assert until(lambda: served.qsize() == 5)
+    time.sleep(0.05)
+    assert (served.qsize(), len(thread_pool._asleep)) == (5, 35)
+    released.set()
+    assert until(lambda: len(thread_pool._asleep) == 40)
 
 
 def test_one_thread_posts_at_a_time():
