@@ -88,3 +88,62 @@ def test_rung_6_is_right_with_other_registers(older_machines, name):
     printed, _ = older_machines[name].communicate(timeout=HANG)
     assert older_machines[name].returncode == 0, printed
     assert printed.strip() == name
+
+
+ELSEWHERE = """
+import platform, re, sys
+import llvmlite.binding as llvm
+
+llvm.initialize_all_targets(), llvm.initialize_all_asmprinters()
+llvm.get_process_triple = llvm.get_default_triple = lambda: "aarch64-unknown-linux-gnu"
+platform.machine = lambda: "aarch64"
+import numba
+import numpy as np
+import minidist
+from minidist.kernels import rung
+from minidist.kernels.cpu.support import vector_unit
+
+njit, written = numba.njit, []
+
+def write_only(*functions, **options):
+    if not options.pop("cache", False):
+        return njit(*functions, **options)
+    def decorate(function):
+        kernel = njit(**options)(function)
+        class Written:
+            def compile(self, types):
+                kernel.compile(types)
+                written.append(kernel.inspect_asm(kernel.signatures[0]))
+            disable_compile = kernel.disable_compile
+            def __call__(self, *arguments):
+                return 0  # this machine can't run it
+        return Written()
+    return decorate
+
+numba.njit = write_only
+a = np.ones((128, 128), "float32")
+for number in map(int, sys.argv[1:]):
+    rung(number).matmul(a, a)
+for text in written:
+    assert ".text" in text and not re.search(r"%[re]?[abcd]x|%[xyz]mm", text), text[:500]
+multiplies = sum(bool(re.search(r"\\bf(mla|madd|mul)\\b", text)) for text in written)
+print(vector_unit.vector_unit().name, multiplies)
+"""
+
+
+@pytest.mark.parametrize("rungs", ["345", pytest.param("67", marks=pytest.mark.deep)])
+def test_the_rungs_compile_for_aarch64(rungs):
+    """Up to the machine code: what it computes is tested on such a machine alone."""
+    settings = {"NUMBA_CPU_NAME": "neoverse-n1", "NUMBA_CPU_FEATURES": "+neon,+fp-armv8"}
+    settings["NUMBA_NUM_THREADS"] = "2"
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, *rungs],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    unit, multiplies = done.stdout.split()
+    assert unit == "NEON"
+    assert int(multiplies) >= len(rungs)  # both threads of rung 7 may compile its kernel
