@@ -61,7 +61,7 @@ def steps(worlds: Worlds) -> Callable[[], Measured]:
 
     def get() -> Measured:
         if not found:
-            found.append(measure(worlds, WORK, STEPS, rounds=5))
+            found.append(measure(worlds, WORK, STEPS, rounds=5, each=0.6))
         return found[0]
 
     return get

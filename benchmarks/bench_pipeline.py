@@ -8,6 +8,7 @@ time of each kind of pass, as a plan does, or each pass's own time, because rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -76,7 +77,7 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
 def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> None:
     """The share of time in which ranks wait, and what each rank did when in the median step."""
     message = max(worlds(RANKS).run(message_seconds, CASE))
-    ranks = worlds(RANKS).run(passes, CASE, name, 30 if full else 8)
+    ranks = worlds(RANKS).run(passes, CASE, name, *((30, math.inf) if full else (8, 3.0)))
     schedule = schedules.by_name(name, RANKS, CASE.micro_batches, SCHEDULES[name].least_chunks)
     steps, waited, simulated, shares = [*zip(*ranks, strict=True)], [], [], []
     for step in steps:

@@ -7,6 +7,7 @@ one, the median over rounds. A byte GPT of 3 M parameters; ranks share cores whe
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -85,7 +86,9 @@ def scaling(full: bool) -> Iterator[Measure]:
 
         def get(kind: str) -> Measured:
             if kind not in found:
-                found[kind] = measure_jobs(worlds, jobs(kind, full), 15 if full else 4)
+                found[kind] = measure_jobs(
+                    worlds, jobs(kind, full), 15 if full else 4, math.inf if full else 1.0
+                )
             return found[kind]
 
         yield get

@@ -8,6 +8,7 @@ step, an MLP 256 digits. Memory is that of the fullest rank. Ranks share cores w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -32,6 +33,8 @@ TITLES = {
 }
 ROUNDS = {GPT: (5, 20), MLP: (9, 40)}
 """Rounds of a quick run and of a full one."""
+EACH = 1.0
+"""Seconds for each program, after which a quick run leaves it at three rounds."""
 Families = Callable[[Work, str], Measured]
 
 
@@ -50,7 +53,9 @@ def families(full: bool, named: bool, worlds: Worlds) -> Families:
             try:
                 # Other packages change what torch does in their process, so they get ranks of their own.
                 with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:
-                    found[work, family] = measure(ranks, work, members, ROUNDS[work][full])
+                    found[work, family] = measure(
+                        ranks, work, members, ROUNDS[work][full], math.inf if full else EACH
+                    )
             except Exception as error:
                 found[work, family] = error
         measured = found[work, family]

@@ -5,6 +5,8 @@ minidist bench --full              all sizes, more rounds
 minidist bench launch -k warm      the benchmarks of one suite that pytest's -k selects
 minidist bench cuda                the CUDA ladder, on a GPU, each rung in a process of its own
 minidist bench --compare OLD.json  also list what got slower since then
+
+Where a machine is slow, a quick run measures fewer rounds, three at least; tables say how many.
 """
 
 from __future__ import annotations

@@ -22,14 +22,16 @@ from typing import Any, Protocol
 import pytest
 
 from minidist.benchmarks.harness import columns
+from minidist.kernels.measure.harness import LEAST
 
 TURN = 1e-3  # minimal seconds of a turn
 CLEAR = 1.1
-"""Rounds may end early only if all of the widened range is this factor away from 1.
+"""Rounds may end early only if all of the widened range is this factor away from 1; `FAR` before the fifth.
 
 A rule that looks after each round, and stops once 1 is outside the range, would sooner or later call two
 equal programs different. Near 1 a comparison gets all its rounds.
 """
+FAR = 2.0
 MOST_CALLS = 1000
 
 
@@ -115,11 +117,12 @@ def measure_turns(
 
 def clear(ours: Sequence[float], peer: Sequence[float]) -> bool:
     """Whether these rounds show a difference so large that more rounds would not change the verdict."""
-    if len(ours) < columns.FEW:
+    if len(ours) < LEAST:
         return False
     ratios = [a / b for a, b in zip(ours, peer, strict=True)]
     low, high = columns.widened(*quartiles(ratios), len(ratios))
-    return low > CLEAR or high < 1 / CLEAR
+    factor = CLEAR if len(ours) >= columns.FEW else FAR
+    return low > factor or high < 1 / factor
 
 
 def record(

@@ -8,14 +8,17 @@ rung never fails by bad luck. `error_bound` widens the bound for tensor cores, b
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..rung import Array, Rung, empty
+
+LEAST = 3  # rounds, however slow a machine is: their median is no outlier
 
 
 def shapes(rng: np.random.Generator, count: int, largest: int) -> list[tuple[int, int, int]]:
@@ -161,8 +164,21 @@ def bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
     return (m * k + k * n + m * n) * numpy_dtype(dtype).itemsize
 
 
-def time_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def within(seconds: float, rounds: int) -> Iterator[int]:
+    """Yield the numbers of `rounds` rounds, or of fewer, `LEAST` or more, if `seconds` pass meanwhile."""
+    end = time.perf_counter() + seconds
+    for number in range(rounds):
+        if number >= LEAST and time.perf_counter() >= end:
+            return
+        yield number
+
+
+def time_in_turns(
+    functions: Mapping[str, Callable[[], object]], rounds: int, seconds: float = math.inf
+) -> dict[str, list[float]]:
     """Call the functions in turn, A B A B, `rounds` times each, and return the seconds of each call by name.
+
+    After `seconds`, `LEAST` rounds suffice.
 
     Machines drift (clocks, temperature, neighbours). In turns a drift affects all functions alike, so the
     ratio of two medians holds where separate timings would mislead. Each function is called once before,
@@ -173,13 +189,13 @@ def time_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) ->
         raise ValueError(f"rounds is {rounds}: time at least one")
     for function in functions.values():
         function()
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in within(seconds, rounds):
         for name, function in functions.items():
             start = time.perf_counter()
             function()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+            found[name].append(time.perf_counter() - start)
+    return found
 
 
 def _gamma(k: int, u: float) -> float:

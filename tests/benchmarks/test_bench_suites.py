@@ -26,7 +26,7 @@ def test_efficiency_is_the_ideal_time_over_the_measured_one():
 
 
 def test_every_series_scales_from_one_rank(monkeypatch):
-    for cores, most in ((1, 4), (2, 4), (16, 8)):
+    for cores, most in ((1, 4), (2, 4), (16, 8), (192, 8)):
         monkeypatch.setattr(bench_scaling, "CORES", cores)
         assert bench_scaling.sizes("data parallel")[-1] == most
         assert bench_scaling.sizes("pipeline") == [1, 2, 4]
@@ -74,6 +74,12 @@ def test_a_timeline_has_what_each_rank_did(cluster_of):
         assert all(one[4] <= other[3] for one, other in pairwise(rank))
     assert min(rank[0][3] for rank in measured) == 0
     json.dumps(results.rounded(lines))
+
+
+def test_a_slow_pipeline_is_timed_in_three_steps_on_all_ranks(cluster_of):
+    case = pipeline_steps.Case("byte-tiny", rows=4, micro_batches=2)
+    steps = cluster_of(2).run(pipeline_steps.passes, case, "1f1b", 9, 0.0)
+    assert [len(each) for each in steps] == [3, 3]
 
 
 def test_a_fit_has_alpha_and_beta_for_each_algorithm():

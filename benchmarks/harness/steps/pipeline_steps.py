@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.steps.training_steps import ADAMW, SEED
-from minidist.kernels.measure.harness import time_in_turns
+from minidist.kernels.measure.harness import LEAST, time_in_turns
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
 from minidist.model.gpt import GPT
@@ -154,12 +155,16 @@ def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, 
     return step
 
 
-def passes(case: Case, name: str, rounds: int) -> list[list[Pass]]:
-    """Return for each of several steps when this rank ran which pass."""
+def passes(case: Case, name: str, rounds: int, seconds: float = inf) -> list[list[Pass]]:
+    """Return when this rank ran which pass, for each of `rounds` steps; `LEAST` suffice after `seconds`."""
     stages, (batch,) = case.stages(SCHEDULES[name].least_chunks), case.batches(1)
     pipeline = md.Pipeline(stages, name, case.micro_batches)
-    steps = []
+    steps: list[list[Pass]] = []
+    begun = perf_counter()
     for number in range(rounds + 1):
+        passed = comm.all_reduce(torch.tensor(perf_counter() - begun), "max")
+        if len(steps) >= LEAST and float(passed) > seconds:
+            break
         comm.barrier()
         with pipeline.timed() as events:
             pipeline.step(*batch)

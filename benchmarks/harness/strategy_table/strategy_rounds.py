@@ -28,6 +28,7 @@ from minidist.benchmarks.harness.strategy_table.programs import COUNTED
 from minidist.benchmarks.harness.strategy_table.strategies import YARDSTICK, Pair, Row, Work
 from minidist.benchmarks.harness.strategy_table.strategy_steps import SEEN, Facts, drop, hold, turn
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
+from minidist.kernels.measure import harness
 
 TURN = 20e-3
 """Minimal seconds of a turn, which runs enough steps to fill them."""
@@ -99,7 +100,9 @@ def beside(pair: Pair) -> str:
     return YARDSTICK if pair.peer == YARDSTICK else f"{pair.peer} {pair.row.ranks}"
 
 
-def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> Measured:
+def measure(
+    worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int, each: float = math.inf
+) -> Measured:
     """Measure all programs of a family in turns; peers that can't be measured here are left out."""
     jobs = {YARDSTICK: Job(1, work, peer=YARDSTICK)}
     for pair in family:
@@ -107,11 +110,14 @@ def measure(worlds: Worlds, work: Work, family: Sequence[Pair], rounds: int) -> 
         jobs[key(pair.row)] = Job(ranks, work, pair.row, period=period)
         if pair.peer and missing(pair.peer) is None:
             jobs.setdefault(beside(pair), Job(ranks, work, peer=pair.peer, period=period))
-    return measure_jobs(worlds, jobs, rounds)
+    return measure_jobs(worlds, jobs, rounds, each)
 
 
-def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measured:
-    """Measure programs in turns, each once per round. Skip the test where they use devices of two kinds."""
+def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int, each: float = math.inf) -> Measured:
+    """Measure programs in turns, each once per round. Skip the test where they use devices of two kinds.
+
+    After `each` seconds for each program, `harness.LEAST` rounds suffice.
+    """
     _refuse_two_kinds({ranks: worlds(ranks).run(_kind)[0] for ranks in {job.ranks for job in jobs.values()}})
     measured: Measured = {}
     holding: set[int] = set()
@@ -121,7 +127,7 @@ def measure_jobs(worlds: Worlds, jobs: Mapping[str, Job], rounds: int) -> Measur
             for name, job in jobs.items():
                 measured[name] = Timed(worlds(job.ranks).run(hold, name, scratch, *job[1:]))
                 holding.add(job.ranks)
-            for _ in range(rounds):
+            for _ in harness.within(each * len(jobs), rounds):
                 for name, job in jobs.items():
                     seconds = worlds(job.ranks).run(turn, name, _steps(measured[name], job.period))
                     measured[name].seconds.append(max(seconds))  # a step ends on the slowest rank

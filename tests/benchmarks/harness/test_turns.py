@@ -110,7 +110,9 @@ def test_a_budget_bounds_the_rounds():
         assert len(benchmark.stats.stats.data) == rounds
 
 
-@pytest.mark.parametrize(("slowdown", "rounds"), [(1.5, 5), (0.6, 5), (1.05, 100), (1.0, 100)])
+@pytest.mark.parametrize(
+    ("slowdown", "rounds"), [(3.0, 3), (0.4, 3), (1.5, 5), (0.6, 5), (1.05, 100), (1.0, 100)]
+)
 def test_rounds_end_early_only_where_the_difference_is_large(slowdown, rounds):
     clock, benchmark = Clock(), FakeBenchmark()
     both = program(clock, 0.001 * slowdown), program(clock, 0.001)
@@ -122,6 +124,7 @@ def test_rounds_end_early_only_where_the_difference_is_large(slowdown, rounds):
 def test_a_wide_spread_is_not_clear():
     assert turns.clear([2.0] * 5, [1.0] * 5)
     assert not turns.clear([2.0] * 4, [1.0] * 4)  # too few to know the spread
+    assert not turns.clear([1.5, 3.0, 3.0], [1.0] * 3)
     assert not turns.clear([1.0, 2.0, 3.0, 1.0, 3.0], [1.0] * 5)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,6 +172,19 @@ def test_functions_are_timed_in_turns_after_a_warm_up():
     assert "".join(calls) == "ab" + "ababab"
     assert list(seconds) == ["a", "b"]
     assert all(len(times) == 3 and min(times) >= 0 for times in seconds.values())
+
+
+@pytest.mark.parametrize(("each", "rounds"), [(0.0, 7), (0.9, 7), (1.5, 5), (2.0, 4), (9.0, 3), (1e9, 3)])
+def test_a_slow_machine_does_fewer_rounds_and_three_at_least(each, rounds, monkeypatch):
+    clock = SimpleNamespace(seconds=0.0)
+    clock.perf_counter = lambda: clock.seconds
+    monkeypatch.setattr(harness, "time", clock)
+
+    def step():
+        clock.seconds += each
+
+    found = harness.time_in_turns({"a": step}, rounds=7, seconds=6.5)
+    assert found == {"a": [pytest.approx(each)] * rounds}
 
 
 def test_no_rounds_are_refused():

@@ -9,6 +9,7 @@ import pytest
 from minidist.benchmarks.harness.strategy_table.strategies import YARDSTICK, Work
 from minidist.benchmarks.harness.strategy_table.strategy_rounds import Job, measure_jobs
 from minidist.comm.launching.cluster import Cluster
+from minidist.kernels.measure.harness import LEAST
 
 
 class OneGpu:
@@ -34,3 +35,4 @@ def test_one_gpu_is_not_compared_with_cpus() -> None:
 def test_ranks_on_one_kind_of_device_are_measured(cluster_of: Callable[[int], Cluster]) -> None:
     jobs = {"one": Job(1, Work("byte-tiny", 4), peer=YARDSTICK)}
     assert len(measure_jobs(cluster_of, jobs, rounds=2)["one"].seconds) == 2
+    assert len(measure_jobs(cluster_of, jobs, rounds=9, each=0.0)["one"].seconds) == LEAST
