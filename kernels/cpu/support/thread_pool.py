@@ -33,6 +33,7 @@ _posting = threading.Lock()  # held by the one thread whose product is on the bo
 _inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
 _workers: dict[int, frozenset[int]] = {}  # the CPUs that each may run on, by the worker's system thread id
 _callers_cpu = -1  # that workers were told to keep off
+_others: frozenset[int] = frozenset()  # the CPUs that they were told to use instead
 _asleep: list[None] = []  # one item for each worker that waits for the inbox; whoever wakes one takes it
 
 
@@ -143,7 +144,7 @@ def _keep_off_this_cpu() -> None:
     Linux likes to wake a thread on the CPU of the thread that woke it, which here goes on computing. Where it
     does not see that another CPU is idle (in many virtual machines), both share one CPU for milliseconds.
     """
-    global _callers_cpu
+    global _callers_cpu, _others
     getcpu = _sched_getcpu()
     if getcpu is None:
         return
@@ -153,11 +154,13 @@ def _keep_off_this_cpu() -> None:
     _callers_cpu = this_cpu
     allowed = frozenset(os.sched_getaffinity(0))
     others = allowed - {this_cpu} or allowed
+    # To compare two sets of 191 CPUs for each of 191 workers takes 0.15 ms: compare them once.
+    _others = _others if others == _others else others
     for worker, cpus in list(_workers.items()):
-        if cpus != others:
+        if cpus is not _others:
             with contextlib.suppress(OSError):  # forbidden here, or the thread has ended
-                os.sched_setaffinity(worker, others)
-            _workers[worker] = others
+                os.sched_setaffinity(worker, _others)
+            _workers[worker] = _others
 
 
 @functools.cache

@@ -136,6 +136,27 @@ def test_with_many_workers_a_small_product_wakes_as_many_as_it_can_use():
     assert until(lambda: len(thread_pool._asleep) == 40)
 
 
+def test_191_workers_are_told_once_to_keep_off_the_callers_cpu(monkeypatch):
+    told, cpu = [], [3]
+    affinity = {
+        "sched_getaffinity": lambda _: range(192),
+        "sched_setaffinity": lambda worker, cpus: told.append(cpus),
+    }
+    for name, function in affinity.items():
+        monkeypatch.setattr(os, name, function, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(thread_pool, "_workers", dict.fromkeys(range(191), frozenset()))
+        patch.setattr(thread_pool, "_asleep", [None])
+        patch.setattr(thread_pool, "_sched_getcpu", lambda: lambda: cpu[0])
+        for name, before in (("_callers_cpu", -1), ("_others", frozenset())):
+            patch.setattr(thread_pool, name, before)
+        for cpu[0], count in ((3, 191), (3, 0), (4, 191), (4, 0)):
+            told.clear()
+            assert thread_pool.begin(0)
+            thread_pool.end()
+            assert told == [frozenset(range(192)) - {cpu[0]}] * count
+
+
 def test_one_thread_posts_at_a_time():
     assert begin(0, lambda: None)
     others = []
