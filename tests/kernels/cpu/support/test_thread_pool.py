@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -127,7 +128,7 @@ def test_with_many_workers_a_small_product_wakes_as_many_as_it_can_use():
     assert thread_pool.begin(40)
     thread_pool.end()
     for _ in range(3):  # the next ones find the first one's workers awake
-        assert begin(5, lambda: (served.put(1), released.wait(LIMIT)))
+        assert begin(5, lambda: (served.put(1), released.wait(HANG)))
         thread_pool.end()
     assert until(lambda: served.qsize() == 5)
     time.sleep(0.05)
