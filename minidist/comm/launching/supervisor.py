@@ -79,8 +79,8 @@ class SupervisorServer:
             from minidist.comm import collectives, messages, world  # noqa: F401
             from minidist.comm.launching import worker  # noqa: F401
 
-            gc.enable()
             _preload(os.environ.get(PRELOAD, ""))
+            gc.enable()
             gc.freeze()  # spare the ranks collecting, and so copying the pages of, torch's objects
 
     def serve(self) -> None:
