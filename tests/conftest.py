@@ -102,7 +102,7 @@ def submodules(code: CodeType, values: Iterable[object]) -> list[ModuleType]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
-    gc.set_threshold(10_000)  # compiling makes millions of objects that stay
+    gc.set_threshold(100_000)  # compiling makes millions of objects that stay
     gc.enable()
     if not session.config.option.collectonly:
         start_supervisor([item for item in session.items if isinstance(item, pytest.Function)])
@@ -116,6 +116,7 @@ def start_supervisor(items: list[pytest.Function]) -> None:
     """
     names = {name for item in items for name in getattr(item.module, "PRELOAD", ())}
     if names or any("cluster_of" in item.fixturenames for item in items):
+        names |= {"numba", "pytest"}  # many ranks run a rung, or patch something: 0.5 s and 0.25 s in each
         known = [name for name in sorted(names) if importlib.util.find_spec(name.partition(".")[0])]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(PRELOAD, ",".join([os.environ[PRELOAD], *known]))

@@ -180,10 +180,11 @@ def leave(code: Any) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # nearly all objects that the imports make stay
     for imported in IMPORTED:
         importlib.import_module(imported)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     command = serve(socket.socket(fileno=int(sys.argv[1])))
     try:
         main(with_spares(command))

@@ -89,7 +89,12 @@ def test_the_large_tiles(step, multiprocessors):
     multiprocessors(1)
     rng = np.random.default_rng()
     for m, n, k in [(100, 252, 70), (131, 300, 200)]:
-        harness.check(step, m, n, k, step.dtypes[0], rng)
+        harness.check(step, m, n, k, compiled_large(step), rng)
+
+
+def compiled_large(step):
+    """A dtype for whose large tiles `test_ragged_sizes` has compiled rung 9; bfloat16's code is float16's."""
+    return "bfloat16" if step.number == 9 else step.dtypes[0]
 
 
 # The layouts of a, b and c. A c in columns is one in rows of the transposed product.
@@ -245,7 +250,7 @@ def test_what_a_rung_moves_and_that_no_banks_conflict(step, moved, multiprocesso
     if step.number == 9 or moved is LARGE_8:
         multiprocessors(1)
     m, n, k = 128, 256, 64
-    a, b = harness.inputs(m, n, k, step.dtypes[0], seed=0)
+    a, b = harness.inputs(m, n, k, compiled_large(step), seed=0)
     with profiled() as counts:
         step.matmul(a, b)
     assert counts.shared_conflicts == 0

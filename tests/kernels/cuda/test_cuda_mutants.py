@@ -67,21 +67,23 @@ MUTANTS = cuda_mistakes.MUTANTS | cuda_mistakes_tensor.MUTANTS
 
 
 def cases():
-    """For each check and each rung a mistake; the others take minutes to compile, and run when asked for.
+    """For each check its first mistake, and for each rung one; the others take minutes to compile.
 
-    Rung 10 has most checks, and each takes seconds: one runs always, the others with `deep`.
+    With `deep` also each rung's first, and all checks of rung 10: it has most, and each takes seconds.
     """
     seen = set()
     for rung, mutants in MUTANTS.items():
+        news = [
+            mutant
+            for mutant in {m.caught: m for m in reversed(mutants)}.values()
+            if mutant.caught not in seen
+        ]
+        always = news if news and rung != "s10_hopper" else mutants[:1]
         for mutant in mutants:
             name = f"{rung.partition('_')[0]}-{mutant.mistake}"
-            marks = []
-            if {rung, mutant.caught} <= seen:
-                marks = [pytest.mark.faults]
-            elif rung == "s10_hopper" and rung in seen:
-                marks = [pytest.mark.deep]
-            seen |= {rung, mutant.caught}
-            yield pytest.param(rung, mutant, id=name, marks=marks)
+            more = pytest.mark.deep if mutant in (mutants[0], *news) else pytest.mark.faults
+            yield pytest.param(rung, mutant, id=name, marks=[] if mutant in always else [more])
+        seen |= {mutant.caught for mutant in mutants}
 
 
 def caught(rung, mutant, folder):
