@@ -193,6 +193,12 @@ def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
     return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.parameters))
 
 
+@cache
+def counted(cluster_of: Clusters, layout: md.Layout, secondary: int = 0) -> list[Counted]:
+    """Each rank's; several tests look at the same."""
+    return cluster_of(layout.ranks).run(count, layout, {"secondary": secondary} if secondary else None)
+
+
 def all_reduce(size: int, ranks: int) -> int:
     return 2 * (ranks - 1) * size // ranks
 
@@ -208,7 +214,7 @@ MORE = [pytest.param(*each, marks=[pytest.mark.deep]) for each in ((6, 3), (8, 2
 @pytest.mark.parametrize(("dp", "shard"), [(4, 2), *MORE])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, zero: int, dp: int, shard: int) -> None:
-    for rank, found in enumerate(cluster_of(dp).run(count, md.Layout(dp, zero=zero, shard=shard))):
+    for rank, found in enumerate(counted(cluster_of, md.Layout(dp, zero=zero, shard=shard))):
         # A reduce-scatter and an all-gather; in stage 3 one more of all units but the root.
         gathered = 2 * found.padded - found.buckets[0] if zero == 3 else found.padded
         copies = tuple(range(rank % shard, dp, shard))
@@ -234,7 +240,7 @@ def test_secondary_shares_leave_one_gather_over_all_owners(
     cluster_of: Clusters, dp: int, shard: int, ranks: int, micro_batches: int
 ) -> None:
     layout, owners = md.Layout(dp, zero=3, shard=shard, micro_batches=micro_batches), shard or dp
-    for rank, found in enumerate(cluster_of(dp).run(count, layout, {"secondary": ranks})):
+    for rank, found in enumerate(counted(cluster_of, layout, ranks)):
         again = (2 * micro_batches - 1) * found.padded - micro_batches * found.buckets[0]
         assert found.sent[neighbours(rank, ranks)] == (ranks - 1) * again // ranks
         rest = (owners - 1) * found.padded * (1 + micro_batches) // owners
@@ -248,8 +254,8 @@ def test_secondary_shares_leave_one_gather_over_all_owners(
 def test_a_rank_holds_as_much_as_one_of_so_few_ranks(
     cluster_of: Clusters, zero: int, dp: int, shard: int
 ) -> None:
-    found = cluster_of(dp).run(count, md.Layout(dp, zero=zero, shard=shard))
-    plain = cluster_of(shard).run(count, md.Layout(shard, zero=zero))
+    found = counted(cluster_of, md.Layout(dp, zero=zero, shard=shard))
+    plain = counted(cluster_of, md.Layout(shard, zero=zero))
     elements = sum(parameter.numel() for parameter in gpt(0, 2).parameters())
     for rank, each in enumerate(found):
         for part in ("parameters", "gradients", "optimizer"):
@@ -259,8 +265,7 @@ def test_a_rank_holds_as_much_as_one_of_so_few_ranks(
 
 
 def test_secondary_shares_take_an_nth_more(cluster_of: Clusters) -> None:
-    layout = md.Layout(4, zero=3)
-    plain, found = (cluster_of(4).run(count, layout, options) for options in (None, {"secondary": 2}))
+    plain, found = (counted(cluster_of, md.Layout(4, zero=3), secondary) for secondary in (0, 2))
     for each, without in zip(found, plain, strict=True):
         assert each.memory.parameters - without.memory.parameters == each.padded // 2
         assert each.memory.gradients == without.memory.gradients
