@@ -33,7 +33,7 @@ class Case:
     model: Callable[[int], nn.Module]
     rows: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
-    batches: tuple[int, ...] = (12, 7)  # a size that 2, 3 and 4 ranks divide, and one that they do not
+    batches: tuple[int, ...] = (12, 13, 7)  # sizes that 2, 3 and 4 ranks do not divide, too
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     clip_norm: float | None = None
 
