@@ -102,7 +102,7 @@ def submodules(code: CodeType, values: Iterable[object]) -> list[ModuleType]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
-    gc.set_threshold(100_000)  # compiling makes millions of objects that stay
+    gc.set_threshold(10_000)  # compiling makes millions of objects that stay
     gc.enable()
     if not session.config.option.collectonly:
         start_supervisor([item for item in session.items if isinstance(item, pytest.Function)])
