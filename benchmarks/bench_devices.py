@@ -60,7 +60,9 @@ class Trained:
 
     def __init__(self, work: Work, device: str, way: Way) -> None:
         self.way, self.device = way, device
-        self.engine: Engine = md.prepare(work.build().to(device), ADAMW, md.Layout.parse(way.layout))
+        self.engine: Engine = md.prepare(
+            work.build().to(device), ADAMW, md.Layout.parse(way.layout), rehearse=False
+        )
         self.batches: list[tuple[Tensor, Tensor]] = [(x.to(device), y.to(device)) for x, y in work.batches()]
         self.losses: list[float] = []
 

@@ -39,6 +39,8 @@ settings.register_profile(
     "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+# Thousands of trainings here are compared with one process by the tests. Those of the rehearsal ask for it.
+os.environ.setdefault("MINIDIST_REHEARSE", "0")
 
 # A collection looks at all that torch, Numba and thousands of tests consist of, for half a second each time.
 # There is none while these are made, and later ones look at what tests make.

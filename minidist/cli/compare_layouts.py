@@ -50,7 +50,7 @@ def _record(config: TrainConfig) -> Recording | None:
     model, data = build(config)
     optimizer = partial(torch.optim.SGD, lr=config.learning_rate)
     example = example_of(config, data)
-    engine = prepare(model, optimizer, config.layout, loss_of(config), example=example)
+    engine = prepare(model, optimizer, config.layout, loss_of(config), example=example, rehearse=False)
     sampler = Sampler(len(data.train), config.batch, seed=config.seed, drop_last=True)
     batches = []
     for step in range(config.steps):

@@ -49,7 +49,7 @@ def traced(config: TrainConfig) -> Trace | None:
     model, data = build(config)
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
     example = example_of(config, data)
-    engine = prepare(model, optimizer, config.layout, loss_of(config), example=example)
+    engine = prepare(model, optimizer, config.layout, loss_of(config), example=example, rehearse=False)
     sampler = Sampler(
         len(data.train), config.batch, rank=engine.data_rank, ranks=engine.data_ranks, seed=config.seed
     )

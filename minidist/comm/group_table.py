@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -45,3 +47,17 @@ class GroupTable(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+is_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, every group has this rank alone, as in a single process: collectives move nothing."""
+    global is_alone
+    is_alone = True
+    try:
+        yield
+    finally:
+        is_alone = False

@@ -137,3 +137,23 @@ def enter(call: Call) -> None:
     """Write a call that starts into every open ledger."""
     for opened in _open:
         opened.calls.append(call)
+
+
+class HeldBack(Ledger):
+    """Calls that no open ledger has counted, until `release`."""
+
+    def release(self) -> None:
+        """Write the calls into every open ledger."""
+        for opened in _open:
+            opened.calls += self.calls
+
+
+@contextmanager
+def held_back() -> Iterator[HeldBack]:
+    """Keep the calls inside from the ledgers that are open."""
+    outside, calls = [*_open], HeldBack()
+    _open[:] = [calls]
+    try:
+        yield calls
+    finally:
+        _open[:] = outside

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from minidist.comm import checking, ledgers, one_thread, returned_ranks
+from minidist.comm import checking, group_table, ledgers, one_thread, returned_ranks
 from minidist.comm.errors import CollectiveError
 from minidist.comm.failures import describe_tensor, failed, noted
 from minidist.comm.group_table import GroupTable
@@ -180,9 +180,8 @@ def finish() -> None:
 
 def copy_back(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Copy a contiguous buffer into `x`, unless it lies in the memory of `x`; returns `x`."""
-    data = x.detach()
-    if buffer.data_ptr() != data.data_ptr():
-        data.copy_(buffer)
+    if buffer.data_ptr() != x.data_ptr():
+        x.detach().copy_(buffer)
     return x
 
 
@@ -192,8 +191,7 @@ def bytes_of(x: torch.Tensor) -> int:
 
 
 _memberships: GroupTable[tuple[tuple[int, ...], int]] = GroupTable()
-"""A group's members, and this rank's number among them. torch takes microseconds to answer, and every call
-asks several times."""
+"""A group's members, and this rank's number among them. torch takes microseconds to answer each time."""
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
@@ -212,6 +210,8 @@ def rank_in(group: Group) -> int:
 
 
 def _membership(group: Group) -> tuple[tuple[int, ...], int]:
+    if group_table.is_alone:
+        return (0,), 0
     if group is None:
         group = dist.group.WORLD
         if group is None:  # there is no world
@@ -240,8 +240,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
 def limit_of(group: Group) -> float:
     """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
-    groups = {process_group(group), process_group(None)}
-    limits = [one._get_backend(device).options._timeout for one in groups for device in one._device_types]
+    both = {process_group(group), process_group(None)}
+    limits = (one._get_backend(device).options._timeout for one in both for device in one._device_types)
     return float(min(limits).total_seconds())
 
 

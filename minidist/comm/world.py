@@ -122,18 +122,18 @@ def rank() -> int:
     """This process's rank: 0 to size() - 1."""
     if not _is_joined():
         return 0
-    import torch.distributed as dist
+    from minidist.comm.work import rank_in
 
-    return dist.get_rank()
+    return rank_in(None)
 
 
 def size() -> int:
     """Number of ranks in the world."""
     if not _is_joined():
         return 1
-    import torch.distributed as dist
+    from minidist.comm.work import ranks_of
 
-    return dist.get_world_size()
+    return len(ranks_of(None))
 
 
 def local_rank() -> int:

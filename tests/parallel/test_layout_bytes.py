@@ -74,7 +74,9 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
             table = len(share_of(VOCABULARY, rank % layout.tp, layout.tp))
             # Its gradient from both; and where ranks have parts of the sum alone, the first one's values.
             times = 2 if layout.zero and rank < per_stage else 1
-            assert sent["pp"] == stream + all_reduce(F64, layout.pp) + times * table * WIDTH * F64
+            whether_used = F64
+            table_sent = times * table * WIDTH * F64 + whether_used
+            assert sent["pp"] == stream + all_reduce(F64, layout.pp) + table_sent
 
         # Attention goes round the ring, in each block of this stage.
         if layout.cp > 1:

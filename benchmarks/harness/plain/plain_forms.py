@@ -98,9 +98,8 @@ def _engine(
     def make(work: Work) -> Program:
         model: Any = work.build()
         cut = plan(model) if plan else None
-        engine = md.prepare(
-            adapt(model), ADAMW, Layout.parse(layout), plan=cut, data_parallel=options or None
-        )
+        given: Any = {"plan": cut, "data_parallel": options or None, "rehearse": False}
+        engine = md.prepare(adapt(model), ADAMW, Layout.parse(layout), **given)
         return EngineProgram(engine)
 
     return make

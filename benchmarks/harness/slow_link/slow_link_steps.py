@@ -65,7 +65,7 @@ SHARDED = {
 
 def engine(layout: str, **options: Any) -> Engine:
     """Return our engine in this layout."""
-    return md.prepare(CASE.build(), ADAMW, md.Layout.parse(layout), **options)
+    return md.prepare(CASE.build(), ADAMW, md.Layout.parse(layout), rehearse=False, **options)
 
 
 def sharded(form: str) -> Engine:

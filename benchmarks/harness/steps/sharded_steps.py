@@ -75,7 +75,9 @@ def time_entries(case: Case, names: Sequence[str], rounds: int) -> dict[str, Tim
 
     for name in names:
         entry = ENTRIES[name]
-        engines[name] = md.prepare(case.build(), ADAMW, md.Layout(dp=md.size(), zero=entry.stage))
+        engines[name] = md.prepare(
+            case.build(), ADAMW, md.Layout(dp=md.size(), zero=entry.stage), rehearse=False
+        )
         add(name, engines[name].step)
         if entry.peer not in programs:
             add(entry.peer, entry.peer_step(GPT(config(case.model), seed=SEED)))

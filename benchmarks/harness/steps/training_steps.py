@@ -78,7 +78,7 @@ def time_forms(case: Case, forms: Mapping[str, Mapping[str, Any]], rounds: int) 
     """
     batches = case.batches(rounds + 2)  # one more for time_in_turns to warm up, and one for the ledger
     engines = {
-        name: md.prepare(case.build(), ADAMW, md.Layout(dp=md.size()), data_parallel=options)
+        name: md.prepare(case.build(), ADAMW, md.Layout(dp=md.size()), data_parallel=options, rehearse=False)
         for name, options in forms.items()
     }
     losses: dict[str, list[float]] = {name: [] for name in (*engines, "")}

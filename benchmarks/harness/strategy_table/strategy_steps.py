@@ -83,7 +83,7 @@ def _ours(row: Row, work: Work, scratch: str) -> Program:
     options: dict[str, Any] = row.options
     if options == OFFLOAD:
         options = {"fully_shard": {"offload": scratch}}
-    return EngineProgram(md.prepare(work.build(), ADAMW, Layout.parse(row.layout), **options))
+    return EngineProgram(md.prepare(work.build(), ADAMW, Layout.parse(row.layout), rehearse=False, **options))
 
 
 def turn(name: str, steps: int) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import torch
@@ -32,16 +34,26 @@ def by_parameters(optimizer: Any, model: nn.Module, first: Mapping[str, str]) ->
 
     first: the first name of each parameter, where the model is a part of one that ties some.
     """
-    if first_argument(optimizer) != "named_parameters":
-        made: MakeOptimizer = optimizer
-        return made
+    takes_names = first_argument(optimizer) == "named_parameters"
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        names = [first.get(name, name) for name, _ in model.named_parameters()]
-        # Masters and shards' stand-ins come in the order of the model's parameters.
-        made: torch.optim.Optimizer = optimizer([*zip(names, parameters, strict=True)])
+        given: list[Any] = [*parameters]
+        known = set(map(id, given))
+        if takes_names:
+            names = [first.get(name, name) for name, _ in model.named_parameters()]
+            # Masters and shards' stand-ins come in the order of the model's parameters.
+            given = [*zip(names, given, strict=True)]
+        made: torch.optim.Optimizer = optimizer(given)
         for group in getattr(made, "param_groups", ()):
             group.pop("param_names", None)  # shards replace the parameters, and checkpoints have the names
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"optimizer has a parameter of shape {tuple(parameter.shape)} that is none of those "
+                        "that the function is given, so ranks would not share it. If it is the loss's, train "
+                        "a module that holds model and loss and returns the loss, with loss=lambda outputs, "
+                        "targets: outputs"
+                    )
         return made
 
     return make
@@ -69,7 +81,7 @@ def state_of(*owners: Any) -> State:
     """The buffers and plain attributes of modules and their parts, and the attributes of other objects.
 
     Only tensors, numbers and None count: a forward pass may change them. A method or a partial stands for its
-    object. The variables of a closure are not found.
+    object.
     """
     return [
         (store, name, value)
@@ -79,6 +91,18 @@ def state_of(*owners: Any) -> State:
     ]
 
 
+_OF_MODULES = {*nn.Module().__dict__}
+"""The attributes that torch keeps in every module."""
+
+
+def cells_of(*owners: Any) -> list[Any]:
+    """The variables that functions share with the function around them."""
+    cells = [
+        cell for each in owners for cell in getattr(getattr(each, "func", each), "__closure__", None) or ()
+    ]
+    return [cell for cell in cells if cell != CellType()]
+
+
 def _stores(owners: Iterable[Any]) -> list[dict[str, Any]]:
     objects = [getattr(getattr(each, "func", each), "__self__", each) for each in owners]
     parts = [part for each in objects for part in (each.modules() if isinstance(each, nn.Module) else [each])]
@@ -86,23 +110,48 @@ def _stores(owners: Iterable[Any]) -> list[dict[str, Any]]:
     return [store for store in found if isinstance(store, dict)]
 
 
-@contextmanager
-def unchanged(*owners: Any) -> Iterator[None]:
-    """Afterwards, modules and other objects have the state that they have now (`state_of`), and no more."""
-    stores, state = _stores(owners), state_of(*owners)
-    names = [{*store} for store in stores]
-    before = [value.detach().clone() if isinstance(value, Tensor) else value for _, _, value in state]
-    try:
-        yield
-    finally:
-        for store, known in zip(stores, names, strict=True):
+class KeptAttributes:
+    """The state of modules and other objects (`state_of`) as it is now, to put back."""
+
+    def __init__(self, *owners: Any) -> None:
+        self._stores, self._state = _stores(owners), state_of(*owners)
+        self._names = [{*store} for store in self._stores]
+        self._cells = [(cell, cell.cell_contents) for cell in cells_of(*owners)]
+        values = [value for store in self._stores for name, value in store.items() if name not in _OF_MODULES]
+        values += [value for _, value in self._cells]
+        self._containers = [(value, copy.copy(value)) for value in values if type(value) in (list, dict)]
+        self._before = [v.detach().clone() if isinstance(v, Tensor) else v for _, _, v in self._state]
+
+    def restore(self) -> None:
+        """Give the objects the state that they had, and no more; lists and dicts have their items again."""
+        for cell, content in self._cells:
+            cell.cell_contents = content
+        for container, items in self._containers:
+            container.clear()
+            container.extend(items) if isinstance(container, list) else container.update(items)
+        for store, known in zip(self._stores, self._names, strict=True):
             for name in {*store} - known:
                 if isinstance(store[name], Tensor | int | float | None):
                     del store[name]
-        for (store, name, value), old in zip(state, before, strict=True):
+        for (store, name, value), old in zip(self._state, self._before, strict=True):
             store[name] = value
-            if isinstance(value, Tensor) and differs(value, old):
+            if isinstance(value, Tensor) and differs(value, old) and not _is_expanded(value):
                 value.data.copy_(old)
+
+
+def _is_expanded(x: Tensor) -> bool:
+    """Whether elements share memory, as those of a pipeline's stand-ins for other stages' parameters."""
+    return any(size > 1 and not step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
+@contextmanager
+def unchanged(*owners: Any) -> Iterator[None]:
+    """Afterwards, modules and other objects have the state that they have now, and no more."""
+    kept = KeptAttributes(*owners)
+    try:
+        yield
+    finally:
+        kept.restore()
 
 
 def differs(value: Any, old: Any) -> bool:

@@ -117,6 +117,12 @@ class Strategy(ABC):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `gradients` with the first names of their parameters."""
 
+    def gradient_boxes(self) -> Iterator[TensorBox]:
+        """The gradients that this rank's update uses, as boxes named "gradient.NAME"."""
+        for name, gradient in self.named_gradients():
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            yield TensorBox(f"gradient.{name}", tuple(dense.shape), (0,) * dense.dim(), dense)
+
     def multiply(self, factor: float) -> None:
         """Multiply the gradients that `update` uses, in its precision if that is higher than theirs."""
         for gradient in self.gradients():

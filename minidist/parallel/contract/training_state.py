@@ -23,6 +23,14 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in reversed([*model.named_parameters()])}
 
 
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter with other values, and the attributes that somebody has set on this one, such as
+    `_no_weight_decay`, which optimizers form groups by."""
+    new = nn.Parameter(values.detach(), parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
+
+
 def model_tensors(model: nn.Module) -> dict[str, Any]:
     """The tensors of a model's state_dict, themselves; what else it holds is in `extra_state`."""
     state = model.state_dict(keep_vars=True)

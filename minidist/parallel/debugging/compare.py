@@ -21,12 +21,7 @@ from torch import Tensor
 from minidist.parallel.debugging.assembling import RankCopies, distance
 from minidist.parallel.debugging.recording import REPEATS, Recording, batches_of, record
 from minidist.parallel.engine.training_step import Engine
-
-MARGIN = 16
-"""Rounding explains this many times the change that moving the last bits causes. Layouts that train alike
-differ by up to four times that change: a sum in another order rounds many times while a result is moved once,
-and a few random trials need not contain the worst. A wrong gradient differs by thousands of times, except in
-16 bits."""
+from minidist.parallel.training.moved_results import MARGIN
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,9 @@ Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-
 
 from __future__ import annotations
 
-import copy
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +22,12 @@ from torch import Tensor, nn
 
 from minidist._arguments import check_whole
 from minidist.parallel.contract.batch import rows, rows_of, tensors
-from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
 from minidist.parallel.debugging.layer_order import in_order, layers_of
+from minidist.parallel.engine.kept_state import KeptState
 from minidist.parallel.engine.rank_model import as_batch
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.training.moved_results import forward_hooks, moved_results
 
 REPEATS = 2
 """How often the steps are taken again with moved results."""
@@ -81,7 +79,8 @@ def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Re
                 f"{name or 'the model'} has dropout {dropout}, and what it drops depends on the layout; "
                 "compare layouts with dropout 0"
             )
-    kept, start = _KeptTensors(engine), _parameters(engine)
+    kept, start = KeptState(engine), _parameters(engine)
+    rehearsal, engine.rehearsal = engine.rehearsal, None
     losses, steps = _run(engine, given, start, None)
     kept.restore()
     rounding: list[dict[str, float]] = [defaultdict(float) for _ in steps]
@@ -91,6 +90,7 @@ def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Re
         for most, plain, other in zip(rounding, steps, moved, strict=True):
             for name in plain.keys() & other.keys():
                 most[name] = max(most[name], distance(plain[name], other[name]))
+    engine.rehearsal = rehearsal
     called = [key.removeprefix("output ") for key in steps[0] if key.startswith("output ")]
     layers = in_order([name for name, _ in layers_of(engine.model)], called, engine.layout.chunks > 1)
     return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
@@ -119,7 +119,8 @@ def _run(
         own_rows = slice(*(rows_of(batch) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
         pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
         keep = partial(_keep, pieces, engine.part.stages)
-        with _moved(engine.model, repeat), _hooks(layers_of(engine.model), keep):
+        moved = nullcontext() if repeat is None else moved_results(engine.model, repeat)
+        with moved, forward_hooks(layers_of(engine.model), keep):
             scale = engine.loss_scale
             losses.append(engine.step(rows(batch, own_rows)))
         joined = {name: torch.cat([of_call[i] for i in sorted(of_call)]) for name, of_call in pieces.items()}
@@ -158,7 +159,7 @@ def _keep(
     """Keep a layer's output and later its gradient, by name and by call (one for each micro-batch).
 
     stages: of a pipeline on this rank; what one computes before its own layers is another's work. Passes
-        without gradients are the first step's check of its loss.
+        without gradients are the first step's check of its plan.
     """
 
     def keep(key: str, call: int, value: Tensor) -> None:
@@ -170,81 +171,3 @@ def _keep(
         keep(f"output {name}", call, output)
         if output.requires_grad:
             output.register_hook(partial(keep, f"gradient {name}", call))
-
-
-@contextmanager
-def _hooks(modules: Iterable[tuple[str, nn.Module]], after: Callable[..., Any]) -> Iterator[None]:
-    """Inside, call `after` with the name of each module, and what a forward hook gets."""
-    handles = [module.register_forward_hook(partial(after, name)) for name, module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _moved(model: nn.Module, repeat: int | None) -> AbstractContextManager[None]:
-    """Move the last bit of the results of all modules without children, forward and backward."""
-    if repeat is None:
-        return nullcontext()
-
-    def move(name: str, x: Tensor) -> Tensor:
-        # The same in every call: recomputed activations have to be the same, and so do copies on other ranks.
-        seed = zlib.crc32(f"{name} {repeat}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(x.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
-        return torch.addcmul(x, x, noise.mul_(torch.finfo(x.dtype).eps).to(x))
-
-    def after(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        result = move(name, output)
-        if result.requires_grad:
-            result.register_hook(partial(move, f"{name} backward"))  # type: ignore[no-untyped-call]
-        return result
-
-    return _hooks([(name, part) for name, part in model.named_modules() if not [*part.children()]], after)
-
-
-class _KeptTensors:
-    """A copy of an engine's state and of the random state, to restore the engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
-        self.random = torch.get_rng_state()
-        self.of_strategy = copy.deepcopy(engine.strategy.settings())
-        self.chunks: dict[str, list[TensorBox]] = defaultdict(list)
-        for chunk in engine.strategy.chunks():
-            self.chunks[chunk.name].append(chunk._replace(tensor=chunk.tensor.clone()))
-
-    def restore(self) -> None:
-        """Restore the engine, as loading a checkpoint would; an unused optimizer has no state."""
-        strategy = self.engine.strategy
-        state: dict[str, dict[str, Any]] = defaultdict(dict)
-        for full, (chunk, *_) in self.chunks.items():
-            kind, _, name = full.partition(".")
-            if kind == "optimizer":
-                name, _, key = name.rpartition(".")
-                state[name][key] = chunk.shape, chunk.tensor.dtype
-        strategy.load_settings(copy.deepcopy(self.of_strategy), state)
-        strategy.drop()
-        for chunk in strategy.chunks():
-            for kept in self.chunks[chunk.name]:
-                _copy_common(kept, chunk)
-        strategy.loaded()
-        self.engine.load_settings(self.settings)
-        self.engine.grad_norm = self.norm
-        torch.set_rng_state(self.random)
-
-
-def _copy_common(source: TensorBox, target: TensorBox) -> None:
-    """Copy the elements that two boxes have in common: the first step may have moved the boxes."""
-    first = [max(each) for each in zip(source.offsets, target.offsets, strict=True)]
-    ends = ((o + n for o, n in zip(c.offsets, c.tensor.shape, strict=True)) for c in (source, target))
-    sizes = [min(each) - start for start, *each in zip(first, *ends, strict=True)]
-    if all(size > 0 for size in sizes):
-        there, here = (
-            narrowed(chunk.tensor, [a - b for a, b in zip(first, chunk.offsets, strict=True)], sizes)
-            for chunk in (target, source)
-        )
-        there.copy_(here)

@@ -7,7 +7,10 @@
 | evaluation.py, engine_state.py | the rest of `Engine`: evaluation, predictions, loaders; memory and state |
 | step_executor.py, staged_passes.py | forward and backward passes through all layers, or through a pipeline |
 | rank_model.py | this rank's part of a model, of the batches that are given, and of the loss |
-| loss_check.py | in the first step: is the loss a mean? |
+| rehearsal.py | steps beside those of a single process; an error where they differ |
+| one_process.py | the step of the single process |
+| whole_state.py, step_difference.py | the whole state on one rank; what differs |
+| kept_state.py | an engine's state, to put back after a trial |
 | partition_model.py | how a model is cut: its layers, its matrices, its tokens |
 | parameter_placement.py | where a rank's tensors lie in the whole model |
 | ema.py | an exponential moving average of the weights that each rank keeps |

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,6 @@ from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
-from minidist.parallel.engine.loss_check import LossCheck
 from minidist.parallel.engine.prepare_checks import PlanCheck
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
@@ -46,12 +46,16 @@ class EngineState:
         self.device = next((p.device for p in part.model.parameters()), self.placement.device)
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
         self._counts = 1.0  # 0 while this rank only takes part, in `batches`
-        self._check_loss, self._checked, self._loss_check = check_loss, False, LossCheck()
-        self._one_loss = False  # whether to compare the losses of ranks that share matrices
-        self._is_weighted = False  # whether the last stage of a pipeline has to tell the others the weight
+        # Whether to compare the losses of ranks that share matrices.
+        self._one_loss = check_loss and layout.tp > 1
+        # Whether the last stage of a pipeline has to tell the others the weight; the first step finds out.
+        self._is_weighted = None if layout.pp > 1 else False
         self.saving: Any = None  # the last `Saving` of this engine
         self._activations = ActivationPeaks(self.model)
         self._plan_check = plan_check  # until it has run
+        self.rehearsal: Any = None  # the `Rehearsal` of this engine's steps
+        self.within: AbstractContextManager[Any] | None = None  # in which passes run, in a rehearsal
+        self.before_update: Callable[[], None] | None = None
         self.placement.join(strategy)
 
     def __deepcopy__(self, memo: Any) -> EngineState:
@@ -60,6 +64,16 @@ class EngineState:
             "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
             "and give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
         )
+
+    @property
+    def reports_norm(self) -> bool:
+        """Whether each step computes the norm of the gradients."""
+        return self.clip_norm is not None or self.precision.scales
+
+    @property
+    def data_group(self) -> Any:
+        """The ranks that have other rows of the batch, for a loss that gathers rows."""
+        return self.mesh.group("dp")
 
     @property
     def loss_scale(self) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
@@ -94,7 +95,7 @@ def _install(part: nn.Module, names: list[str], whole: Tensor, cuts: Mapping[str
     for name in (name for name in names if name in own):
         meta = own[name]
         if meta not in made:
-            made[meta] = nn.Parameter(_own_part(meta, whole, cuts.get(name)), meta.requires_grad)
+            made[meta] = parameter_like(meta, _own_part(meta, whole, cuts.get(name)))
         owner, _, attribute = name.rpartition(".")
         part.get_submodule(owner)._parameters[attribute] = made[meta]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import PlanCheck, check, check_batch_norm, put_back_on_error
 from minidist.parallel.engine.rank_model import RankModel
+from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
@@ -25,6 +27,9 @@ from minidist.parallel.tensor.plans import plan_for, plan_of_ours
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
+
+REHEARSE = "MINIDIST_REHEARSE"
+"""A variable of the environment; 0 has no engine rehearse that is not asked to."""
 
 
 def prepare(
@@ -43,6 +48,7 @@ def prepare(
     layers: str | None = None,
     example: Any = None,
     check_loss: bool = True,
+    rehearse: bool | str | None = None,
 ) -> Engine:
     """An engine that trains `model` on the ranks of `layout`. Every rank of the world calls it.
 
@@ -111,15 +117,17 @@ def prepare(
             memory runs on it once, to find what it computes before and after its layers. None if the model
             is nothing but the chain of its `layers`, or brings `dummy_inputs`, as transformers' language
             models do.
-        check_loss: in the first step, compare the loss of some rows with those of their halves. ValueError if
-            it is not the mean that it says: a sum, or a mean over tokens of which some are ignored. Give
-            False for a loss that compares rows, such as a contrastive one. It has to gather the rows of all
-            ranks, which need equally many, with
-            `minidist.parallel.tensor_parallel.gather_sequence(features, 0)`, through which gradients pass:
-            with the own rows alone, ranks would train another model. The check calls model and loss with
-            fewer rows, and then gives them back their buffers, and attributes that are tensors, numbers or
-            None. Give False also where they keep other state, as a closure's list, and where a part of the
-            batch is not cut by rows, as a graph.
+        check_loss: False is rehearse=False, and with tp lets the ranks' losses differ.
+        rehearse: take steps 1, 2, 4, 8 to 1,024, and those after a change of what is trained, beside a single
+            process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss, gradients,
+            parameters or buffers differ by more than rounding, the step raises ValueError on all ranks, names
+            the first difference and a likely cause, and changes nothing (engine/rehearsal.py). None does so
+            if rank 0 has memory for three more copies of the whole state, and the environment has no
+            MINIDIST_REHEARSE=0; True, in any case; "first", in the first step alone; False, never. Where it
+            cannot run, a line on standard error says why. Random numbers are replaced by constants, and such
+            a step is then taken again. BatchNorms that are not synchronized use their running statistics in
+            it. A loss that compares rows, such as a contrastive one, has to gather those of all data ranks:
+            `minidist.parallel.tensor_parallel.gather_sequence(features, 0, group=engine.data_group)`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -143,6 +151,13 @@ def prepare(
     with put_back_on_error(model, precision.dtype is not None):
         model = compiled_in_place(model)
         give_memory(model)
+        rehearsal = None
+        if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
+            rehearse = False
+        if rehearse is not False and (layout.ranks > 1 or layout.micro_batches > 1):
+            rehearsal = Rehearsal(rehearse, model, optimizer, loss, layout, clip_norm)
+            if (data_parallel or {}).get("compression") is not None:
+                rehearsal.why_not = "compression changes the gradients"
         checked_plan = None
         if layout.tp > 1:
             ours = plan is None and bool(plan_of_ours(model))  # their plans need no check
@@ -166,6 +181,9 @@ def prepare(
         fill_masters(strategy, exact, part.placement.own)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan, check_loss)
         claim(engine, ENGINE, model.parameters())
+        engine.rehearsal = rehearsal
+        if rehearsal is not None:
+            rehearsal.made(engine)
         return engine
 
 

@@ -2,7 +2,7 @@
 
 Ranks and micro-batches have parts of one global batch, and a step takes the mean of their losses. For that
 each loss has to be a mean itself, and to say over how much: over rows, unless it returns (mean, weight), such
-as the number of tokens that count. (loss_check.py compares.)
+as the number of tokens that count. (rehearsal.py compares.)
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Objective:
         return lambda outputs, _: (own_loss(outputs), labels_of(self._model, inputs))
 
     def is_cross_entropy(self, inputs: Any, targets: Any) -> bool:
-        """Whether the loss is sure to be `cross_entropy`, a mean over rows that needs no check."""
+        """Whether the loss is sure to be `cross_entropy`, a mean over rows without a weight."""
         if self.given is None:
             return isinstance(inputs, Tensor) and isinstance(targets, Tensor)
         return self.given is cross_entropy

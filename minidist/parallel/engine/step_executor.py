@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.contract.batch import call, mapped, rows_of, tensors
-from minidist.parallel.contract.engine import Loss, evaluating, unchanged
+from minidist.parallel.contract.batch import call, rows_of, tensors
+from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.loss_check import LossCheck
 from minidist.parallel.engine.rank_model import (
     Objective,
     RankBatch,
@@ -45,7 +44,6 @@ class StepExecutor(ABC):
         self.part, self.strategy, self.layout = part, strategy, layout
         self.objective, self.precision = Objective(loss, part.model), precision
         self.device = next((p.device for p in part.model.parameters()), part.placement.device)
-        self.check: LossCheck | None = None  # in the first step
         self.has_loss = True  # a pipeline's is on its last stage
         self.is_weighted = False  # whether the loss has returned a weight
 
@@ -96,20 +94,6 @@ class StepExecutor(ABC):
         """How many of a row's tokens this rank has; 1 if rows are not cut."""
         return 1 if self.part.share is None else self.part.share.size
 
-    def compare(self, outputs: Any, inputs: Any, targets: Any) -> None:
-        """In the first step, compare a loss of outputs and targets with that of both halves of the rows."""
-        check, self.check = self.check, None
-        count = rows_of(targets)
-        if check is None or any(x.dim() and len(x) != count for _, x in tensors(outputs)):
-            return  # outputs that cannot be cut by rows
-        share = 1.0 if self.part.share is None else self.part.share.part
-
-        @unchanged(self.objective.given)
-        def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
-            return self.score(None, given[0], given[1], given[1], rows_of(given[1]) * share)
-
-        check.compare(of, (mapped(Tensor.detach, outputs), targets))
-
 
 def _zero(outputs: Any) -> Tensor:
     """0, of which the backward pass reaches everything that has no rows, or no tokens of them."""
@@ -123,8 +107,6 @@ class WholePasses(StepExecutor):
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
         """Run all micro-batches; gradients are sent while the last backward pass runs."""
         pieces = [piece for batch in batches for piece in self._micro_batches(batch)]
-        if self.check is not None and (self.objective.given is None or self.objective.takes_model):
-            self._compare_passes(pieces[0])
         total: Weight = 0.0
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, piece in enumerate(pieces, 1):
@@ -150,8 +132,6 @@ class WholePasses(StepExecutor):
         if objective.takes_model:
             return self._of_model(objective.given, piece)
         outputs = self._forward(piece.inputs)  # freed when this returns, before the backward pass
-        if self.check is not None:
-            self.compare(outputs, piece.inputs, piece.targets)
         return self.score(None, outputs, piece.inputs, piece.targets, piece.weight)
 
     def _of_model(self, function: Any, piece: RankBatch) -> tuple[Tensor, Weight]:
@@ -163,19 +143,6 @@ class WholePasses(StepExecutor):
     @cached_property
     def _called(self) -> CalledModel:
         return CalledModel(self)
-
-    def _compare_passes(self, piece: RankBatch) -> None:
-        """In the first step, compare a loss that needs the model's passes, in evaluation mode."""
-        check, self.check = self.check, None
-        assert check is not None
-
-        @unchanged(self.part.model, self.objective.given)
-        def of(given: tuple[Any, Any]) -> tuple[Tensor, Weight]:
-            inputs, targets = given
-            return self._loss(piece._replace(inputs=inputs, targets=targets, rows=rows_of(inputs)))
-
-        with evaluating([self.part.model]):
-            check.compare(of, (piece.inputs, piece.targets), self.precision.dtype)
 
     def _forward(self, inputs: Any) -> Any:
         if self.precision.dtype is None:

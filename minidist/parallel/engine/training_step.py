@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +55,9 @@ class Engine(Evaluation):
 
         Sends the bytes of the strategy, of tensor and context parallelism in each pass, and of the pipeline.
         The first step adds 2 (n - 1) / n 8 bytes for the rows, what agreeing on the buckets takes, and the
-        checks of a plan and a loss. With pp, each step sends as many bytes for the loss, and again for a
-        weight that it returns; a list sends as many for its length. With clipping or "fp16", and with sharded
-        gradients or parts of the model, it sends as many for the norm.
+        checks of plan and loss. With pp, each step sends as many bytes for the loss, and again for a weight
+        that it returns; a list sends as many for its length. With clipping or "fp16", and with sharded
+        gradients or parts of the model, it sends as many for the norm. No ledger has a rehearsal's messages.
 
         Args:
             inputs: this rank's rows, at least one.
@@ -69,7 +70,7 @@ class Engine(Evaluation):
         Raises:
             TypeError: inputs or targets have no tensors with rows.
             ValueError: no rows, tensors with different numbers of them, a plan that makes another model, or
-                a loss that is not a mean; see `prepare`.
+                a step that differs from one process's; see `prepare`.
             RuntimeError: gradients are off, as in `torch.no_grad()`.
             CollectiveError: a peer is gone or late, or failed in this step. Pipeline stages on its host learn
                 of it at once; if all ranks do, training may go on. Ranks that wait in a collective fail at
@@ -86,6 +87,14 @@ class Engine(Evaluation):
         batches = [self.part.batch(pair, self._counts, self.device) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
+        if self.rehearsal is not None and self.rehearsal.due(self):
+            loss = self.rehearsal.step(self, pairs, partial(self._counted, batches))
+            if loss is not None:
+                return float(loss)
+        return self._counted(batches)
+
+    def _counted(self, batches: Sequence[RankBatch]) -> float:
+        """Train, and count the activations of the first batch of its kind."""
         kind = *((*shapes(each.inputs), *shapes(each.targets)) for each in batches), self.model.training
         if kind not in self._activations.peaks:
             found = (x for each in batches for _, x in tensors((each.inputs, each.targets)))
@@ -100,29 +109,6 @@ class Engine(Evaluation):
         comm.all_reduce(most, "max", group=self.strategy.group)
         return [batches[-1]._replace(counts=0.0)] * (int(most) - len(batches))
 
-    def _begin_check(self, batches: Sequence[RankBatch]) -> None:
-        """Have the first step compare its loss, where losses are combined, with that of some of its rows."""
-        first, layout, executor = batches[0], self.layout, self.executor
-        if executor.objective.is_cross_entropy(first.inputs, first.targets):
-            self._checked = True
-            return
-        self._one_loss = self._check_loss and layout.tp > 1
-        if self._check_loss and max(layout.dp, layout.cp, layout.micro_batches, len(batches)) > 1:
-            executor.check = self._loss_check
-        else:
-            self._checked = layout.pp == 1
-
-    def _end_check(self) -> None:
-        """Raise on all ranks if any has found that the loss is no mean; learn whether it has weights."""
-        check, self.executor.check = self._loss_check, None
-        check.weighted = self.executor.is_weighted
-        try:
-            check.agree()
-        except ValueError:
-            self.strategy.drop()
-            raise
-        self._is_weighted, self._checked = check.weighted and self.layout.pp > 1, True
-
     def _train(self, batches: Sequence[RankBatch]) -> float:
         strategy = self.strategy
         strategy.zero_grad()
@@ -130,19 +116,18 @@ class Engine(Evaluation):
             own = sum(batch.weight for batch in batches)
             total = torch.tensor(float(own), dtype=torch.float64, device=self.device)
             self._weight = float(comm.all_reduce(total, group=strategy.group))
-        if not self._checked:
-            self._begin_check(batches)
 
         # Compute, and send gradients as they come. Each loss is weighted, by its rows unless it says more,
         # so that sums are means. The global weight is taken from the last step, because this step's would
         # cost a message, and dividing the gradients later would cost a pass over them.
         expected, scale = self._weight, self.precision.scale
-        with self._random_state():
+        with self._random_state(), self.within or nullcontext():
             self.executor.train(batches, lambda weight: scale * weight / expected)
         all_weight, all_loss = strategy.synchronize()
         self.executor.summed()
-        if not self._checked:
-            self._end_check()
+        if self._is_weighted is None:
+            simple = self.executor.objective.is_cross_entropy(batches[0].inputs, batches[0].targets)
+            self._is_weighted = not simple and self._on_all_stages(float(self.executor.is_weighted)) > 0
         if self._is_weighted:  # only the last stage knows the weight
             all_weight = self._on_all_stages(all_weight if self.executor.has_loss else 0.0)
         loss = self._on_all_stages(all_loss)
@@ -158,13 +143,15 @@ class Engine(Evaluation):
 
         # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
-        if self.clip_norm is not None or self.precision.scales:
+        if self.reports_norm:
             self.grad_norm = norm = self.placement.norm(strategy) * factor
             if self.precision.skips(norm):
                 strategy.drop()
                 return loss
             if self.clip_norm is not None:
                 factor *= clip_factor(norm, self.clip_norm)
+        if self.before_update is not None:
+            self.before_update()
         if factor != 1:
             strategy.multiply(factor)
         strategy.update()

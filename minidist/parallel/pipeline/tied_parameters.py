@@ -23,25 +23,31 @@ from minidist.comm.work import Group, rank_in
 def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
     """Add up the gradients of one parameter over the ranks that hold a copy, in each copy's `.grad`.
 
-    Every holder sends its gradient to every other, (h - 1) S bytes for h holders, and adds them up in the
-    order of the ranks, so that the sums are the same to the last bit. Other ranks do nothing.
+    Every holder sends its gradient, and whether it has one, to every other: (h - 1) (S + 1) elements for h
+    holders and S elements. It adds them up in the order of the ranks, so that the sums are the same to the
+    last bit. Other ranks do nothing.
 
     Args:
-        parameter: this rank's copy, or None. A copy without a gradient counts as zeros. Frozen copies, which
-            are frozen on all holders, are left alone.
+        parameter: this rank's copy, or None. A copy without a gradient counts as zeros, and where no copy has
+            one, none gets one: an optimizer would let it decay. Frozen copies, which are frozen on all
+            holders, are left alone.
         group: the ranks of the pipeline.
         ranks: the indices of the holders in the group; the same on all of them.
     """
     if parameter is None or len(ranks) < 2 or not parameter.requires_grad:
         return
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    has_one = own.new_full((1,), float(parameter.grad is not None))
+    message = torch.cat([own.reshape(-1), has_one])
     others = [rank for rank in ranks if rank != rank_in(group)]
-    came = {rank: torch.empty_like(own, memory_format=torch.contiguous_format) for rank in others}
-    works = [comm.send(own, rank, group=group, async_op=True) for rank in others]
+    came = {rank: torch.empty_like(message) for rank in others}
+    works = [comm.send(message, rank, group=group, async_op=True) for rank in others]
     works += [comm.recv(came[rank], rank, group=group, async_op=True) for rank in others]
     for work in works:
         work.wait()
-    parameter.grad = own.copy_(reduce(torch.add, (came.get(rank, own) for rank in ranks)))
+    total = reduce(torch.add, (came.get(rank, message) for rank in ranks))
+    if parameter.grad is not None or total[-1]:
+        parameter.grad = own.copy_(total[:-1].view_as(own))
 
 
 def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:

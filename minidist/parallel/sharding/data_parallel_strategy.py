@@ -62,8 +62,9 @@ class Replicated(Strategy):
         self.parallel.ready()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Forget the gradients of the step before, also of parameters that the optimizer leaves out."""
         self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients add up on this rank and nothing is sent."""

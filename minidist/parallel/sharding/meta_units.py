@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from minidist.parallel.contract.training_state import parameter_like
+
 ParameterSlot = tuple[nn.Module, str]
 """A module and the name of the attribute that holds a parameter."""
 
@@ -60,7 +62,7 @@ class MetaInitializer:
                 continue
             _, _, slots = self._entries.get(id(parameter), ("", parameter, ()))
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
-            fresh = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            fresh = parameter_like(parameter, empty)
             if slots and slots[0] == (part, attribute):
                 for holder, each in slots:
                     holder._parameters[each] = fresh

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.guards.refusals import require_optimizer
 
 
@@ -37,7 +38,7 @@ class FlatParameterGroups:
             # One element in memory; none for a class, which may begin with state of the parameters' size.
             device = torch.device("meta") if self._is_class else parameter.device
             empty = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            stand_ins.append(nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            stand_ins.append(parameter_like(parameter, empty))
             known[id(parameter)] = known[id(stand_ins[-1])] = name
         self.optimizer = self._make(stand_ins, **defaults)
         require_optimizer(self.optimizer, "optimizer_class")

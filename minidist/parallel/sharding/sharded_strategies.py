@@ -63,9 +63,12 @@ class ShardedState(SharingStrategy):
         groups = self.optimizer.param_groups
         self.group_names = [[self.names[p] for p in group["params"]] for group in groups]
         self.unsliced, self.unsliced_masters = self.partition.inner.state, self.partition.masters
+        updated = set(self.partition.parameters)
+        self.left_out = {name: p for name, p in model.named_parameters() if p not in updated}
         if gradient_comm.ranks > 1:
-            require_same("buffers", model.named_buffers(), self.group)
-            broadcast_together([*model.buffers()], self.group)
+            others = [*self.left_out.items(), *model.named_buffers()]
+            require_same("buffers, and parameters that the optimizer leaves out", others, self.group)
+            broadcast_together([tensor for _, tensor in others], self.group)
         self._broadcast_buffers = options.get("broadcast_buffers", False)
         self.partition.average = False  # the engine sums with weights of its own
         if stage == 1:
@@ -88,6 +91,8 @@ class ShardedState(SharingStrategy):
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
         self.optimizer.zero_grad()
+        for parameter in self.left_out.values():
+            parameter.grad = None
         self.partition.reducer.syncing = self.optimizer.stage == 2
 
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
@@ -103,6 +108,7 @@ class ShardedState(SharingStrategy):
             reducer.totals = (0.0, 0.0, 1.0)
             reducer.synchronize()
         self.optimizer.take(assignment)
+        self.sum_left_out()
         weight, loss = assignment.totals.tolist()
         return weight, loss
 

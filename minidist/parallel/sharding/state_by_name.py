@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist import comm
+from minidist.comm.work import rank_in
 from minidist.parallel.contract.strategy import Strategy, TensorBox, cut_chunks
 from minidist.parallel.contract.training_state import loadable_tensors, require_same_groups
 from minidist.parallel.flat.buckets import Bucket
@@ -31,6 +33,7 @@ class SharingStrategy(Strategy):
         group_names: those of the parameters in each of the optimizer's groups.
         unsliced, unsliced_masters: the optimizer's state, and the masters, of whole parameters, until a
             backward pass shows in which bucket they lie.
+        left_out: the whole parameters that the optimizer did not get, by name.
     """
 
     sharded = True
@@ -41,6 +44,7 @@ class SharingStrategy(Strategy):
     group_names: Sequence[Sequence[str]]
     unsliced: dict[Tensor, OptimizerState]
     unsliced_masters: dict[nn.Parameter, Tensor]
+    left_out: Mapping[str, nn.Parameter] = {}
 
     def waiting(self) -> Sequence[nn.Parameter]:
         """The parameters that will be in a bucket, and are in none yet."""
@@ -59,8 +63,19 @@ class SharingStrategy(Strategy):
     # Gradients, once they are complete.
 
     def gradients(self) -> list[Tensor]:
-        """This rank's share of the gradients, in flat tensors."""
-        return self.slices.gradients()
+        """This rank's share of the gradients, in flat tensors; the first rank also has those left out."""
+        return [*self.slices.gradients(), *(grad for _, grad in self._left_out_gradients())]
+
+    def sum_left_out(self) -> None:
+        """Sum the gradients that no optimizer uses: they count in the norm that gradients are clipped by."""
+        for parameter in self.left_out.values():
+            if parameter.requires_grad:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = comm.all_reduce(own, group=self.group)
+
+    def _left_out_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        first = rank_in(self.share_group) == 0
+        return ((name, p.grad) for name, p in self.left_out.items() if first and p.grad is not None)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's elements of each parameter's gradient, flat; none of parameters that no rank used."""
@@ -69,6 +84,19 @@ class SharingStrategy(Strategy):
             if grad is not None:
                 parts = torch.split(grad.view(-1), [*map(len, each.ranges)])
                 yield from ((self._name(s.param_index), p) for s, p in zip(each.ranges, parts, strict=True))
+        yield from self._left_out_gradients()
+
+    def gradient_boxes(self) -> Iterator[TensorBox]:
+        """Boxes of this rank's share of the gradients."""
+        for each in self.slices.all:
+            if each.tensor.grad is None:
+                continue
+            parts = torch.split(each.tensor.grad.view(-1), [*map(len, each.ranges)])
+            for span, values in zip(each.ranges, parts, strict=True):
+                shape = tuple(self.parameters[span.param_index].shape)
+                yield from cut_chunks(f"gradient.{self._name(span.param_index)}", shape, span.start, values)
+        for name, grad in self._left_out_gradients():
+            yield _whole(f"gradient.{name}", grad)
 
     def rescale(self, factor: float) -> None:
         """Multiply this rank's share of the gradients."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor.shares import share_of
 
@@ -153,4 +154,4 @@ def send_whole(module: nn.Module, group: Group) -> None:
 def part_of(whole: Any, cut: Cut) -> nn.Parameter:
     """Return a copy of a part of a parameter, as a parameter of its own."""
     part = cut.take(whole.detach()).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=whole.requires_grad)
+    return parameter_like(whole, part)

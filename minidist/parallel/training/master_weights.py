@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.guards.refusals import require_optimizer
 
 
@@ -58,7 +59,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _master(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         if not parameter.is_floating_point() or parameter.dtype == dtype:
             return parameter
-        return nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+        return parameter_like(parameter, parameter.detach().to(dtype))
 
     def _follow(self) -> None:
         """Use the wrapped optimizer's groups and state."""

@@ -172,6 +172,7 @@ def dryrun(
                     clip_norm,
                     fully_shard=fully_shard,
                     check_plan=False,
+                    rehearse=False,
                     example=example_of(shape, layout),
                 )
             rows_here = batch_of(shape, own_rows, tokens, tensors)

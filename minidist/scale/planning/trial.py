@@ -82,7 +82,9 @@ def in_rank(
 ) -> dict[str, list[float]]:
     """On each rank: measure the seconds of each step, by the layout's text."""
     make = OPTIMIZERS["adamw" if optimizer == "adam" else optimizer]  # predictions count AdamW's decay
-    engines: dict[str, Engine] = {str(layout): prepare(GPT(shape), make, layout) for layout in layouts}
+    engines: dict[str, Engine] = {
+        str(layout): prepare(GPT(shape), make, layout, rehearse=False) for layout in layouts
+    }
     rows, tokens = batch
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, shape.vocabulary, (rows, tokens + 1), generator=generator)

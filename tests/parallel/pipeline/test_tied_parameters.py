@@ -41,7 +41,7 @@ def test_the_holders_sum_their_gradients(cluster_of: Clusters) -> None:
                 assert gradient is not None
                 assert torch.equal(values, first)
                 assert torch.equal(gradient, total)
-            assert sent == (4 * 15 * (len(holders) - 1) if rank in holders else 0)
+            assert sent == (4 * (15 + 1) * (len(holders) - 1) if rank in holders else 0)
 
 
 def test_frozen_copies_get_no_gradient(cluster_of: Clusters) -> None:

@@ -1,0 +1,250 @@
+"""`OneProcess`: a training step as plain torch takes it, on one rank, from the state of an engine.
+
+It keeps a copy of the model as it was before it was cut, without values. For each step that copy gets the
+values of the whole model, and the user's function makes an optimizer of its parameters, which gets the whole
+state. No strategy, no bucket and no cut layer takes part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm.group_table import alone
+from minidist.parallel.contract.batch import call, joined, rows_of, tensors
+from minidist.parallel.contract.engine import KeptAttributes, Loss, by_parameters, cells_of
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.training_state import (
+    names_of,
+    optimizer_settings,
+    parameter_like,
+    whole_chunks,
+)
+from minidist.parallel.engine.rank_model import Objective, Pair, Weight, weighted
+from minidist.parallel.training.batch_norm import batch_norms
+from minidist.parallel.training.clipping import clip_factor, global_norm
+from minidist.parallel.training.master_weights import MasterWeights
+from minidist.parallel.training.precision import Precision
+from minidist.parallel.training.random_off import RandomOff
+from minidist.parallel.training.recompute import recompute
+
+
+class TrainingState(NamedTuple):
+    """The whole state of a training, by the names that checkpoints use."""
+
+    tensors: dict[str, Tensor]  # "model.NAME", "optimizer.NAME.KEY"
+    groups: list[dict[str, Any]]  # of the optimizer, with names of parameters
+    numbers: Mapping[str, Mapping[str, Any]]  # in the optimizer's state, by parameter
+    trained: Mapping[str, bool]  # whether each parameter gets gradients
+    modes: Mapping[str, bool]  # of each module, whether it is in training mode
+    of_loss: KeptAttributes  # what the loss keeps
+    attributes: Mapping[tuple[str, str], Any]  # of modules, that passes have changed
+    elsewhere: Sequence[Tensor]  # the engine's own parameters
+
+
+class Outcome(NamedTuple):
+    """What a step has computed."""
+
+    loss: float
+    norm: float  # of the gradients, before clipping
+    tensors: dict[str, Tensor]  # "gradient.NAME", "model.NAME"
+    groups: list[dict[str, Any]]
+
+
+class OneProcess:
+    """A model, an optimizer and a loss in a single process.
+
+    The model may be changed afterwards. Raises whatever copying the model raises.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, loss: Loss | None, layout: Layout, clip_norm: float | None
+    ) -> None:
+        self._make, self._loss, self._clip_norm = optimizer, loss, clip_norm
+        self._layout = layout
+        parameters = {
+            id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
+        }
+        copies: dict[int, Any] = dict(parameters)
+        self._model = copy.deepcopy(model, copies)
+        # A loss that reads the model as a variable of the function around it reads the copy.
+        self._cells = [
+            (each, copies[id(x)]) for each in cells_of(loss) if id(x := each.cell_contents) in copies
+        ]
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.last_bit = 0.0  # of the least precise type that a step has computed in
+
+    def step(
+        self, start: TrainingState, pieces: Sequence[Pair], scale: float = 1.0, trial: Any = None
+    ) -> Outcome:
+        """Take one step on `pieces`, whose losses are averaged by their weights.
+
+        scale: the factor on the loss before its backward pass. trial: makes a context for the passes through
+        a model. What the loss keeps in attributes is as at the start, and afterwards as it is now.
+        """
+        now = KeptAttributes(self._loss)
+        start.of_loss.restore()
+        try:
+            with alone(), RandomOff(alone=True, others=start.elsewhere) as mode:
+                found = self._step(start, pieces, scale, trial)
+            self.last_bit = max(self.last_bit, mode.last_bit)
+            return found
+        finally:
+            now.restore()
+
+    def _step(self, start: TrainingState, pieces: Sequence[Pair], scale: float, trial: Any) -> Outcome:
+        precision = Precision(self._layout.precision)
+        model = self._filled(start)
+        precision.convert(model)
+        if self._layout.recompute:
+            recompute(model)
+        make = by_parameters(self._make, model, {})
+        masters: dict[Tensor, Tensor] = {}
+        optimizer: Any
+        if precision.master is None:
+            optimizer = make(model.parameters())
+        else:
+            optimizer = MasterWeights(model.parameters(), make, precision.master)
+            masters = dict(zip(optimizer.parameters, optimizer.masters, strict=True))
+        names: dict[Tensor, str] = {masters.get(p, p): name for p, name in names_of(model).items()}
+        self._load(optimizer, names, start)
+        for chunk in whole_chunks(model, optimizer, masters):
+            if chunk.name in start.tensors:
+                chunk.tensor.copy_(start.tensors[chunk.name])
+
+        objective, total = Objective(self._loss, model), 0.0
+        done: list[tuple[Tensor, Weight]] = []
+        with _converting(model, precision), trial(model) if trial else nullcontext():
+            for inputs, targets in pieces:
+                if objective.takes_model:
+                    result = objective.given(model, inputs)  # type: ignore[misc]
+                else:
+                    outputs = call(model, inputs)
+                    result = objective.function(outputs, inputs, targets)(outputs, targets)
+                done.append(weighted(result, float(rows_of(inputs))))
+            weight = sum(float(each) for _, each in done)
+            loss = sum((mean * (float(w) / weight) for mean, w in done), torch.zeros((), device=self._device))
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total = float(loss.detach())
+        gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
+        norm = global_norm(gradients.values()) / scale
+        found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
+        factor = clip_factor(norm, self._clip_norm) if self._clip_norm is not None else 1.0
+        if masters:
+            optimizer.factor = factor / scale
+        elif factor != 1:
+            for grad in gradients.values():
+                grad.mul_(factor)
+        optimizer.step()
+        chunks = whole_chunks(model, optimizer, masters)
+        found |= {chunk.name: chunk.tensor for chunk in chunks if chunk.name.startswith("model.")}
+        return Outcome(total, norm, found, optimizer_settings(optimizer, names)["groups"])
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups that the user's function makes of the model's parameters."""
+        model = self._model
+        optimizer = by_parameters(self._make, model, {})(model.parameters())
+        found: list[dict[str, Any]] = optimizer_settings(optimizer, {**names_of(model)})["groups"]
+        return found
+
+    def _filled(self, start: TrainingState) -> nn.Module:
+        """A copy of the model with the values, modes and `requires_grad` of the engine's."""
+        values = {
+            id(p): parameter_like(p, start.tensors[f"model.{name}"].to(self._device, p.dtype, copy=True))
+            for name, p in self._model.named_parameters()
+        }
+        copies: dict[int, Any] = dict(values)
+        model: nn.Module = copy.deepcopy(self._model, copies)
+        for cell, part in self._cells:
+            cell.cell_contents = copies[id(part)]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(start.trained.get(name, parameter.requires_grad))
+        for name, part in model.named_modules():
+            part.training = start.modes.get(name, part.training)
+            for store in (part._buffers, part.__dict__):
+                for attribute in store:
+                    if (name, attribute) in start.attributes:
+                        store[attribute] = copy.deepcopy(start.attributes[name, attribute])
+        return model
+
+    def _load(self, optimizer: Any, names: Mapping[Tensor, str], start: TrainingState) -> None:
+        """Give the optimizer the groups and the state of the engine's."""
+        by_name = {name: parameter for parameter, name in names.items()}
+        for group, new in zip(optimizer.param_groups, start.groups, strict=False):
+            group.update(copy.deepcopy({key: value for key, value in new.items() if key != "params"}))
+            group["params"] = [by_name[name] for name in new["params"] if name in by_name]
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        for full, value in start.tensors.items():
+            kind, _, name = full.partition(".")
+            if kind == "optimizer":
+                name, _, key = name.rpartition(".")
+                state[name][key] = value.to(self._device if value.dim() else "cpu", copy=True)
+        for name, numbers in start.numbers.items():
+            state[name] |= copy.deepcopy(dict(numbers))
+        for name, values in state.items():
+            if name in by_name:
+                optimizer.state[by_name[name]] = values
+
+
+def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Copies of tensors, numbers and None among modules' attributes and buffers, by module and name."""
+    return {
+        (name, attribute): value.detach().clone() if isinstance(value, Tensor) else value
+        for name, part in model.named_modules()
+        for store in (part._buffers, part.__dict__)
+        for attribute, value in store.items()
+        if isinstance(value, Tensor | int | float | None) and attribute != "training"
+    }
+
+
+def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:
+    """The pieces of a batch as one, if their rows can be joined; or else the pieces."""
+    first = pieces[0]
+    alike = all(_form(each) == _form(first) for each in pieces)
+    if len(pieces) == 1 or not alike:
+        return [*pieces]
+    inputs = joined([x for x, _ in pieces])
+    return [(inputs, inputs if first[0] is first[1] else joined([y for _, y in pieces]))]
+
+
+def _form(pair: Pair) -> list[Any]:
+    return [(name, x.dtype, x.shape[1:]) for name, x in tensors(pair)]
+
+
+def fixed_batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Put the BatchNorms that train, each with the rows that it sees, in evaluation mode; returns them."""
+    found: list[nn.Module] = [
+        part
+        for _, part in batch_norms(model)
+        if part.training and part.running_mean is not None and "forward" not in part.__dict__
+    ]
+    for part in found:
+        part.training = False
+    return found
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.to_dense() if x.is_sparse else x.detach().clone()
+
+
+@contextmanager
+def _converting(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, the model takes inputs in its 16 bits, and gives outputs in float32."""
+    if precision.dtype is None:
+        yield
+        return
+    hooks = [
+        model.register_forward_pre_hook(lambda _, args, kw: precision.inputs((args, kw)), with_kwargs=True),
+        model.register_forward_hook(lambda _, args, outputs: precision.outputs(outputs)),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

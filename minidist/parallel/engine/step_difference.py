@@ -1,0 +1,182 @@
+"""Where a layout's step differs from one process's by more than rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minidist.parallel.contract.batch import rows_of, split
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState, whole_batch
+from minidist.parallel.engine.rank_model import Pair
+from minidist.parallel.training.moved_results import MARGIN, moved_results
+
+HALF_PRECISION = 0.5
+"""In 16 bits a parameter may be apart by so much of the step's largest update: ranks round what they sum."""
+TRIALS = 2
+"""How often the single process takes a step with moved results, to see what rounding explains."""
+ROWS = (
+    "One process computes the same as the layout if it takes the rows of ranks and micro-batches one after "
+    "the other. So the loss, or the model, is no mean over rows. Let the loss return the mean over rows, or "
+    "(mean, weight) with the number that it is a mean over, such as that of the tokens that are not ignored. "
+    "What compares rows, such as a contrastive loss, has to gather those of all ranks. And the first "
+    "dimension of a batch's tensors has to be its rows"
+)
+OPTIMIZER = (
+    "The gradients agree, and the update does not. So the optimizer looks at several parameters at once, as "
+    "for a norm over all gradients, and each rank has only some. Use one that treats every parameter alone, "
+    "or a layout in which each rank updates whole parameters: dp without zero"
+)
+BUFFER = (
+    "The model writes it in its forward pass, from the rows of one rank. Sum what it writes over the ranks "
+    "with minidist.all_reduce, give data_parallel={'broadcast_buffers': True} if rank 0's value will do, or "
+    "for BatchNorm batch_norm='synchronized'"
+)
+PLAN = (
+    "If the layouts without tp agree, the plan cuts a matrix whose features the model mixes before the next "
+    "cut one"
+)
+
+
+def told(
+    alone: OneProcess,
+    layout: Layout,
+    start: TrainingState,
+    batches: Sequence[Pair],
+    found: Outcome,
+    scale: float,
+    replicas: Sequence[str],
+) -> str:
+    """How a layout's step differs from one process's, in sentences with a likely cause; "" if it does not.
+
+    found: what the layout's step has computed from `start` and the ranks' `batches`. replicas: names of
+    tensors of which ranks hold different copies.
+    """
+    take = partial(alone.step, start, scale=scale)
+    batch = whole_batch(batches)
+    by_one, trials, slack = take(batch), list[Outcome](), dict[str, float]()
+    if layout.precision != "fp32":
+        updates = {n: _apart(x, start.tensors[n]) for n, x in by_one.tensors.items() if n in start.tensors}
+        slack = {name: HALF_PRECISION * size for name, size in updates.items()}
+    compare = partial(difference, slack=slack)
+    first = compare(found, by_one, [])
+    if first:
+        moved = partial(moved_results, least=alone.last_bit)
+        trials = [take(batch, trial=partial(moved, trial=i)) for i in range(TRIALS)]
+        first = compare(found, by_one, trials)
+    if not first and replicas:
+        name = replicas[0].partition(".")[2]
+        first = Difference(replicas[0], f"{name} differs between the ranks that should hold the same")
+    if not first:
+        return ""
+    pieces = [piece for pair in batches for piece in _micro_batches(pair, layout.micro_batches)]
+    remedy = PLAN if layout.tp > 1 else "minidist.compare shows the first layer that differs"
+    if first.name.removeprefix("model.") in start.trained:
+        remedy = OPTIMIZER
+    elif first.name.startswith("model."):
+        remedy = BUFFER
+    elif len(pieces) > 1 and not compare(found, take(pieces), trials, kind="gradient"):
+        remedy = ROWS
+    return (
+        f"this layout, {layout}, trains otherwise than one process with the same weights and rows: "
+        f"{first.text}. {remedy}. (prepare(rehearse=False) trains without this comparison.)"
+    )
+
+
+def _micro_batches(pair: Pair, parts: int) -> list[Pair]:
+    """The rows of a batch as an engine cuts them."""
+    inputs, targets = pair
+    parts = min(parts, rows_of(inputs))
+    if parts <= 1:
+        return [pair]
+    cut = split(inputs, parts)
+    return [*zip(cut, cut if targets is inputs else split(targets, parts), strict=True)]
+
+
+class Difference(NamedTuple):
+    """The first thing that differs."""
+
+    name: str  # "loss", "norm", or as in `Outcome.tensors`
+    text: str
+
+
+def difference(
+    a: Outcome, b: Outcome, trials: Sequence[Outcome], slack: Mapping[str, float], kind: str = ""
+) -> Difference | None:
+    """The first difference between a layout's step and one process's that rounding does not explain.
+
+    trials: the latter with moved results. slack: how far tensors may be apart in any case. kind: which
+    tensors to compare, such as "gradient"; "" for all.
+    """
+    largest = max((_size(x) for name, x in b.tensors.items() if name.startswith("gradient")), default=0.0)
+    first: Difference | None = None
+    for name in b.tensors:
+        if not name.startswith(kind):
+            continue
+        x, y = a.tensors.get(name), b.tensors[name]
+        if x is None:
+            x = torch.zeros_like(y)
+        apart, size = _apart(x, y), _size(y)
+        bits = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
+        most = max((_apart(t.tensors[name], y) for t in trials if name in t.tensors), default=0.0)
+        floor = bits * largest if name.startswith("gradient") else 0.0
+        explained = max(MARGIN * max(most, bits * size, floor), slack.get(name, 0.0))
+        if not apart <= explained:
+            what = name.partition(".")[2]
+            what = f"the gradient of {what}" if name.startswith("gradient") else what
+            by = f"by {apart / size:.2g} of its size" if size else f"by {apart:.2g}"
+            first = Difference(
+                name, f"{what} differs {by}, {explained / (size or 1):.1g} of which rounding explains"
+            )
+            break
+    for what, here, there, others in (
+        ("the loss", a.loss, b.loss, [t.loss for t in trials]),
+        ("the norm of the gradients", a.norm, b.norm, [t.norm for t in trials]),
+    ):
+        explained = MARGIN * max([2**-20 * abs(there), *(abs(each - there) for each in others)])
+        same = here == there or (math.isnan(here) and math.isnan(there))
+        if not same and not abs(here - there) <= explained:
+            also = f", and {first.text}" if first else ""
+            return Difference(
+                first.name if first else what, f"{what} is {here:.6g} and not {there:.6g}{also}"
+            )
+    return first
+
+
+def _apart(x: Tensor, y: Tensor) -> float:
+    """The largest difference of elements; infinite where one is not finite and the other is another."""
+    if x.shape != y.shape:
+        return torch.inf
+    if x.is_complex() or y.is_complex():
+        x, y = (torch.view_as_real(each.to(torch.complex128)) for each in (x, y))
+    x, y = x.double(), y.double()
+    same = (x == y) | (x.isnan() & y.isnan())
+    return float((x - y).abs_().masked_fill_(same, 0.0).nan_to_num_(torch.inf).max()) if x.numel() else 0.0
+
+
+def _size(x: Tensor) -> float:
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return float(x.double().abs().nan_to_num(0, 0).max()) if x.numel() else 0.0
+
+
+def options_differ(alone: list[dict[str, Any]], layout: list[dict[str, Any]]) -> str:
+    """The first option that a parameter has otherwise than in one process, in words."""
+    of_layout = {name: group for group in layout for name in group["params"]}
+    for group in alone:
+        for name in group["params"]:
+            other: Mapping[str, Any] = of_layout.get(name, {})
+            if not other:
+                return f"the optimizer has {name} there, and not here"
+            for key in group.keys() - {"params"}:
+                x, y = group[key], other.get(key)
+                same = torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+                if not same:
+                    return f"the optimizer's {key} for {name} is {x!r} there, and {y!r} here"
+    known = {name for group in alone for name in group["params"]}
+    extra = next((name for name in of_layout if name not in known), "")
+    return f"the optimizer has {extra} here, and not there" if extra else ""

@@ -1,0 +1,123 @@
+"""`RandomOff`: inside, torch draws no random numbers, so that a step has one result in every layout.
+
+Dropout and noise depend on which rank draws them. With constants in their place two layouts can be compared:
+dropout keeps every element, uniform numbers are 0.5, and normal ones equal their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random numbers by constants.
+
+    alone: whether other ranks do not take part, so that no call may wait for them. others: tensors that no
+        operation may read.
+
+    Attributes:
+        used: whether there were any.
+        last_bit: of the least precise floating type that a result had.
+        cannot: an operation whose numbers no constant can replace, if there was one; it has drawn them.
+    """
+
+    def __init__(self, alone: bool = False, others: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used, self.cannot, self.last_bit, self._alone = False, "", 0.0, alone
+        self._others = {x.untyped_storage()._cdata for x in others}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of torch, without its random numbers."""
+        kwargs = kwargs or {}
+        if self._alone and function.namespace == "c10d":
+            raise RuntimeError("it calls torch.distributed itself, where one process would wait for ever")
+        if self._others and any(
+            isinstance(x, Tensor) and x.layout == torch.strided and x.untyped_storage()._cdata in self._others
+            for x in args
+        ):
+            raise RuntimeError(
+                "the loss reads the parameters of the engine's model, and not of the given one"
+            )
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            found = function(*args, **kwargs)
+            if isinstance(found, Tensor) and found.is_floating_point():
+                self.last_bit = max(self.last_bit, torch.finfo(found.dtype).eps)
+            return found
+        name = function._schema.name.removeprefix("aten::")
+        if "attention" in name:
+            given = {arg.name: value for arg, value in zip(function._schema.arguments, args, strict=False)}
+            given |= kwargs
+            self.used |= bool(given.get("dropout_p"))
+            return function(**{**given, **({"dropout_p": 0.0} if "dropout_p" in given else {})})
+        self.used = True
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name in (*IN_PLACE, *NEW):
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if name in IN_PLACE:
+            return args[0].copy_(torch.as_tensor(IN_PLACE[name](*args[1:]), device=args[0].device))
+        if name in NEW:
+            return NEW[name](*args, **kwargs)
+        self.cannot = f"torch's {name}"
+        return function(*args, **kwargs)
+
+
+def _low(*limits: Any) -> Any:
+    """The least of the integers that randint or random_ would draw from."""
+    return limits[0] if len(limits) > 1 and limits[1] is not None else 0
+
+
+def _normal(mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+    if size is not None:
+        return torch.full(size, mean, **kwargs)
+    like = mean if isinstance(mean, Tensor) else std
+    return torch.as_tensor(mean, dtype=like.dtype, device=like.device).expand_as(like).clone()
+
+
+def _full(value: float) -> Callable[..., Tensor]:
+    return lambda size, **kwargs: torch.full(size, value, **{"dtype": torch.get_default_dtype(), **kwargs})
+
+
+def _like(value: float) -> Callable[..., Tensor]:
+    return lambda x, *_, **kwargs: torch.full_like(x, value, **kwargs)
+
+
+def _integers(*args: Any, **kwargs: Any) -> Tensor:
+    *limits, size = args
+    return torch.full(size, _low(*limits), **{"dtype": torch.int64, **kwargs})
+
+
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "bernoulli_": lambda *_: 1.0,
+    "uniform_": lambda low=0.0, high=1.0: (low + high) / 2,
+    "normal_": lambda mean=0.0, *_: mean,
+    "log_normal_": lambda *_: 1.0,
+    "exponential_": lambda rate=1.0: 1 / rate,
+    "cauchy_": lambda median=0.0, *_: median,
+    "geometric_": lambda *_: 1.0,
+    "random_": _low,
+}
+"""From the arguments to the value that replaces what an in-place operation draws."""
+NEW: dict[str, Callable[..., Tensor]] = {
+    "rand": _full(0.5),
+    "rand_like": _like(0.5),
+    "randn": _full(0.0),
+    "randn_like": _like(0.0),
+    "normal": _normal,
+    "bernoulli": _like(1.0),
+    "randint": _integers,
+    "randint_like": lambda x, *limits, **kwargs: torch.full_like(x, _low(*limits), **kwargs),
+    "randperm": lambda n, **kwargs: torch.arange(n, **kwargs),
+    "multinomial": lambda p, count, *_: p.topk(count).indices,
+    "poisson": lambda rate: rate.round(),
+    "_standard_gamma": lambda shape: shape.clone(),
+    "_sample_dirichlet": lambda weights: weights / weights.sum(-1, keepdim=True),
+}
+"""From the arguments to the tensor that an operation makes instead of a random one."""

@@ -1,0 +1,529 @@
+"""The rehearsal: silent faults are named in the first step, and what is right trains as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.parallel.engine import rehearsal, training_step
+from minidist.parallel.sharding import zero
+from minidist.parallel.training.random_off import RandomOff
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+DOUBLE = {"dtype": torch.float64}
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)).double()
+
+
+def batches(steps: int, *shape: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(2, *(shape or (8, 8)), **DOUBLE, generator=generator).unbind() for _ in range(steps)]
+
+
+def train(engine: md.Engine, given: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Take steps with this rank's rows, every n-th."""
+    own = slice(engine.data_rank, None, engine.data_ranks)
+    return [engine.step(x[own], y[own]) for x, y in given]
+
+
+# Faults that no error shows. Each trains another model.
+
+
+class Global(torch.optim.SGD):
+    """Divides all gradients by the norm of all that it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.grad.div_(norm)
+        return super().step(closure)
+
+
+class Codebook(nn.Module):
+    """Writes a buffer from the rows that it sees."""
+
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.map = nn.Linear(8, 8).double()
+        self.register_buffer("mean", torch.zeros(8, **DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.map(x)
+        if self.training and torch.is_grad_enabled():
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y
+
+
+class Recurrent(nn.Module):
+    """Takes (time, rows, features), as nn.LSTM does unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return y
+
+
+def valid_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean over the numbers that count, which does not say how many they are."""
+    count = targets > -0.5
+    return ((outputs - targets).square() * count).sum() / count.sum()
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum()
+
+
+class TwoLosses(nn.Module):
+    """Takes a softmax over features, which a plan must not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 12).double(), nn.Linear(12, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).softmax(-1))
+        return y
+
+
+FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
+    # model, optimizer, layout, loss, options of `prepare`, and what is told
+    "a global optimizer": (
+        net,
+        partial(Global, lr=0.1),
+        "dp=2,zero=1",
+        None,
+        {},
+        "looks at several parameters",
+    ),
+    "a buffer of rows": (Codebook, SGD, "dp=2", None, {}, r"mean differs.*The model writes it"),
+    "time first": (Recurrent, SGD, "micro_batches=2", None, {}, "first dimension of a batch's tensors"),
+    "a sum": (net, SGD, "dp=2", summed, {}, "is no mean over rows"),
+    "an unknown weight": (net, SGD, "dp=2,zero=3", valid_mean, {}, r"or \(mean, weight\)"),
+    "a plan": (
+        TwoLosses,
+        SGD,
+        "tp=2",
+        None,
+        {"plan": {"a": "column", "b": "row"}, "check_plan": False},
+        "the plan cuts a matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
+    model, optimizer, layout, loss, options, told = FAULTS[fault]
+
+    def first_step(rehearse: bool) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        engine = md.prepare(
+            model(), optimizer, PARSE(layout), loss or functional.mse_loss, rehearse=rehearse, **options
+        )
+        before = engine.full_state_dict()
+        try:
+            return train(engine, batches(1))[0], before, engine.full_state_dict()
+        except ValueError:
+            after = engine.full_state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            raise
+
+    ranks = PARSE(layout).ranks
+    assert cluster_of(ranks).run(first_step, False)[0][0] > 0  # without a word
+    with pytest.raises(md.RankError, match=told):
+        cluster_of(ranks).run(first_step, True)
+
+
+def test_a_fault_that_begins_later_is_found_within_twice_as_many_steps(cluster_of: Clusters) -> None:
+    def first_told() -> int:
+        engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
+        own = slice(engine.data_rank, None, 2)
+        for step, (x, y) in enumerate(batches(12), 1):
+            y = y.clamp(min=-0.4) if step < 5 else y
+            try:
+                engine.step(x[own], y[own])
+            except ValueError:
+                return step
+        return 0
+
+    assert cluster_of(2).run(first_told) == [8, 8]
+
+
+def test_steps_1_2_4_and_on_are_rehearsed_and_others_are_not(
+    cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rehearsed(when: Any) -> list[int]:
+        engine, found = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=when), []
+        assert engine.rehearsal is not None
+        take = engine.rehearsal.step
+        step = 0
+
+        def counted(*given: Any) -> Any:
+            found.append(step)
+            return take(*given)
+
+        engine.rehearsal.step = counted
+        for step, batch in enumerate(batches(9), 1):
+            if step == 6:
+                engine.model[0].weight.requires_grad_(False)
+            train(engine, [batch])
+        return found
+
+    assert cluster_of(2).run(rehearsed, True)[0] == [1, 2, 4, 6, 8]
+    assert cluster_of(2).run(rehearsed, "first")[0] == [1]
+
+
+# What was wrong without a word, and is right now.
+
+
+def frozen(seed: int) -> nn.Module:
+    model = net(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+def only_trained(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return SGD([p for p in parameters if p.requires_grad])
+
+
+def second_alone(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return SGD([p for name, p in named_parameters if name.startswith("2")])
+
+
+def undecayed(seed: int) -> nn.Module:
+    model = net(seed)
+    model[2].weight._no_weight_decay = True
+    return model
+
+
+def by_attribute(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    decays: list[list[nn.Parameter]] = [[], []]
+    for p in parameters:
+        decays[getattr(p, "_no_weight_decay", False)].append(p)
+    groups = [{"params": own, "weight_decay": w} for own, w in zip(decays, (0.9, 0.0), strict=True)]
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+class Shared(nn.Module):
+    """A block that two stages share, with a parameter that nobody uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.never = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(self.a(x))
+
+        block = Block()
+        self.layers = nn.ModuleList([block, nn.Linear(8, 8), block]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+DECAYS = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+MENDED: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
+    "frozen, and not in the optimizer": (frozen, only_trained, {}, ["dp=2,zero=1", "dp=2,zero=2"]),
+    "attributes of parameters": (undecayed, by_attribute, {}, ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"]),
+    "clipped with parameters that no optimizer has": (
+        net,
+        second_alone,
+        {"clip_norm": 0.05},
+        ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"],
+    ),
+    "shared by stages, and unused": (Shared, DECAYS, {}, ["pp=2", "pp=2,zero=1"]),
+}
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_all_ranks_train_one_model(cluster_of: Clusters, case: str) -> None:
+    make, optimizer, options, layouts = MENDED[case]
+
+    def states(layout: str) -> dict[str, Tensor]:
+        given = {**options, **({"plan": {"0": "column", "2": "row"}} if "tp" in layout else {})}
+        engine = md.prepare(make(md.rank()), optimizer, PARSE(layout), functional.mse_loss, **given)
+        train(engine, batches(3))
+        return engine.full_state_dict()
+
+    model = make(0)
+    named = optimizer is second_alone
+    own = optimizer(model.named_parameters() if named else model.parameters())
+    for x, y in batches(3):
+        model.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        if options:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
+        own.step()
+    for layout in layouts:
+        for found in cluster_of(2).run(states, layout):
+            torch.testing.assert_close(found, model.state_dict(), rtol=1e-10, atol=1e-10)
+
+
+def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> None:
+    scale = nn.Parameter(torch.zeros((), **DOUBLE))
+
+    def refused() -> list[str]:
+        told = []
+        for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2"):
+            model: nn.Module = Shared(0) if "pp" in layout else net()
+            with pytest.raises(ValueError, match="holds model and loss") as caught:
+                md.prepare(model, lambda ps: SGD([*ps, scale]), PARSE(layout), functional.mse_loss)
+            told.append(str(caught.value))
+        return told
+
+    assert len(set(cluster_of(2).run(refused)[0])) == 1
+
+
+# What is right stays as it is.
+
+
+class Noisy(nn.Module):
+    """Drops, adds noise, and counts its calls in a buffer, an attribute and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 12).double(), nn.Linear(12, 8).double()
+        self.register_buffer("calls", torch.zeros((), **DOUBLE))
+        self.times, self.history = 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.times += 1
+        self.history.append(self.times)
+        x = functional.dropout(self.first(x), 0.3, self.training)
+        y: Tensor = self.second(x + 0.1 * torch.randn_like(x))
+        return y
+
+
+RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dp=2": (net, {}),
+    "dp=2,zero=2": (net, {"clip_norm": 0.1}),
+    "dp=2,zero=3": (Noisy, {}),
+    "dp=2,zero=1": (Noisy, {}),
+    "tp=2": (net, {"plan": {"0": "column", "2": "row"}}),
+    "pp=2": (partial(Shared, 0), {}),
+}
+
+
+@pytest.mark.parametrize("layout", RIGHT)
+def test_a_rehearsed_training_is_the_same_to_the_bit(cluster_of: Clusters, layout: str) -> None:
+    make, options = RIGHT[layout]
+
+    def trained(rehearse: bool) -> tuple[Any, ...]:
+        torch.manual_seed(md.rank())
+        model = make()
+        engine = md.prepare(model, ADAMW, PARSE(layout), functional.mse_loss, rehearse=rehearse, **options)
+        with md.comm.ledger() as ledger:
+            losses = train(engine, batches(4))
+        calls = [(call.name, call.shape, call.bytes_sent) for call in ledger.calls]
+        noisy = (model.times, model.history, float(model.calls)) if isinstance(model, Noisy) else ()
+        return losses, calls, noisy, engine.grad_norm, torch.get_rng_state(), engine.full_state_dict()
+
+    for a, b in zip(cluster_of(2).run(trained, True), cluster_of(2).run(trained, False), strict=True):
+        assert a[:4] == b[:4]
+        assert torch.equal(a[4], b[4])
+        assert all(torch.equal(a[5][name], b[5][name]) for name in b[5])
+
+
+def test_batch_norms_with_their_own_rows_are_no_fault(cluster_of: Clusters) -> None:
+    def losses(rehearse: bool, **options: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).double()
+        engine = md.prepare(model, SGD, md.Layout(dp=2), functional.mse_loss, rehearse=rehearse, **options)
+        return train(engine, batches(4))
+
+    for options in ({}, {"batch_norm": "synchronized"}):
+        assert cluster_of(2).run(losses, True, **options) == cluster_of(2).run(losses, False, **options)
+
+
+def test_half_precision_agrees_up_to_its_rounding(cluster_of: Clusters) -> None:
+    def losses(precision: str) -> list[float]:
+        layout = PARSE(f"dp=2,zero=1,precision={precision}")
+        engine = md.prepare(net().float(), ADAMW, layout, functional.mse_loss, rehearse=True)
+        return train(engine, ((x.float(), y.float()) for x, y in batches(4)))
+
+    for precision in ("bf16", "fp16"):
+        assert all(loss > 0 for loss in cluster_of(2).run(losses, precision)[0])
+
+
+def test_a_loss_may_read_the_model_around_it(cluster_of: Clusters, capfd: pytest.CaptureFixture[str]) -> None:
+    def losses(rehearse: bool) -> list[float]:
+        model = net()
+
+        def penalized(outputs: Tensor, targets: Tensor) -> Tensor:
+            squares = sum(p.square().sum() for p in model.parameters())
+            return functional.mse_loss(outputs, targets) + 0.1 * squares
+
+        engine = md.prepare(model, SGD, md.Layout(dp=2), penalized, rehearse=rehearse)
+        return train(engine, batches(4))
+
+    assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
+    assert "was not compared" not in capfd.readouterr().err
+
+
+class Elsewhere:
+    """A loss that has the model in an attribute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = [model]
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs, targets) + self.model[0][0].weight.square().sum()
+
+
+def test_one_rank_without_a_world_rehearses_micro_batches(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = md.prepare(net(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
+    assert all(loss > 0 for loss in train(engine, batches(2)))
+    refused = md.prepare(net(), SGD, md.Layout(micro_batches=2), summed, rehearse=True)
+    with pytest.raises(ValueError, match="is no mean over rows"):
+        train(refused, batches(1))
+    assert not capfd.readouterr().err
+
+
+# Where it does not run, a line says so.
+
+
+def calls_torch(outputs: Tensor, targets: Tensor) -> Tensor:
+    dist.all_reduce(torch.ones(1))
+    return functional.mse_loss(outputs, targets)
+
+
+class Uncopied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.map, self.rows = nn.Linear(8, 8).double(), (each for each in "abc")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.map(x)
+        return y
+
+
+class Draws(Uncopied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.binomial(torch.full_like(x, 4), torch.full_like(x, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "told"),
+    [
+        (net, calls_torch, "it calls torch.distributed itself"),
+        (Uncopied, functional.mse_loss, "the model cannot be copied: cannot pickle 'generator' object"),
+        (Draws, functional.mse_loss, "cannot be switched off: torch's binomial"),
+        (net, Elsewhere, "the loss reads the parameters of the engine's model"),
+    ],
+)
+def test_a_line_says_why_it_did_not_run(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str], model: Any, loss: Any, told: str
+) -> None:
+    def losses(rehearse: bool) -> list[float]:
+        torch.manual_seed(md.rank())
+        made = model()
+        given = loss(made) if loss is Elsewhere else loss
+        engine = md.prepare(made, SGD, md.Layout(dp=2), given, rehearse=rehearse)
+        torch.manual_seed(md.rank())
+        return train(engine, batches(3))
+
+    found = cluster_of(2).run(losses, True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "was not compared" in line]
+    assert lines
+    assert all(told in line for line in lines)
+    assert found == cluster_of(2).run(losses, False)
+
+
+def test_it_runs_by_default_where_memory_allows(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(free: int) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MINIDIST_REHEARSE", "1")
+            patch.setattr(rehearsal, "available_memory", lambda: free)
+            engine = md.prepare(net(), SGD, md.Layout(dp=2), summed)
+            try:
+                train(engine, batches(1))
+            except ValueError as error:
+                return str(error)
+            return ""
+
+    assert "is no mean over rows" in cluster_of(2).run(told, 10**9)[0]
+    assert cluster_of(2).run(told, 1000) == ["", ""]
+    assert "one process needs 2.04e-05 GB on rank 0, and 1e-06 GB are free" in capfd.readouterr().err
+
+
+def test_planted_faults_of_the_engine_are_seen(cluster_of: Clusters) -> None:
+    """An engine that does not average, one that updates too far, and one that forgets to publish."""
+
+    def told(fault: str) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == "factor":
+                patch.setattr(training_step, "clip_factor", lambda norm, most: 0.5)
+            elif fault == "publish":
+                patch.setattr(zero.ZeroOptimizer, "publish", lambda _: None)
+            layout = PARSE("dp=2,zero=1")
+            engine = md.prepare(net(), SGD, layout, functional.mse_loss, clip_norm=9.0, rehearse=True)
+            try:
+                train(engine, batches(1))
+            except ValueError as error:
+                return str(error)
+            return ""
+
+    assert cluster_of(2).run(told, "none") == ["", ""]
+    assert "differs by" in cluster_of(2).run(told, "factor")[0]
+    assert "differs" in cluster_of(2).run(told, "publish")[0]
+
+
+def test_constants_replace_random_numbers() -> None:
+    state = torch.get_rng_state()
+    x = torch.full((3, 4), 0.25)
+    with RandomOff() as off:
+        assert torch.equal(functional.dropout(x, 0.5), 2 * x)
+        assert torch.equal(torch.rand(3), torch.full((3,), 0.5))
+        assert torch.equal(torch.randn(2, **DOUBLE), torch.zeros(2, **DOUBLE))
+        assert torch.equal(torch.normal(x, 2.0), x)
+        assert torch.equal(torch.normal(1.0, x), torch.ones_like(x))
+        assert torch.equal(torch.randint(2, 9, (3,)), torch.full((3,), 2))
+        assert torch.equal(torch.randint(9, (3,)), torch.zeros(3, dtype=torch.int64))
+        assert torch.equal(torch.randperm(4), torch.arange(4))
+        assert torch.equal(torch.empty(3).uniform_(1, 3), torch.full((3,), 2.0))
+        assert torch.equal(torch.bernoulli(x), torch.ones_like(x))
+        assert torch.multinomial(torch.tensor([0.1, 0.7, 0.2]), 1).item() == 1
+        q = torch.ones(1, 1, 4, 8)
+        attended = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.9)
+        assert attended.shape == q.shape
+    assert off.used
+    assert not off.cannot
+    assert torch.equal(torch.get_rng_state(), state)
+    with RandomOff() as off:
+        functional.scaled_dot_product_attention(q, q, q)
+    assert not off.used
