@@ -240,8 +240,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
 def limit_of(group: Group) -> float:
     """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
-    both = {process_group(group), process_group(None)}
-    limits = (one._get_backend(device).options._timeout for one in both for device in one._device_types)
+    groups, cpu = {process_group(group), process_group(None)}, [torch.device("cpu")]  # a dry run's names none
+    limits = (one._get_backend(each).options._timeout for one in groups for each in one._device_types or cpu)
     return float(min(limits).total_seconds())
 
 

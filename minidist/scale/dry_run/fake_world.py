@@ -65,10 +65,6 @@ class CountingGroup(dist.ProcessGroup):
         """The group's name."""
         return self._name
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(options=SimpleNamespace(_timeout=LIMIT))
 
