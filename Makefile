@@ -4,16 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `make setup` does its work again only if the interpreter or the dependency list has changed.
 STAMP := $(VENV)/.minidist-set-up
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # A cell of a notebook shows 88 columns on a laptop.
 NARROW := --line-length 88 lessons/[0-9]*.py
 
-.PHONY: setup bench test test-more lint format lessons lessons-check notebooks site clean help
+.PHONY: setup bench test test-more test-versions lint format lessons lessons-check notebooks site clean help
 
 help:
 	@echo "make setup    make .venv and install minidist with all its extras"
 	@echo "make bench    measure this machine (about four minutes), then write the report"
 	@echo "make test     run the tests (six minutes)"
 	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (six minutes)"
+	@echo "make test-versions  run the tests on every Python that is here, with old and new libraries (an hour)"
 	@echo "make lint     check lint, format, types and floors (which package may import which)"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"
@@ -26,10 +29,14 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "minidist needs Python 3.10 or newer; %s is %d.%d. Try: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))'
+	@echo "1 of 3: an environment, and a new pip. One before 24 may search for hours which CUDA packages fit together."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,cuda,deploy,dev,lessons,models,site]' --constraint constraints.txt
-	@# An editable install compiles nothing. Where PYTHONDONTWRITEBYTECODE is set, every start would: 0.2 s of import.
-	$(BIN)/python -m compileall -q minidist kernels benchmarks
+	-$(PIP) --quiet --upgrade pip
+	@echo "2 of 3: some 170 packages. That takes a minute or two, and longer where torch brings CUDA."
+	@[ -t 1 ] || quiet=--quiet; $(PIP) $$quiet --no-compile --editable '.[bench,cuda,deploy,dev,lessons,models,site]' --constraint $(CONSTRAINTS)
+	@echo "3 of 3: compile them to bytecode, on all cores"
+	@# An editable install compiles nothing, and pip uses one core. A few files of packages do not compile.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib minidist kernels benchmarks || true
 	@touch $@
 
 bench: setup
@@ -45,6 +52,10 @@ test: setup
 # own: planted mistakes and killed ranks, for half an hour (pytest -m faults), and a browser (make lessons-check).
 test-more: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal -m "deep or (lessons and not faults)" --durations 25
+
+# One Python and one choice of libraries alone: .ci/versions 3.12 newest
+test-versions:
+	.ci/versions
 
 lint: setup
 	$(BIN)/ruff check .
@@ -75,7 +86,7 @@ site: setup build/node_modules/pyodide
 
 # It stores time and memory of each lesson in lessons/costs.json, which `minidist lessons` shows.
 lessons-check: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]' --constraint constraints.txt
+	$(PIP) --quiet --editable '.[browser]' --constraint constraints.txt
 	MINIDIST_LESSONS_COSTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/lessons/test_lessons.py tests/lessons/test_lessons_browser.py -m "not faults" --durations 25
 
 clean:

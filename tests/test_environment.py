@@ -171,7 +171,7 @@ def requires_python(name: str, version: str) -> str:
         found = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return (found["Requires-Python"] or "") if found["Version"].partition("+")[0] == version else ""
+    return found.get("Requires-Python", "") if found["Version"].partition("+")[0] == version else ""
 
 
 def test_constraints_fit_the_project():
