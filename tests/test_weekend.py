@@ -104,8 +104,8 @@ INTERFACES = {
     ),
     "minidist.kernels.cpu.support.one_thread": ("compute", "rung 6's product in one thread"),
     "minidist.kernels.cpu.support.shared_packing": (
-        "multiply_packed pack_together post",
-        "packs b together with other threads, and multiplies with it",
+        "multiply_packed pack_together place post",
+        "packs b together with other threads, says where a part of out lies, and multiplies",
     ),
     "minidist.kernels.cuda.rung": ("CudaRung", "a Rung that takes arrays in a GPU's memory, too"),
     "minidist.kernels.cuda.runtime.kernel": (
