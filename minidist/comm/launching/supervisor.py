@@ -109,6 +109,7 @@ class SupervisorServer:
             while self.ranks and time.monotonic() < deadline:
                 self.reap()
                 time.sleep(0.005)
+            gc.unfreeze()  # triton of torch 2.15 reports frozen objects as leaks when Python exits
 
     def handle(self) -> bool:
         """Read one request and act on it; False if the caller has closed the socket."""

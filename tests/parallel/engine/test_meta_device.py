@@ -99,6 +99,8 @@ def test_modules_draw_what_they_would_in_one_process(
     wanted = Chain()
     torch.manual_seed(7)
     for part in wanted.layers[:3]:
+        if "bf16" in layout and part is not wanted.layers[1]:
+            part.to(torch.bfloat16)  # torch before 2.13 draws other numbers in bfloat16
         part.reset_parameters()  # type: ignore[operator]
     for state, real, tied in cluster_of(PARSE(layout).ranks).run(chain, layout, options):
         assert real

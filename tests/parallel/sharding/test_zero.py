@@ -104,11 +104,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "ASGD": partial(OPTIM.ASGD, lr=0.1),
     "Rprop": partial(OPTIM.Rprop, lr=0.01),
     "Adafactor": partial(OPTIM.Adafactor, lr=0.1),
+    "Muon": partial(OPTIM.Muon, lr=0.01),
     "one's own": Normed,
     "groups": in_groups,
 }
-if hasattr(OPTIM, "Muon"):  # since torch 2.9
-    OPTIMIZERS["Muon"] = partial(OPTIM.Muon, lr=0.01)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
