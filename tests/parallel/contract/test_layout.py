@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_a_count_is_a_whole_number(value: object) -> None:
 
 def test_help_and_the_table_say_what_each_field_is() -> None:
     names = [field.name for field in fields(md.Layout)]
-    said = re.findall(r"^ {8}(\w+): \S", (md.Layout.__doc__ or "").partition("Raises:")[0], re.MULTILINE)
+    arguments = (inspect.getdoc(md.Layout) or "").partition("Raises:")[0]
+    said = re.findall(r"^ {4}(\w+): \S", arguments, re.MULTILINE)
     page = (Path(__file__).parents[3] / "docs" / "strategies" / "index.md").read_text()
     table = re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE)
     assert sorted(said) == sorted(table) == sorted(names)
