@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.comm.ledgers import held_back, watchers
+from minidist.comm.ledgers import held_back
 from minidist.comm.work import limit_of, ranks_of
 from minidist.kernels.measure.cpu_peaks import available_memory
 from minidist.parallel.contract.batch import mapped, moved
@@ -88,8 +88,6 @@ class Rehearsal:
 
     def due(self, engine: EngineState) -> bool:
         """Whether the next step is to be rehearsed: the same on all ranks."""
-        if watchers:  # a trace wants the step as it is
-            return False
         self._steps += 1
         if self._when == "first":
             return self._steps == 1
