@@ -21,7 +21,8 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
     ("body", "words", "fails", "lost"),
     [
         (f"{KILL} if i == 3 else None", ["--max-worker-restart", "0"], True, True),
-        (f"{KILL} if i == 3 else None", [], True, False),  # a new worker runs the rest
+        # A new worker runs the rest.
+        pytest.param(f"{KILL} if i == 3 else None", [], True, False, marks=pytest.mark.deep),
         ("assert i < 3", ["-x"], True, False),
         ("pass", ["-k", "3", "--deselect", "test_some.py::test_it[13]"], False, False),
     ],

@@ -20,7 +20,9 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BLOCKS = [
-    block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    pytest.param(block, id=f"{page.stem}-{number}", marks=[pytest.mark.deep] if "docs" in page.parts else [])
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 LIMIT = 240  # seconds of a block, on a machine that is busy with other things, too
 
@@ -72,7 +74,7 @@ def run() -> Iterator[Callable[[Path], tuple[str, str]]]:
         yield each
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+@pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_runs(block: str, tmp_path: Path, run: Callable[[Path], tuple[str, str]]) -> None:
     script = tmp_path / "block.py"
     script.write_text(block)

@@ -347,6 +347,7 @@ main()
 """
 
 
+@pytest.mark.deep
 def test_a_rung_that_never_ends_is_killed_and_the_next_is_measured(tmp_path):
     out = tmp_path / "out.json"
     some = "(s9_tensor_core and tf32 and 40) or (s2_coalesced and 40)"

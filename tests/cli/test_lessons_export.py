@@ -160,7 +160,7 @@ def students_answer(wrong: Any) -> Cell:
 @pytest.mark.parametrize(
     ("topic", "most"),
     [
-        ("your_machine", 99),
+        pytest.param("your_machine", 99, marks=pytest.mark.deep),
         pytest.param("shared_memory", 1, marks=pytest.mark.lessons),
         pytest.param("ranks_that_talk", 1, marks=pytest.mark.lessons),
     ],

@@ -131,6 +131,7 @@ def test_exercises_stand_in_the_lesson_and_are_open(source: Path) -> None:
     assert found == list(lesson.exercises)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("stem", "name"), EXERCISES, ids=[f"{s[:2]}-{n}" for s, n in EXERCISES])
 def test_a_check_passes_its_solution_at_par(stem: str, name: str) -> None:
     solution = lesson_of(stem).solution(name)
@@ -160,6 +161,7 @@ def test_a_check_finds_what_is_wrong(stem: str, wrong: Any) -> None:
     assert str(LESSONS) not in message, "the reader has no such file"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("stem", "dear"), DEAR, ids=[f"{s[:2]}-{d.exercise}" for s, d in DEAR])
 def test_an_answer_above_par_passes_and_is_told(stem: str, dear: Any) -> None:
     said = str(lesson_of(stem).judge(dear.exercise, dear.answer))

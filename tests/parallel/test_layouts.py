@@ -1,8 +1,8 @@
 """Every layout of up to 8 ranks that the axes allow trains to the weights of one process.
 
-Each day those of two ranks train, those of four with two axes, one ZeRO stage of each other mesh of three and
-four ranks, and of larger meshes those with more axes. `-m deep` has one stage of each other mesh, and
-`-m scale` the rest.
+Each day those of two ranks train, one ZeRO stage of each mesh of three and four ranks, and of larger meshes
+those with more axes. `-m deep` has all stages of four ranks and one stage of each other mesh, and `-m scale`
+the rest.
 
 A GPT with sizes that few ranks divide: a vocabulary of 11, 11 tokens in a row, batches that leave ranks with
 unequal numbers of rows; the two ends tied. What else a layout has, micro-batches, recomputation, sequence
@@ -99,7 +99,7 @@ def cases() -> Iterator[Any]:
         for number, (sizes, stages) in enumerate(meshes):
             same = [*stages]
             axes = sum(size > 1 for size in sizes)
-            small = ranks == 2 or (ranks == 4 and axes == 2)
+            small = ranks == 2
             daily = ranks in (3, 4) or (ranks == 6 and axes == 2 and number % 2) or (ranks == 8 and axes == 3)
             for stage, layout in enumerate(same):
                 mark = [] if daily else [pytest.mark.deep]

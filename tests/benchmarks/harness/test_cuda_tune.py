@@ -28,6 +28,7 @@ def emulated(monkeypatch):
         vars(module).update(names)  # other tests hold the rungs that these files made first
 
 
+@pytest.mark.deep
 def test_constants_and_what_follows_from_them_change_and_come_back():
     module = importlib.import_module(f"{cuda.__name__}.s2_coalesced")
     before = module.KERNEL.threads

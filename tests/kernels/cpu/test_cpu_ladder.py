@@ -84,6 +84,7 @@ def test_the_first_four_rungs_agree_to_the_last_bit(dtype):
             np.testing.assert_array_equal(c, results[0])
 
 
+@pytest.mark.deep
 def test_each_of_the_first_four_is_faster_than_the_one_before():
     """By 1.5 at least. Measured at 250 x 250 x 250 it is 8 and more: a busy machine does not fail this."""
     a, b = harness.inputs(96, 96, 96, "float32", 0)

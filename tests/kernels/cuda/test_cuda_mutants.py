@@ -69,7 +69,7 @@ MUTANTS = cuda_mistakes.MUTANTS | cuda_mistakes_tensor.MUTANTS
 def cases():
     """For each check its first mistake, and for each rung one; the others take minutes to compile.
 
-    With `deep` also each rung's first, and all checks of rung 10: it has most, and each takes seconds.
+    With `deep` also each rung's first, and rungs 8 to 10, where each takes seconds.
     """
     seen = set()
     for rung, mutants in MUTANTS.items():
@@ -78,7 +78,7 @@ def cases():
             for mutant in {m.caught: m for m in reversed(mutants)}.values()
             if mutant.caught not in seen
         ]
-        always = news if news and rung != "s10_hopper" else mutants[:1]
+        always = [] if rung in SMALL_TILES else news or mutants[:1]
         for mutant in mutants:
             name = f"{rung.partition('_')[0]}-{mutant.mistake}"
             more = pytest.mark.deep if mutant in (mutants[0], *news) else pytest.mark.faults
@@ -114,7 +114,9 @@ def test_a_mistake_is_caught_by_the_check_named(rung, mutant, tmp_path, monkeypa
     assert name == mutant.caught, said
 
 
-@pytest.mark.parametrize("rung", USUAL)
+@pytest.mark.parametrize(
+    "rung", [pytest.param(rung, marks=pytest.mark.deep if rung in SMALL_TILES else ()) for rung in USUAL]
+)
 def test_without_a_mistake_all_checks_pass(rung, tmp_path, monkeypatch):
     """Rungs whose tiles stay the same are those of the ladder: its tests have compiled them."""
     module = importlib.import_module(f"minidist.kernels.cuda.{rung}")

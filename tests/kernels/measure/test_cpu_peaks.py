@@ -94,7 +94,9 @@ def check_fma_loop(code, dtype, fused):
 
 
 @on_x86
-@pytest.mark.parametrize(("cpu", "unit"), [("haswell", "AVX2"), ("nehalem", "SSE")])
+@pytest.mark.parametrize(
+    ("cpu", "unit"), [("haswell", "AVX2"), pytest.param("nehalem", "SSE", marks=pytest.mark.deep)]
+)
 def test_the_loops_of_other_vector_units_are_as_clean(cpu, unit):
     """Compiled for that CPU in a process of its own; a machine with AVX-512 has the others too."""
     if unit == "AVX2" and vector_unit().name == "SSE":

@@ -361,6 +361,7 @@ def test_inputs_are_not_changed_and_may_have_any_strides():
     np.testing.assert_array_equal(b, before[1])
 
 
+@pytest.mark.deep
 @every_dataflow
 def test_128_by_128_multiplies_512_in_time(dataflow):
     """It takes less than 1 s of a core of an AMD EPYC (Zen 4); a loop over its cells would take minutes."""

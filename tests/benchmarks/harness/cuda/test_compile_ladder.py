@@ -19,6 +19,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_timing, "SIZES", (128,))
 
 
+@pytest.mark.deep
 def test_a_gpu_finds_all_that_was_compiled_ahead(monkeypatch):
     rung = load("s4_thread_tile_1d")
     fake_driver.install(monkeypatch, fake_driver.FakeDriver(), run=False)

@@ -131,7 +131,8 @@ print(vector_unit.vector_unit().name, multiplies)
 """
 
 
-@pytest.mark.parametrize("rungs", ["345", pytest.param("67", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("rungs", ["345", "67"])
 def test_the_rungs_compile_for_aarch64(rungs):
     """Up to the machine code: what it computes is tested on such a machine alone."""
     settings = {"NUMBA_CPU_NAME": "neoverse-n1", "NUMBA_CPU_FEATURES": "+neon,+fp-armv8"}
