@@ -28,8 +28,7 @@ from minidist.parallel.engine.rank_model import RankModel, Tied
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain
-from minidist.parallel.pipeline.layer_trace import LayerTrace
-from minidist.parallel.pipeline.model_stage import ModelStage, drop_parameters
+from minidist.parallel.pipeline.model_stage import LayerTrace, ModelStage, drop_parameters
 from minidist.parallel.tensor.cuts import cuts
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for

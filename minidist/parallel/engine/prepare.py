@@ -113,10 +113,10 @@ def prepare(
             running statistics are averaged before they are evaluated or exported (training/batch_norm.py).
         layers: for pp, the name of the list to cut, such as "model.layers" or "transformer.h"; None for the
             model's only one.
-        example: for pp, a batch of at least one row, as the model takes it: a copy of the model without
-            memory runs on it once, to find what it computes before and after its layers. None if the model
-            is nothing but the chain of its `layers`, or brings `dummy_inputs`, as transformers' language
-            models do.
+        example: for pp, a batch of at least one row, as the model takes it: the model runs on it once, to
+            find what it computes before and after its layers. Without values, or memory for that run, its
+            layers compute shapes alone. None if the model is nothing but the chain of its `layers`, or
+            brings `dummy_inputs`, as transformers' language models do.
         check_loss: False is rehearse=False, and with tp lets the ranks' losses differ.
         rehearse: take steps 1, 2, 4, 8 to 1,024, and those after a change of what is trained, beside a single
             process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss, gradients,
@@ -165,7 +165,7 @@ def prepare(
             if check_plan and not ours and not any(p.is_meta for p in model.parameters()):
                 checked_plan = PlanCheck(model, plan, layout, loss)
         exact = precision.convert(model)
-        part = partition_model(model, layout, mesh, plan, initialize, layers, example)
+        part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
         if layout.recompute:

@@ -19,7 +19,8 @@ from torch import nn
 
 from minidist._names import unknown
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.pipeline.layer_trace import BrokenChain, LayerTrace, trace_layers
+from minidist.parallel.pipeline.layer_trace import BrokenChain, trace_layers
+from minidist.parallel.pipeline.model_stage import LayerTrace
 
 LISTS = nn.ModuleList, nn.Sequential
 CALL = "_compiled_call_impl"

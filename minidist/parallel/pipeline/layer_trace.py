@@ -1,78 +1,29 @@
 """Find how a model's `forward` calls the layers of a list, so that a pipeline can cut the model between them.
 
 The model computes more than its layers: embeddings before them, masks beside them, a head after them. Here a
-copy of it runs once on an example. Its layers are on the meta device; its other parameters are zeros without
-memory, of which an operation may make a copy for a moment. Each tensor carries its sources: the parameters
-and layers from which it was computed. They tell which parameters a stage needs, and whether anything but the
-layers' own outputs goes from one layer to the next.
+copy of it, which shares its parameters, runs once on the rows of an example. Each tensor carries its sources:
+the parameters and layers from which it was computed. They tell which parameters a stage needs, and whether
+anything but the layers' own outputs goes from one layer to the next. The layers of a model without values,
+or that leaves no memory to run it, run on the meta device; its other parameters are then zeros.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.parallel.contract.batch import Path, call, replaced, tensors_in
-
-Sources = frozenset[Any]
-"""Names of parameters, and indices of layers."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """In a layer's output: the tensor with this number among those that go on to the next layer."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Argument:
-    """In a layer's output: the tensor that the layer got at this path of its arguments."""
-
-    path: Path
-
-
-@dataclass
-class LayerCall:
-    """How the model calls one layer."""
-
-    arguments: dict[Path, Tensor] = field(repr=False)  # the tensors among them
-    received: dict[int, Path]  # where they have the tensors that the layer before sends, by number
-    beside: Sources  # from which its other arguments are computed
-    output: Any = None  # with `Sent`, `Argument` or None instead of tensors
-
-
-class LayerTrace(NamedTuple):
-    """How a model calls the layers of a list, and which parameters outside the list are needed where."""
-
-    name: str  # of the list
-    calls: list[LayerCall]
-    before: Sources  # the parameters from which the first layer's input is computed
-    after: Sources  # the parameters from which the outputs are computed, given the last layer's
-    likes: list[nn.Module]  # copies of the layers without memory, which have all their other attributes
+from minidist.parallel.pipeline.model_stage import Argument, LayerCall, LayerTrace, Sent, Sources, StandIn
 
 
 class BrokenChain(Exception):
     """The model does not call its layers one after the other; the message says how."""
-
-
-class StandIn(nn.Module):
-    """Has a layer's place in a list, and to the model around it the attributes of that layer."""
-
-    def __init__(self, like: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["like"] = like  # no submodule
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["like"], name)
 
 
 def trace_layers(model: nn.Module, name: str, example: Any) -> LayerTrace:
@@ -82,37 +33,56 @@ def trace_layers(model: nn.Module, name: str, example: Any) -> LayerTrace:
         BrokenChain: the layers are not called in order, each once, with the outputs of the one before; or
             the model cannot be called with the example.
     """
-    whole = _without_memory(model, name)
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        with suppress(torch.OutOfMemoryError):
+            return _run_once(model, name, example, meta=False)
+    return _run_once(model, name, example, meta=True)
+
+
+def _run_once(model: nn.Module, name: str, example: Any, meta: bool) -> LayerTrace:
+    """Run a copy; meta: with its layers on the meta device."""
+    whole = _copied(model, name, meta)
     layers = whole.get_submodule(name)._modules
-    tracer = _Tracer(name, [layer for layer in layers.values() if layer is not None], whole)
+    tracer = _Tracer(name, [layer for layer in layers.values() if layer is not None], whole, meta)
     layers.update({key: _Watched(tracer, index) for index, key in enumerate(layers)})
+    device = next((p.device for p in model.parameters() if not meta), torch.device("cpu"))
+    on_gpu = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracer:
-            outputs = call(whole.train(), replaced(example, lambda x: x.detach().cpu()))
-    except BrokenChain:
+        with torch.random.fork_rng(devices=on_gpu), torch.enable_grad(), tracer:
+            outputs = call(whole.train(), replaced(example, lambda x: x.detach().to(device)))
+    except (BrokenChain, torch.OutOfMemoryError):
         raise
     except Exception as error:
         said = [f"{type(error).__name__}: {line}" for line in str(error).strip().splitlines()]
         where = f"after {name}.{len(tracer.calls) - 1}" if tracer.calls else f"before {name}.0"
-        raise BrokenChain(f"{where} it raises {said[0] if said else type(error).__name__}") from error
+        without = ", with its layers on the meta device, where tensors have no values" if meta else ""
+        raise BrokenChain(
+            f"{where} it raises {said[0] if said else type(error).__name__}{without}"
+        ) from error
     return tracer.result(outputs)
 
 
-def _without_memory(model: nn.Module, name: str) -> nn.Module:
-    """A copy whose layers are on the meta device; the other parameters are zeros that take no memory."""
+def _copied(model: nn.Module, name: str, meta: bool) -> nn.Module:
+    """A copy that shares the parameters. meta: its layers are on the meta device, the rest on the CPU."""
     part = model.get_submodule(name)
     inside = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         parameter = isinstance(tensor, nn.Parameter)
-        if id(tensor) in inside:
+        if meta and id(tensor) in inside:
             made = tensor.detach().to("meta")
-        elif parameter or tensor.is_meta:
+        elif tensor.is_meta:
             made = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         else:
-            made = tensor.detach().cpu().clone()
+            made = tensor.detach().cpu() if meta else tensor.detach()
+            made = made if parameter else made.clone()
         copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
     return copy.deepcopy(model, copies)
+
+
+def _storages(*values: Any) -> list[Any]:
+    """The memory of the tensors in `values`, which views share."""
+    return [x.untyped_storage() for _, x in tensors_in(values) if x.layout is torch.strided]
 
 
 class _Watched(StandIn):
@@ -123,44 +93,45 @@ class _Watched(StandIn):
         self.__dict__.update(tracer=tracer, index=index)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the meta device; the outputs are zeros."""
+        """Run the layer; its outputs have it as their only source."""
         return self.tracer.call(self.index, args, kwargs)
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows tensors by their storages, which views share, and checks each call of a layer."""
 
-    def __init__(self, name: str, layers: list[nn.Module], whole: nn.Module) -> None:
+    def __init__(self, name: str, layers: list[nn.Module], whole: nn.Module, meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.name, self.layers = name, layers
+        self.name, self.layers, self._meta = name, layers, meta
         self.calls: list[LayerCall] = []
         self._made: list[Tensor] = []  # by the last layer
-        self._sources: dict[int, tuple[Any, Sources]] = {}  # with the storage, which then stays
-        self._inside = False  # a layer
+        self._sources: dict[int, tuple[Any, Sources]] = {}  # weakly: the storage's address is not used again
+        self._inside: Sources = frozenset()  # the layer that runs
         for parameter_name, parameter in whole.named_parameters():
-            self._add(parameter, frozenset([parameter_name]))
+            self._add(_storages(parameter), frozenset([parameter_name]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give what an operation returns the sources of all that it gets."""
+        """Give what an operation returns the sources of all that it gets, or the layer that makes it."""
         result = func(*args, **(kwargs or {}))
         if not self._inside:
-            found = self._of(args, kwargs)
-            for _, tensor in tensors_in(result):
-                self._add(tensor, found)
+            self._add(_storages(result), self._of(args, kwargs))
+        else:
+            given = {storage._cdata for storage in _storages(args, kwargs)}
+            self._add([each for each in _storages(result) if each._cdata not in given], self._inside)
         return result
 
-    def _add(self, tensor: Tensor, sources: Sources) -> None:
-        if sources:
-            storage = tensor.untyped_storage()
-            self._sources[storage._cdata] = storage, self._of(tensor) | sources
+    def _add(self, storages: list[Any], sources: Sources) -> None:
+        for storage in storages if sources else ():
+            _, before = self._sources.get(storage._cdata, (None, frozenset()))
+            self._sources[storage._cdata] = StorageWeakRef(storage), before | sources  # type: ignore[no-untyped-call]
 
     def _of(self, *values: Any) -> Sources:
         """The sources of all tensors in `values`."""
-        storages = (tensor.untyped_storage()._cdata for _, tensor in tensors_in(values))
+        storages = (storage._cdata for storage in _storages(*values))
         return frozenset().union(*(self._sources[each][1] for each in storages if each in self._sources))
 
     def call(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Check the call of a layer, run the layer, and return zeros that have the layer as their source."""
+        """Check the call of a layer, run the layer, and return outputs that have it as their source."""
         layer = f"{self.name}.{index}"
         if len(self.calls) == len(self.layers):
             raise BrokenChain(f"{layer} is called after the last one")
@@ -180,11 +151,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index:
             received = self._keep(received)
         self.calls.append(LayerCall(arguments, received, beside))
-        self._inside = True
+        self._inside = frozenset([index])
         try:
             return self._run(index, args, kwargs)
         finally:
-            self._inside = False
+            self._inside = frozenset()
 
     def _keep(self, received: dict[int, Path]) -> dict[int, Path]:
         """Number anew what the last layer sends; the other tensors that it made go nowhere."""
@@ -195,16 +166,16 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {place: received[number] for number, place in places.items()}
 
     def _run(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Run a layer; what it makes becomes zeros, what it returns of its arguments stays as it is."""
+        """Run a layer; what it makes becomes a copy, or zeros; what it returns of its arguments stays."""
         originals: dict[int, Tensor] = {}
         held = []
 
-        def to_meta(x: Tensor) -> Tensor:
-            held.append(x.detach().to("meta"))
+        def taken(x: Tensor) -> Tensor:
+            held.append(x.detach().to("meta") if self._meta else x.detach().clone())
             originals[id(held[-1])] = x
             return held[-1]
 
-        args, kwargs = replaced((args, kwargs), to_meta)
+        args, kwargs = replaced((args, kwargs), taken)
         found = self.layers[index](*args, **kwargs)
         given = [tensor for _, tensor in tensors_in(found)]
         if not given:
@@ -217,14 +188,15 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made = []
         for x in dict.fromkeys(given):
             original = originals.get(id(x))
-            values[id(x)] = torch.zeros(x.shape, dtype=x.dtype) if original is None else original
+            made = torch.zeros(x.shape, dtype=x.dtype) if self._meta else x.detach().clone()
+            values[id(x)] = made if original is None else original
             if id(original) in beside:
                 marks[id(x)] = Argument(beside[id(original)])
             else:
                 marks[id(x)] = Sent(len(self._made))
                 self._made.append(values[id(x)])
-                storage = values[id(x)].untyped_storage()
-                self._sources[storage._cdata] = storage, frozenset([index])
+                for storage in _storages(values[id(x)]):
+                    self._sources[storage._cdata] = StorageWeakRef(storage), self._inside  # type: ignore[no-untyped-call]
         now.output = replaced(found, lambda x: marks[id(x)])
         return replaced(found, lambda x: values[id(x)])
 
@@ -244,4 +216,4 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._of([tensor for path, tensor in first.items() if path in places])
         for each in calls:
             each.arguments = {}
-        return LayerTrace(self.name, calls, before, sources - {last}, self.layers)
+        return LayerTrace(self.name, calls, before, sources - {last}, [x.to("meta") for x in self.layers])

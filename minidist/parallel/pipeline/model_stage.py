@@ -4,19 +4,71 @@ Every stage runs `forward` on the same batch, so masks, positions and rotary emb
 message. Layers of other stages only pass tensors through: the last one before the stage's own gives what the
 stage before has sent, and the first one after them ends the run. So the model needs no rewriting. A parameter
 that the stage does not need is NaN without memory: embeddings outside the first stage cost a look-up, and
-what is wrongly computed from them shows.
+what is wrongly computed from them shows. A `LayerTrace`, which layer_trace.py makes, says how the model calls
+its layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.batch import at, call, replaced
-from minidist.parallel.pipeline.layer_trace import Argument, LayerTrace, Sent, StandIn
+from minidist.parallel.contract.batch import Path, at, call, replaced
+
+Sources = frozenset[Any]
+"""Names of parameters, and indices of layers."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """In a layer's output: the tensor with this number among those that go on to the next layer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """In a layer's output: the tensor that the layer got at this path of its arguments."""
+
+    path: Path
+
+
+@dataclass
+class LayerCall:
+    """How the model calls one layer."""
+
+    arguments: dict[Path, Tensor] = field(repr=False)  # the tensors among them
+    received: dict[int, Path]  # where they have the tensors that the layer before sends, by number
+    beside: Sources  # from which its other arguments are computed
+    output: Any = None  # with `Sent`, `Argument` or None instead of tensors
+
+
+class LayerTrace(NamedTuple):
+    """How a model calls the layers of a list, and which parameters outside the list are needed where."""
+
+    name: str  # of the list
+    calls: list[LayerCall]
+    before: Sources  # the parameters from which the first layer's input is computed
+    after: Sources  # the parameters from which the outputs are computed, given the last layer's
+    likes: list[nn.Module]  # copies of the layers without memory, which have all their other attributes
+
+
+class StandIn(nn.Module):
+    """Has a layer's place in a list, and to the model around it the attributes of that layer."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["like"] = like  # no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["like"], name)
 
 
 class _Left(BaseException):

@@ -1,4 +1,4 @@
-"""How a model calls its layers is found without memory, and what a pipeline cannot cut is refused."""
+"""How a model calls its layers is found on rows of a batch, and what a pipeline cannot cut is refused."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ ROWS = torch.zeros(2, 4)
 
 
 class Net(nn.Module):
-    """A part before three layers, and one after them; the layers are called by a function of the test's."""
+    """A part before some layers, and one after them; the layers are called by a function of the test's."""
 
     def __init__(
-        self, forward: Callable[[Any, Any], Any], layer: Callable[[], nn.Module] | None = None
+        self,
+        forward: Callable[[Any, Any], Any],
+        layer: Callable[[], nn.Module] | None = None,
+        count: int = 3,
     ) -> None:
         super().__init__()
         make = layer or partial(nn.Linear, 4, 4)
         self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.blocks = nn.ModuleList(make() for _ in range(count))
         self.calls = forward
 
     def forward(self, x: Tensor) -> Any:
@@ -160,6 +163,112 @@ def test_more_than_one_tensor_goes_on(
     case = replace(CASES["mlp"], model=model, rows=rows, loss=cross_entropy)
     layout = md.Layout(pp=3, micro_batches=2, schedule=schedule)
     contract.check(cluster_of(3), case, layout, example=ROWS.double())
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each gets the rows that a router sends to it, and a count of them on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.balance: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        result = torch.zeros(len(x), 4, dtype=x.dtype)
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero()[:, 0]
+            if len(own):
+                result = result.index_add(0, own, expert(x[own]) * weights[own, number, None])
+        self.balance = weights.mean(0).square().sum()
+        return x + result.tanh()
+
+
+class Memory(nn.Module):
+    """A recurrent layer whose first state is made of the batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], 8).to(x.dtype)
+        return x + self.out(self.cell(x, state))
+
+
+def net(layer: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net(in_order, layer, 4).double()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("layer", [Experts, Memory])
+def test_layers_that_read_values_and_sizes_are_cut(
+    cluster_of: Clusters, layer: Callable[[], nn.Module], schedule: str
+) -> None:
+    case = replace(CASES["mlp"], model=partial(net, layer), rows=rows, loss=cross_entropy)
+    layout = md.Layout(pp=2, micro_batches=2, schedule=schedule, chunks=1 + (schedule == "interleaved"))
+    example = torch.randn(5, 4, dtype=torch.float64)
+    contract.check(cluster_of(layout.pp), case, layout, example=example)
+
+
+def test_a_trial_run_leaves_the_model_and_its_buffers_as_they_are() -> None:
+    model = Net(in_order, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    example, numbers = torch.randn(3, 4), torch.get_rng_state()
+    trace = trace_layers(model, "blocks", example)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(x.is_meta for like in trace.likes for x in (*like.parameters(), *like.buffers()))
+
+
+def test_a_model_without_values_is_tried_without_them() -> None:
+    with torch.device("meta"):
+        model = Net(in_order)
+        experts = Net(in_order, Experts)
+    assert trace_layers(model, "blocks", ROWS).calls[2].received == {0: (0, 0)}
+    with pytest.raises(
+        ValueError, match=r"before blocks\.0|after blocks\.0 .* meta device, where tensors have"
+    ):
+        find_chain(experts, PP, None, ROWS)
+
+
+def test_a_run_for_which_there_is_no_memory_needs_none() -> None:
+    class Large(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta:
+                raise torch.OutOfMemoryError
+            return super().forward(x)
+
+    found = trace_layers(Net(in_order, lambda: Large(4, 4)), "blocks", ROWS)
+    assert found.before == {"before.weight", "before.bias"}
+
+
+def balanced(layers: Any, x: Tensor) -> Tensor:
+    result = in_order(layers, x)
+    return result + sum(layer.balance for layer in layers)
+
+
+def test_what_a_layer_keeps_in_an_attribute_comes_from_it() -> None:
+    with pytest.raises(ValueError, match=r"its outputs are computed from what blocks\.0 gave, and not from"):
+        find_chain(Net(balanced, Experts), PP, None, ROWS)
+
+
+def test_a_layer_that_returns_its_input() -> None:
+    net = Net(in_order, nn.Identity)
+    assert trace_layers(net, "blocks", ROWS).after == {"after.weight", "after.bias"}
+
+
+def test_an_example_is_taken_in_the_precision_of_the_model(cluster_of: Clusters) -> None:
+    def train() -> float:
+        torch.manual_seed(0)
+        layout = md.Layout(pp=2, micro_batches=2, precision="bf16")
+        engine = md.prepare(Net(in_order), torch.optim.SGD, layout, example=ROWS)
+        return engine.step(torch.randn(4, 4), torch.randint(0, 4, (4,)))
+
+    assert all(loss > 0 for loss in cluster_of(2).run(train))
 
 
 def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
