@@ -30,16 +30,17 @@ def global_norm(
 ) -> float:
     """Return the norm of all gradients as one vector, summed in float64: the same on all ranks.
 
-    It is infinite or NaN if an element is. gradients: of any shapes and floating dtypes, dense or sparse; may
-    be empty. sharded: whether each element is on one rank, which sends 2 (n - 1) / n 8 bytes; if False, each
-    rank has all gradients and nothing is sent. norm_type: the p of the p-norm, above 0; `math.inf` for the
-    largest element.
+    It is infinite or NaN if an element is. gradients: of any shapes and floating or complex dtypes, dense or
+    sparse; may be empty. sharded: whether each element is on one rank, which sends 2 (n - 1) / n 8 bytes; if
+    False, each rank has all gradients and nothing is sent. norm_type: the p of the p-norm, above 0;
+    `math.inf` for the largest element.
     """
     norms = []
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         if values.numel():
-            norms.append(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
+            wide = torch.complex128 if values.is_complex() else torch.float64
+            norms.append(torch.linalg.vector_norm(values, norm_type, dtype=wide))
     own = torch.zeros((), dtype=torch.float64)
     if norms:
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type)

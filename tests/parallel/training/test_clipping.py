@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,42 @@ def test_the_engine_tells_the_norm(cluster_of: Clusters) -> None:
     for clip in (1e-3, 1e3):
         assert cluster_of(2).run(norm, clip) == [pytest.approx(expected, rel=1e-12)] * 2
     assert cluster_of(2).run(norm, None) == [None, None]
+
+
+class Complex(nn.Module):
+    """Complex weights beside real ones, as of a spectral or a state-space layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(5, 6, generator=draw, dtype=torch.complex128))
+        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+        for parameter in self.layers.parameters():
+            nn.init.normal_(parameter, generator=draw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.weight.dtype) @ self.weight.T
+        y = torch.tanh(y.real + y.abs())
+        for layer in self.layers:
+            y = layer(y)
+        return y
+
+
+COMPLEX = replace(CASE, model=Complex, clip_norm=0.3)
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero=1", "zero=2", "zero=3", "hybrid", "tp", "pp"])
+def test_complex_gradients_are_clipped_by_one_norm(cluster_of: Clusters, layout: str) -> None:
+    options: dict[str, Any] = {}
+    if layout == "hybrid":
+        shape = md.Layout(dp=4, zero=3, shard=2)
+    elif layout == "tp":
+        shape, options["plan"] = md.Layout(tp=2), {"layers.0": "column", "layers.1": "row"}
+    elif layout == "pp":
+        shape, options["example"] = md.Layout(pp=2, micro_batches=2), COMPLEX.global_batches()[0][0]
+    else:
+        shape = md.Layout(dp=2, zero=int(layout[-1]) if layout != "dp" else 0)
+    contract.check(cluster_of(shape.ranks), COMPLEX, shape, **options)
 
 
 def by_each_ranks_own_norm(patch: pytest.MonkeyPatch) -> None:
@@ -151,6 +188,7 @@ def test_what_torch_does_with_gradients_of_all_kinds() -> None:
             torch.testing.assert_close(a.grad, b.grad, equal_nan=True)
     sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 4.0], (5,), check_invariants=True)
     assert global_norm([sparse]) == 7.0
+    assert global_norm([torch.tensor([3 + 4j, 12j])]) == 13.0
     assert global_norm([]) == 0.0
     assert global_norm([torch.full((4,), 60000.0, dtype=torch.float16)]) == 120000.0
     with pytest.raises(ValueError, match="max_norm is -1; give the largest norm"):
