@@ -28,9 +28,9 @@ def launch(
     A script needs no `if __name__ == "__main__":`. Under torchrun, mpirun or srun no process is started: `fn`
     runs in this process, as the rank that the launcher gave it, so one program serves all.
 
-    `fn` may use a DataLoader with workers. Where they are not forked, as on macOS and from Python 3.14 on,
-    they have to import the data set's class: put it into a module beside the script. On Linux
-    multiprocessing_context="fork" does as well.
+    `fn` may use a DataLoader with workers, however they are started, with a data set of any class. Under a
+    launcher, workers that are not forked, as on macOS and from Python 3.14 on, run the script again: it then
+    needs its `if __name__ == "__main__":`.
 
     The environment variable MINIDIST_PRELOAD names modules to import once for all ranks of this process.
     "torch._dynamo" saves each rank a second at its first optimizer.

@@ -14,7 +14,8 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Collection
-from types import ModuleType
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -81,6 +82,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, ModuleType) and own_class and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)
         return super().reducer_override(value)
+
+
+def send_to_workers() -> None:
+    """Let multiprocessing, such as a DataLoader's workers, send classes and functions of the user's script.
+
+    A rank has them by value: neither it nor a worker can find them by their names.
+    """
+    pickler: Any = ForkingPickler
+    pickler.reducer_override = _reduce
+
+
+def _reduce(pickler: ForkingPickler, value: Any) -> Any:
+    if not isinstance(value, type | FunctionType):
+        return NotImplemented
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return NotImplemented if found is value else (_received, (cloudpickle.dumps(value),))
+
+
+def _received(value: bytes) -> Any:
+    send_to_workers()  # for what a worker sends back
+    return pickle.loads(value)
 
 
 def _name(function: object) -> str:

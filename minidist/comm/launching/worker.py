@@ -159,6 +159,9 @@ def _prepare(setup: Setup) -> None:
     import torch
     from threadpoolctl import threadpool_limits
 
+    from minidist.comm.launching.sending import send_to_workers
+
+    send_to_workers()
     torch.set_num_threads(setup.threads)
     threadpool_limits(setup.threads)  # for libraries loaded before the variables above were set
 

@@ -653,6 +653,45 @@ def test_a_script_needs_no_main_guard_no_module_and_no_stream(tmp_path: Path) ->
     assert done.stderr.endswith("\n[0, 1]")  # also with no standard output
 
 
+@pytest.mark.parametrize(
+    "context",
+    ["spawn", *(pytest.param(each, marks=pytest.mark.deep) for each in ("fork", "forkserver"))],
+)
+def test_a_loaders_workers_know_the_classes_of_the_script(tmp_path: Path, context: str) -> None:
+    """Rows of the script's own class travel to a worker, and back."""
+    text = f"""
+        import torch
+        import minidist as md
+        from torch.utils.data import DataLoader, Dataset
+
+        class Row:
+            def __init__(self, x):
+                self.x = x
+
+        class Squares(Dataset):
+            def __len__(self):
+                return 3
+
+            def __getitem__(self, index):
+                return Row(square(index))
+
+        def square(x):
+            return torch.tensor([x * x])
+
+        def train():
+            loader = DataLoader(
+                Squares(), batch_size=2, num_workers=1, multiprocessing_context={context!r},
+                collate_fn=lambda rows: Row(torch.cat([row.x for row in rows])),
+            )
+            return [(type(batch) is Row, batch.x.tolist()) for batch in loader]
+
+        print(md.launch(train, ranks=1))
+        """
+    with program(tmp_path, text) as process:
+        out, err = process.communicate(timeout=HANG)
+    assert out == "[[(True, [0, 1]), (True, [4])]]\n", err
+
+
 def test_the_package_is_found_beside_a_folder_of_its_name(tmp_path: Path) -> None:
     """In a folder that holds a clone, `import minidist` imports the package, not the clone's folder."""
     (tmp_path / "minidist").mkdir()
