@@ -186,8 +186,8 @@ def test_what_torch_does_with_gradients_of_all_kinds() -> None:
         assert norm == pytest.approx(expected, rel=1e-6, nan_ok=True)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a.grad, b.grad, equal_nan=True)
-    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 4.0], (5,), check_invariants=True)
-    assert global_norm([sparse]) == 7.0
+    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns where nobody has chosen
+        assert global_norm([torch.sparse_coo_tensor([[1, 1]], [3.0, 4.0], (5,))]) == 7.0
     assert global_norm([torch.tensor([3 + 4j, 12j])]) == 13.0
     assert global_norm([]) == 0.0
     assert global_norm([torch.full((4,), 60000.0, dtype=torch.float16)]) == 120000.0
