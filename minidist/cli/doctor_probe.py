@@ -79,7 +79,8 @@ def library(name: str) -> str:
         chosen = nvvm.load()
         if chosen is not None:
             return f"{chosen.version} in {chosen.path.parent}, {chosen.reason}"
-    return str(importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib(name).found_via)
+    loaded = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib(name)
+    return "torch's packages" if loaded.was_already_loaded_from_elsewhere else str(loaded.found_via)
 
 
 def ladder() -> dict[str, Any]:
