@@ -54,14 +54,18 @@ class Saving:
             CheckpointError: it could not be written, on this rank or another. Raised once, here or at the
                 next save; a load that comes before warns of it instead.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-            atexit.unregister(thread.join)
+        self.join()
         error, self._error = self._error, None
         if error is not None:
             raise error
         return self.path
+
+    def join(self) -> None:
+        """Wait until nothing is under way; an error is left to `wait`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+            atexit.unregister(thread.join)
 
     @property
     def done(self) -> bool:

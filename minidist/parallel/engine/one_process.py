@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.group_table import alone
-from minidist.parallel.contract.batch import call, joined, rows_of, tensors
+from minidist.parallel.contract.batch import call, rows_of
 from minidist.parallel.contract.engine import KeptAttributes, Loss, by_parameters, cells_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
@@ -27,12 +27,14 @@ from minidist.parallel.contract.training_state import (
     whole_chunks,
 )
 from minidist.parallel.engine.rank_model import Objective, Pair, Weight, weighted
-from minidist.parallel.training.batch_norm import batch_norms
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights
+from minidist.parallel.training.moved_results import move, moved_results
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_off import RandomOff
 from minidist.parallel.training.recompute import recompute
+
+Tensors = Mapping[str, Tensor]
 
 
 class TrainingState(NamedTuple):
@@ -46,6 +48,8 @@ class TrainingState(NamedTuple):
     of_loss: KeptAttributes  # what the loss keeps
     attributes: Mapping[tuple[str, str], Any]  # of modules, that passes have changed
     elsewhere: Sequence[Tensor]  # the engine's own parameters
+    batches: Sequence[Pair]  # of all data ranks
+    threads: int  # of all ranks on this host, which wait while one works alone
 
 
 class Outcome(NamedTuple):
@@ -54,7 +58,6 @@ class Outcome(NamedTuple):
     loss: float
     norm: float  # of the gradients, before clipping
     tensors: dict[str, Tensor]  # "gradient.NAME", "model.NAME"
-    groups: list[dict[str, Any]]
 
 
 class OneProcess:
@@ -78,27 +81,34 @@ class OneProcess:
             (each, copies[id(x)]) for each in cells_of(loss) if id(x := each.cell_contents) in copies
         ]
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.last_bit = 0.0  # of the least precise type that a step has computed in
+        self._last_bit = 0.0  # of the least precise type that a step has computed in
 
     def step(
-        self, start: TrainingState, pieces: Sequence[Pair], scale: float = 1.0, trial: Any = None
+        self,
+        start: TrainingState,
+        pieces: Sequence[Pair],
+        given: Tensors,
+        scale: float = 1.0,
+        trial: int | None = None,
     ) -> Outcome:
         """Take one step on `pieces`, whose losses are averaged by their weights.
 
-        scale: the factor on the loss before its backward pass. trial: makes a context for the passes through
-        a model. What the loss keeps in attributes is as at the start, and afterwards as it is now.
+        given: the gradients to update with, as in `Outcome.tensors`. With those of a layout, the update is
+        the layout's but for rounding, whatever rounding did to its gradients. scale: the factor on the loss
+        before its backward pass. trial: moves the last bits of all results at random, see `moved_results`.
+        What the loss keeps in attributes is as at the start, and afterwards as it is now.
         """
         now = KeptAttributes(self._loss)
         start.of_loss.restore()
         try:
-            with alone(), RandomOff(alone=True, others=start.elsewhere) as mode:
-                found = self._step(start, pieces, scale, trial)
-            self.last_bit = max(self.last_bit, mode.last_bit)
-            return found
+            with alone():
+                return self._step(start, pieces, given, scale, trial)
         finally:
             now.restore()
 
-    def _step(self, start: TrainingState, pieces: Sequence[Pair], scale: float, trial: Any) -> Outcome:
+    def _step(
+        self, start: TrainingState, pieces: Sequence[Pair], given: Tensors, scale: float, trial: int | None
+    ) -> Outcome:
         precision = Precision(self._layout.precision)
         model = self._filled(start)
         precision.convert(model)
@@ -110,17 +120,22 @@ class OneProcess:
         if precision.master is None:
             optimizer = make(model.parameters())
         else:
-            optimizer = MasterWeights(model.parameters(), make, precision.master)
-            masters = dict(zip(optimizer.parameters, optimizer.masters, strict=True))
-        names: dict[Tensor, str] = {masters.get(p, p): name for p, name in names_of(model).items()}
+            with_masters = MasterWeights(model.parameters(), make, precision.master)
+            masters = dict(zip(with_masters.parameters, with_masters.masters, strict=True))
+            optimizer = with_masters.inner
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(start.trained.get(name, parameter.requires_grad))
+        names = {masters.get(p, p): name for p, name in names_of(model).items()}
         self._load(optimizer, names, start)
         for chunk in whole_chunks(model, optimizer, masters):
             if chunk.name in start.tensors:
                 chunk.tensor.copy_(start.tensors[chunk.name])
 
-        objective, total = Objective(self._loss, model), 0.0
+        objective = Objective(self._loss, model)
         done: list[tuple[Tensor, Weight]] = []
-        with _converting(model, precision), trial(model) if trial else nullcontext():
+        moved = nullcontext() if trial is None else moved_results(model, trial, self._last_bit)
+        quiet = RandomOff(alone=True, others=start.elsewhere)
+        with _converting(model, precision), moved, quiet:
             for inputs, targets in pieces:
                 if objective.takes_model:
                     result = objective.given(model, inputs)  # type: ignore[misc]
@@ -131,20 +146,29 @@ class OneProcess:
             weight = sum(float(each) for _, each in done)
             loss = sum((mean * (float(w) / weight) for mean, w in done), torch.zeros((), device=self._device))
             (loss * scale).backward()  # type: ignore[no-untyped-call]
-            total = float(loss.detach())
+        self._last_bit = max(self._last_bit, quiet.last_bit)
         gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
         norm = global_norm(gradients.values()) / scale
         found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
-        factor = clip_factor(norm, self._clip_norm) if self._clip_norm is not None else 1.0
-        if masters:
-            optimizer.factor = factor / scale
-        elif factor != 1:
-            for grad in gradients.values():
-                grad.mul_(factor)
-        optimizer.step()
+        if trial is not None:
+            given = {name: move(name, value, trial) for name, value in given.items()}
+        self._update(optimizer, names, gradients, given)
         chunks = whole_chunks(model, optimizer, masters)
         found |= {chunk.name: chunk.tensor for chunk in chunks if chunk.name.startswith("model.")}
-        return Outcome(total, norm, found, optimizer_settings(optimizer, names)["groups"])
+        return Outcome(float(loss.detach()), norm, found)
+
+    def _update(self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors) -> None:
+        """Update with the gradients `given`, clipped. Parameters that have none of their `own` get none."""
+        of_layout = [value for name, value in given.items() if name.startswith("gradient.")]
+        factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
+        for parameter, name in names.items():
+            parameter.grad = None
+            if name in own:
+                value = given.get(f"gradient.{name}", own[name] * 0)
+                grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
+                parameter.grad = (grad * factor).to(parameter.dtype)
+        with RandomOff(alone=True):
+            optimizer.step()
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
@@ -154,7 +178,7 @@ class OneProcess:
         return found
 
     def _filled(self, start: TrainingState) -> nn.Module:
-        """A copy of the model with the values, modes and `requires_grad` of the engine's."""
+        """A copy of the model with the values and modes of the engine's."""
         values = {
             id(p): parameter_like(p, start.tensors[f"model.{name}"].to(self._device, p.dtype, copy=True))
             for name, p in self._model.named_parameters()
@@ -163,8 +187,6 @@ class OneProcess:
         model: nn.Module = copy.deepcopy(self._model, copies)
         for cell, part in self._cells:
             cell.cell_contents = copies[id(part)]
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(start.trained.get(name, parameter.requires_grad))
         for name, part in model.named_modules():
             part.training = start.modes.get(name, part.training)
             for store in (part._buffers, part.__dict__):
@@ -201,32 +223,6 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
         for attribute, value in store.items()
         if isinstance(value, Tensor | int | float | None) and attribute != "training"
     }
-
-
-def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:
-    """The pieces of a batch as one, if their rows can be joined; or else the pieces."""
-    first = pieces[0]
-    alike = all(_form(each) == _form(first) for each in pieces)
-    if len(pieces) == 1 or not alike:
-        return [*pieces]
-    inputs = joined([x for x, _ in pieces])
-    return [(inputs, inputs if first[0] is first[1] else joined([y for _, y in pieces]))]
-
-
-def _form(pair: Pair) -> list[Any]:
-    return [(name, x.dtype, x.shape[1:]) for name, x in tensors(pair)]
-
-
-def fixed_batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Put the BatchNorms that train, each with the rows that it sees, in evaluation mode; returns them."""
-    found: list[nn.Module] = [
-        part
-        for _, part in batch_norms(model)
-        if part.training and part.running_mean is not None and "forward" not in part.__dict__
-    ]
-    for part in found:
-        part.training = False
-    return found
 
 
 def _dense(x: Tensor) -> Tensor:

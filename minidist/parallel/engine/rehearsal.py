@@ -19,29 +19,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minidist import comm
+from minidist.comm.launching.cores import available_cores
 from minidist.comm.ledgers import held_back
-from minidist.comm.work import limit_of, ranks_of
+from minidist.comm.work import limit_of
 from minidist.kernels.measure.cpu_peaks import available_memory
-from minidist.parallel.contract.batch import mapped, moved
-from minidist.parallel.contract.engine import KeptAttributes, differs
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.engine.kept_state import KeptState
 from minidist.parallel.engine.one_process import (
     OneProcess,
     Outcome,
     TrainingState,
-    fixed_batch_norms,
     plain_attributes,
 )
 from minidist.parallel.engine.rank_model import Pair
 from minidist.parallel.engine.step_difference import TRIALS, options_differ, told
-from minidist.parallel.engine.whole_state import Collected, collect
+from minidist.parallel.engine.whole_state import collect, state_before
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.training.batch_norm import fixed_batch_norms
 from minidist.parallel.training.random_off import RandomOff
 
 LAST = 1024
@@ -49,6 +49,9 @@ LAST = 1024
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
+LONG = 0.1
+"""A step of more CPU seconds is taken alone with the threads of all ranks on the host. On busy cores, threads
+that wait for each other made one of 0.02 s take up to 60 times as long."""
 
 
 class Rehearsal:
@@ -72,8 +75,8 @@ class Rehearsal:
         self.why_not = ""  # it does not run
         self._made: list[dict[str, Any]] = []  # the optimizer's groups, as `prepare` made them
         self._attributes: dict[tuple[str, str], Any] = {}  # of the cut model's modules, then
-        self._gradients: Collected | None = None  # and their norm, just before the update
-        self._norm = 0.0
+        self._gradients: list[TensorBox] = []  # this rank's, and the norm of all, just before the update
+        self._norm: float | None = None  # None if there was no update
         if comm.rank() == 0:
             try:
                 self._alone = OneProcess(model, optimizer, loss, layout, clip_norm)
@@ -81,10 +84,12 @@ class Rehearsal:
                 self.why_not = f"the model cannot be copied: {error}"
 
     def made(self, engine: EngineState) -> None:
-        """Remember the optimizer's groups and the modules' attributes, which will change."""
+        """Remember the optimizer's groups and the modules' attributes, which will change; a collective."""
         if self._alone is not None:
             self._attributes = plain_attributes(engine.model)
         self._made = [{**group} for group in engine.state_settings()["groups"]]
+        with held_back():
+            self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]
 
     def due(self, engine: EngineState) -> bool:
         """Whether the next step is to be rehearsed: the same on all ranks."""
@@ -106,25 +111,24 @@ class Rehearsal:
         A collective. Raises ValueError on all ranks if the steps differ; the engine is then as it was.
         """
         with held_back():
-            self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]
             if self.why_not:
                 self._stop()
                 return None
+            if engine.saving is not None:
+                engine.saving.join()  # its thread talks to other ranks, and a single process has none
             try:
                 kept = KeptState(engine)
             except (ValueError, RuntimeError) as error:  # as of a checkpoint, on all ranks
                 self.why_not = f"the state cannot be put back: {error}"
                 self._stop()
                 return None
+            start = state_before(engine, kept, pairs, self._attributes)
             fixed = fixed_batch_norms(engine.model)
             statistics = [x for part in fixed for x in part.buffers()]
             broadcast_together(statistics, engine.strategy.group)
-            start, batches = self._start(engine), self._batches(engine, pairs)
-        scale, skipped = engine.loss_scale, engine.skipped
-        quiet, self._gradients = RandomOff(), None
-        engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, scale)
-        failed = True
-        begun = time.perf_counter()
+        quiet, self._gradients, self._norm = RandomOff(), [], None
+        engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, engine.loss_scale)
+        scale, failed, begun = engine.loss_scale, True, (time.perf_counter(), time.process_time())
         try:
             with held_back() as calls:
                 loss = train()
@@ -136,34 +140,21 @@ class Rehearsal:
             if failed:
                 kept.attributes.restore()
         with held_back():
+            seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
             boxes = (box for box in engine.chunks() if box.name.startswith("model."))
-            end = collect(boxes, engine.device)
             own = quiet.used or bool(fixed), quiet.cannot or kept.draws_elsewhere()
-            of_ranks = gather_values(own)
-            elsewhere = next((where for _, where in of_ranks if where), "")
-            verdict, why = "", self._too_much(engine, time.perf_counter() - begun)
+            end = collect([*self._gradients, *boxes], engine.device, own)
+            elsewhere = next((where for _, where in end.values if where), "")
+            verdict, why = "", self._too_much(engine, seconds)
             if elsewhere:
                 why = f"the model draws random numbers that cannot be switched off: {elsewhere}"
-            elif (
-                not why
-                and self._alone is not None
-                and self._gradients is not None
-                and engine.skipped == skipped
-            ):
-                assert start is not None
-                now = {**self._gradients.whole, **end.whole}
-                found = Outcome(loss, self._norm, now, engine.state_settings()["groups"])
-                replicas = [*self._gradients.replicas, *end.replicas]
-                try:
-                    verdict = self._options_differ() or told(
-                        self._alone, self._layout, start, batches, found, scale, [] if fixed else replicas
-                    )
-                except Exception as error:  # whatever the user's functions raise
-                    why = f"one process cannot take the step: {type(error).__name__}: {error}"
+            elif not why and self._alone is not None and start is not None and self._norm is not None:
+                found = Outcome(loss, self._norm, end.whole)
+                verdict, why = self._compared(start, found, of_cpu, scale, [] if fixed else end.replicas)
             verdict, self.why_not = gather_values((verdict, why))[0]
             if self.why_not:
                 self._stop()
-            again = any(used for used, _ in of_ranks) or elsewhere
+            again = any(used for used, _ in end.values) or elsewhere
             if verdict or again:
                 kept.restore()
             if verdict:
@@ -173,6 +164,23 @@ class Rehearsal:
             return loss
         with held_back():
             return train()
+
+    def _compared(
+        self, start: TrainingState, found: Outcome, of_cpu: float, scale: float, replicas: Sequence[str]
+    ) -> tuple[str, str]:
+        """How the step differs from one process's, and why that cannot be told; on rank 0."""
+        assert self._alone is not None
+        threads = torch.get_num_threads()
+
+        if of_cpu > LONG:
+            torch.set_num_threads(max(threads, min(start.threads, available_cores())))
+        try:
+            differs = self._options_differ()
+            return differs or told(self._alone, self._layout, start, found, scale, replicas), ""
+        except Exception as error:  # whatever the user's functions raise
+            return "", f"one process cannot take the step: {type(error).__name__}: {error}"
+        finally:
+            torch.set_num_threads(threads)
 
     def _too_much(self, engine: EngineState, seconds: float) -> str:
         """Why rank 0 cannot take a step alone of which its part took `seconds`; "" if it can."""
@@ -199,46 +207,13 @@ class Rehearsal:
             told = f"minidist: a step was not compared with one process, since {self.why_not}"
             print(told, file=sys.stderr)
 
-    def _start(self, engine: EngineState) -> TrainingState | None:
-        """The whole state before the step, on rank 0."""
-        named = engine.model.named_parameters(remove_duplicate=False)
-        settings = engine.state_settings()
-        facts = settings["state"], {name: p.requires_grad for name, p in named}
-        everyones = gather_values(facts)
-        found = collect(engine.chunks(), engine.device)
-        if self._alone is None:
-            return None
-        numbers: dict[str, Any] = {}
-        trained: dict[str, bool] = {}
-        for state, requires_grad in everyones:
-            numbers |= state
-            trained |= requires_grad
-        modes = {name: part.training for name, part in engine.model.named_modules()}
-        now = plain_attributes(engine.model)
-        changed = {
-            k: v for k, v in now.items() if k not in self._attributes or differs(v, self._attributes[k])
-        }
-        of_loss = KeptAttributes(engine.loss)
-        own = [*engine.model.parameters()]
-        return TrainingState(found.whole, settings["groups"], numbers, trained, modes, of_loss, changed, own)
-
-    def _batches(self, engine: EngineState, pairs: Sequence[Pair]) -> list[Pair]:
-        """The batches of all data ranks, on rank 0. Ranks that differ in tp, pp or cp have the same."""
-        group = engine.mesh.group("dp")
-        if 0 not in ranks_of(group):
-            return []
-        own = [(mapped(Tensor.cpu, x), x is y, mapped(Tensor.cpu, y)) for x, y in pairs if engine._counts]
-        found = [each for of_rank in gather_values(own, group) for each in of_rank]
-        placed = [(moved(x, engine.device), one, y) for x, one, y in found]
-        return [(x, x if one else moved(y, engine.device)) for x, one, y in placed]
-
     def _keep_gradients(self, engine: EngineState, scale: float) -> None:
-        """Collect the gradients just before the update."""
+        """Copy the gradients just before the update, in 32 bits at least."""
         with held_back():
-            boxes = engine.placement.chunks(engine.strategy.gradient_boxes())
-            factor = 1 / scale
-            self._norm = engine.placement.norm(engine.strategy) * factor
-            self._gradients = collect((b._replace(tensor=b.tensor * factor) for b in boxes), engine.device)
+            self._norm = engine.placement.norm(engine.strategy) / scale
+        for box in engine.placement.chunks(engine.strategy.gradient_boxes()):
+            kind = torch.promote_types(box.tensor.dtype, torch.float32)
+            self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 
     def _options_differ(self) -> str:
         """In the first step: an option that the engine's optimizer has otherwise than one process's."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minidist.parallel.contract.batch import rows_of, split
+from minidist.parallel.contract.batch import joined, rows_of, split, tensors
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState, whole_batch
+from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState
 from minidist.parallel.engine.rank_model import Pair
-from minidist.parallel.training.moved_results import MARGIN, moved_results
+from minidist.parallel.training.moved_results import MARGIN
 
-HALF_PRECISION = 0.5
-"""In 16 bits a parameter may be apart by so much of the step's largest update: ranks round what they sum."""
 TRIALS = 2
 """How often the single process takes a step with moved results, to see what rounding explains."""
 ROWS = (
@@ -34,8 +31,8 @@ OPTIMIZER = (
 )
 BUFFER = (
     "The model writes it in its forward pass, from the rows of one rank. Sum what it writes over the ranks "
-    "with minidist.all_reduce, give data_parallel={'broadcast_buffers': True} if rank 0's value will do, or "
-    "for BatchNorm batch_norm='synchronized'"
+    "with minidist.comm.all_reduce, give data_parallel={'broadcast_buffers': True} if rank 0's will do, "
+    "or for BatchNorm batch_norm='synchronized'"
 )
 PLAN = (
     "If the layouts without tp agree, the plan cuts a matrix whose features the model mixes before the next "
@@ -47,45 +44,55 @@ def told(
     alone: OneProcess,
     layout: Layout,
     start: TrainingState,
-    batches: Sequence[Pair],
     found: Outcome,
     scale: float,
     replicas: Sequence[str],
 ) -> str:
     """How a layout's step differs from one process's, in sentences with a likely cause; "" if it does not.
 
-    found: what the layout's step has computed from `start` and the ranks' `batches`. replicas: names of
-    tensors of which ranks hold different copies.
+    The gradients are compared, and the update from the layout's gradients. found: what the layout's step has
+    computed from `start`. replicas: names of tensors of which ranks hold different
+    copies.
     """
-    take = partial(alone.step, start, scale=scale)
-    batch = whole_batch(batches)
-    by_one, trials, slack = take(batch), list[Outcome](), dict[str, float]()
-    if layout.precision != "fp32":
-        updates = {n: _apart(x, start.tensors[n]) for n, x in by_one.tensors.items() if n in start.tensors}
-        slack = {name: HALF_PRECISION * size for name, size in updates.items()}
-    compare = partial(difference, slack=slack)
-    first = compare(found, by_one, [])
+    batch, trials = whole_batch(start.batches), list[Outcome]()
+    by_one = alone.step(start, batch, found.tensors, scale)
+    first = difference(found, by_one, [])
     if first:
-        moved = partial(moved_results, least=alone.last_bit)
-        trials = [take(batch, trial=partial(moved, trial=i)) for i in range(TRIALS)]
-        first = compare(found, by_one, trials)
+        trials = [alone.step(start, batch, found.tensors, scale, trial) for trial in range(TRIALS)]
+        first = difference(found, by_one, trials)
     if not first and replicas:
         name = replicas[0].partition(".")[2]
         first = Difference(replicas[0], f"{name} differs between the ranks that should hold the same")
     if not first:
         return ""
-    pieces = [piece for pair in batches for piece in _micro_batches(pair, layout.micro_batches)]
+    pieces = [piece for pair in start.batches for piece in _micro_batches(pair, layout.micro_batches)]
     remedy = PLAN if layout.tp > 1 else "minidist.compare shows the first layer that differs"
     if first.name.removeprefix("model.") in start.trained:
         remedy = OPTIMIZER
     elif first.name.startswith("model."):
         remedy = BUFFER
-    elif len(pieces) > 1 and not compare(found, take(pieces), trials, kind="gradient"):
-        remedy = ROWS
+    elif len(pieces) > 1:
+        alike = alone.step(start, pieces, found.tensors, scale)
+        if not difference(found, alike, trials, kind="gradient"):
+            remedy = ROWS
     return (
         f"this layout, {layout}, trains otherwise than one process with the same weights and rows: "
         f"{first.text}. {remedy}. (prepare(rehearse=False) trains without this comparison.)"
     )
+
+
+def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:
+    """The pieces of a batch as one, if their rows can be joined; or else the pieces."""
+    first = pieces[0]
+    alike = all(_form(each) == _form(first) for each in pieces)
+    if len(pieces) == 1 or not alike:
+        return [*pieces]
+    inputs = joined([x for x, _ in pieces])
+    return [(inputs, inputs if first[0] is first[1] else joined([y for _, y in pieces]))]
+
+
+def _form(pair: Pair) -> list[Any]:
+    return [(name, x.dtype, x.shape[1:]) for name, x in tensors(pair)]
 
 
 def _micro_batches(pair: Pair, parts: int) -> list[Pair]:
@@ -105,15 +112,14 @@ class Difference(NamedTuple):
     text: str
 
 
-def difference(
-    a: Outcome, b: Outcome, trials: Sequence[Outcome], slack: Mapping[str, float], kind: str = ""
-) -> Difference | None:
+def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], kind: str = "") -> Difference | None:
     """The first difference between a layout's step and one process's that rounding does not explain.
 
-    trials: the latter with moved results. slack: how far tensors may be apart in any case. kind: which
-    tensors to compare, such as "gradient"; "" for all.
+    trials: the latter with moved results. kind: which tensors to compare, such as "gradient"; "" for all.
     """
-    largest = max((_size(x) for name, x in b.tensors.items() if name.startswith("gradient")), default=0.0)
+    gradients = [x for name, x in b.tensors.items() if name.startswith("gradient")]
+    largest = max(map(_size, gradients), default=0.0)
+    least = max((torch.finfo(x.dtype).eps for x in gradients), default=0.0)
     first: Difference | None = None
     for name in b.tensors:
         if not name.startswith(kind):
@@ -125,7 +131,7 @@ def difference(
         bits = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
         most = max((_apart(t.tensors[name], y) for t in trials if name in t.tensors), default=0.0)
         floor = bits * largest if name.startswith("gradient") else 0.0
-        explained = max(MARGIN * max(most, bits * size, floor), slack.get(name, 0.0))
+        explained = MARGIN * max(most, bits * size, floor)
         if not apart <= explained:
             what = name.partition(".")[2]
             what = f"the gradient of {what}" if name.startswith("gradient") else what
@@ -139,6 +145,7 @@ def difference(
         ("the norm of the gradients", a.norm, b.norm, [t.norm for t in trials]),
     ):
         explained = MARGIN * max([2**-20 * abs(there), *(abs(each - there) for each in others)])
+        explained = max(explained, least * abs(there))
         same = here == there or (math.isnan(here) and math.isnan(there))
         if not same and not abs(here - there) <= explained:
             also = f", and {first.text}" if first else ""
@@ -152,16 +159,19 @@ def _apart(x: Tensor, y: Tensor) -> float:
     """The largest difference of elements; infinite where one is not finite and the other is another."""
     if x.shape != y.shape:
         return torch.inf
-    if x.is_complex() or y.is_complex():
+    if not x.is_floating_point() or not y.is_floating_point():
         x, y = (torch.view_as_real(each.to(torch.complex128)) for each in (x, y))
-    x, y = x.double(), y.double()
+    apart = float((x - y).abs().max()) if x.numel() else 0.0
+    if math.isfinite(apart):
+        return apart
     same = (x == y) | (x.isnan() & y.isnan())
-    return float((x - y).abs_().masked_fill_(same, 0.0).nan_to_num_(torch.inf).max()) if x.numel() else 0.0
+    return float((x - y).abs().masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf).max())
 
 
 def _size(x: Tensor) -> float:
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return float(x.double().abs().nan_to_num(0, 0).max()) if x.numel() else 0.0
+    x = x if x.is_floating_point() else x.to(torch.complex128)
+    size = float(x.abs().max()) if x.numel() else 0.0
+    return size if math.isfinite(size) else float(x.abs().nan_to_num(0, 0).max())
 
 
 def options_differ(alone: list[dict[str, Any]], layout: list[dict[str, Any]]) -> str:

@@ -1,92 +1,134 @@
-"""`collect`: the tensors of a training, whole, on rank 0, from the boxes that all ranks hold."""
+"""What rank 0 has to know for a step of a single process: the state and the batches of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.transport.hosts import this_process
+from minidist.parallel.contract.batch import mapped, moved
+from minidist.parallel.contract.engine import KeptAttributes, differs
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.flat.gathering import bytes_of, gather_values, tensor_of
+from minidist.parallel.engine.engine_state import EngineState
+from minidist.parallel.engine.kept_state import KeptState
+from minidist.parallel.engine.one_process import TrainingState, plain_attributes
+from minidist.parallel.engine.rank_model import Pair
+from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.training.moved_results import MARGIN
 
 
 class Collected(NamedTuple):
-    """Tensors of all ranks."""
+    """Tensors and values of all ranks."""
 
-    whole: dict[str, Tensor]  # on rank 0; empty elsewhere
+    whole: dict[str, Tensor]  # on rank 0, possibly the boxes' own; empty elsewhere
     replicas: list[str]  # names of tensors of which two ranks hold different copies
+    values: list[Any]  # of each rank
 
 
-def collect(boxes: Iterable[TensorBox], device: torch.device) -> Collected:
+def collect(
+    boxes: Iterable[TensorBox], device: torch.device, value: Any = None, compare: bool = True
+) -> Collected:
     """Whole tensors on rank 0 from the boxes that all ranks hold; a collective.
 
-    Ranks exchange tables of their boxes, some 100 bytes each. Each box comes from the lowest rank with it.
+    Ranks exchange tables of their boxes, some 100 bytes each, together with a `value`. Each box comes from
+    the lowest rank with it. compare: whether to tell copies that differ.
     """
-    own = [*boxes]
+    own = {(b.name, b.offsets, tuple(b.tensor.shape)): b for b in boxes}
     table = [
-        (
-            b.name,
-            b.shape,
-            b.offsets,
-            tuple(b.tensor.shape),
-            str(b.tensor.dtype).removeprefix("torch."),
-            *_sums(b),
-        )
-        for b in own
+        (*key, b.shape, str(b.tensor.dtype).removeprefix("torch."), *(_sums(b.tensor) if compare else (0, 0)))
+        for key, b in own.items()
     ]
-    tables = gather_values(table)
+    gathered = gather_values((table, value))
     holder: dict[Any, tuple[int, float, float]] = {}
     replicas: dict[str, None] = {}
-    for rank, rows in enumerate(tables):
-        for name, _, offsets, sizes, dtype, total, size in rows:
-            at, *sums = holder.setdefault((name, offsets, sizes), (rank, total, size))
+    for rank, (rows, _) in enumerate(gathered):
+        for *key, _, dtype, total, size in rows:
+            at, *sums = holder.setdefault((*key,), (rank, total, size))
             kind = getattr(torch, dtype)
             bits = torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
             apart = max(abs(total - sums[0]), abs(size - sums[1]))
             both_nan = total != total and sums[0] != sums[0]
             if at != rank and not apart <= MARGIN * bits * sums[1] and not both_nan:
-                replicas[name] = None
-    mine = comm.rank()
-    sent = {
-        rank: [row for row in rows if holder[row[0], row[2], row[3]][0] == rank]
-        for rank, rows in enumerate(tables)
-    }
-    whole: dict[str, Tensor] = {}
-    if mine:
-        raw = b"".join(
-            bytes_of(b.tensor) for b in own if holder[b.name, b.offsets, tuple(b.tensor.shape)][0] == mine
-        )
-        if raw:
-            comm.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(comm.device()), 0)
-        return Collected(whole, [*replicas])
-    for rank, rows in sent.items():
-        kinds = [(getattr(torch, row[4]), torch.Size(row[3])) for row in rows]
-        ends = [0]
-        for kind, size in kinds:
-            ends.append(ends[-1] + kind.itemsize * size.numel())
-        raw = b""
-        if rank and ends[-1]:
-            empty = torch.empty(ends[-1], dtype=torch.uint8, device=comm.device())
-            raw = bytes(comm.recv(empty, rank).cpu().numpy())
-        here = {(b.name, b.offsets, tuple(b.tensor.shape)): b.tensor for b in own} if not rank else {}
-        for row, (kind, size), start, end in zip(rows, kinds, ends, ends[1:], strict=False):
-            value = (
-                here[row[0], row[2], row[3]].detach() if not rank else tensor_of(raw[start:end], kind, size)
-            )
-            if row[0] not in whole:
-                whole[row[0]] = torch.zeros(row[1], dtype=kind, device=device)
-            narrowed(whole[row[0]], row[2], row[3]).copy_(value)
-    return Collected(whole, [*replicas])
+                replicas[key[0]] = None
+    mine, whole = comm.rank(), dict[str, Tensor]()
+    for rank, (rows, _) in enumerate(gathered):
+        held = [row for row in rows if holder[row[:3]][0] == rank]
+        if mine == rank and mine:
+            sent = [_bytes(own[row[:3]].tensor) for row in held]
+            if any(map(len, sent)):
+                comm.send(torch.cat(sent), 0)
+        elif not mine:
+            kinds = [(getattr(torch, row[4]), torch.Size(row[2])) for row in held]
+            sizes = [kind.itemsize * size.numel() for kind, size in kinds]
+            flat = torch.empty(sum(sizes) if rank else 0, dtype=torch.uint8, device=comm.device())
+            pieces = torch.split(comm.recv(flat, rank), sizes) if len(flat) else None
+            for i, (row, (kind, size)) in enumerate(zip(held, kinds, strict=True)):
+                name, offsets, _, shape = row[:4]
+                here = pieces[i].clone().view(kind).view(size) if pieces else own[row[:3]].tensor.detach()
+                if name not in whole and size == shape:
+                    whole[name] = here.to(device)
+                    continue
+                if name not in whole:
+                    whole[name] = torch.zeros(shape, dtype=kind, device=device)
+                narrowed(whole[name], offsets, size).copy_(here)
+    return Collected(whole, [*replicas], [value for _, value in gathered])
 
 
-def _sums(box: TensorBox) -> tuple[float, float]:
+def state_before(
+    engine: EngineState, kept: KeptState, pairs: Sequence[Pair], known: Mapping[tuple[str, str], Any]
+) -> TrainingState | None:
+    """The whole state before a step, with the batches of all ranks, on rank 0; a collective.
+
+    known: the modules' attributes when the model was cut, of which those that have changed count.
+    """
+    settings = engine.state_settings()
+    rows: list[Any] = []
+    if engine._counts and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp")):
+        rows = [(mapped(Tensor.cpu, x), x is y, mapped(Tensor.cpu, y)) for x, y in pairs]
+    named = engine.model.named_parameters(remove_duplicate=False)
+    host = this_process().host
+    facts = settings["state"], {n: p.requires_grad for n, p in named}, rows, (host, torch.get_num_threads())
+    boxes = engine.placement.chunks(box for each in kept.chunks.values() for box in each)
+    found = collect(boxes, engine.device, facts, compare=False)
+    if comm.rank():
+        return None
+    numbers: dict[str, Any] = {}
+    trained: dict[str, bool] = {}
+    batches: list[Pair] = []
+    threads = 0
+    for state, requires_grad, given, (where, own) in found.values:
+        numbers |= state
+        trained |= requires_grad
+        threads += own if where == host else 0
+        placed = [(moved(x, engine.device), is_one, y) for x, is_one, y in given]
+        batches += [(x, x if is_one else moved(y, engine.device)) for x, is_one, y in placed]
+    now = plain_attributes(engine.model)
+    return TrainingState(
+        found.whole,
+        settings["groups"],
+        numbers,
+        trained,
+        {name: part.training for name, part in engine.model.named_modules()},
+        KeptAttributes(engine.loss),
+        {key: value for key, value in now.items() if key not in known or differs(value, known[key])},
+        [*engine.model.parameters()],
+        batches,
+        threads,
+    )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A tensor's bytes, as a flat tensor to send."""
+    return x.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).to(comm.device())
+
+
+def _sums(x: Tensor) -> tuple[float, float]:
     """Two numbers that equal copies share up to rounding: the sum, and that of the magnitudes."""
-    x = box.tensor.detach()
+    x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    x = x.double()
-    return float(x.sum()), float(x.abs().sum())
+    return float(x.sum(dtype=torch.float64)), float(x.abs().sum(dtype=torch.float64))

@@ -140,3 +140,15 @@ class _Normalize(torch.autograd.Function):
         comm.all_reduce(sums, group=ctx.group)
         of_gradient, of_product = (each.view(ctx.shape) / count for each in sums)
         return (gradient - of_gradient - normal * of_product) * scale.view(ctx.shape), None, None
+
+
+def fixed_batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Put the BatchNorms that train, each with the rows that it sees, in evaluation mode; returns them."""
+    found: list[nn.Module] = [
+        part
+        for _, part in batch_norms(model)
+        if part.training and part.running_mean is not None and "forward" not in part.__dict__
+    ]
+    for part in found:
+        part.training = False
+    return found

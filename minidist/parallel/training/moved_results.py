@@ -44,24 +44,26 @@ def last_bit(x: Tensor) -> float:
     return torch.finfo(x.dtype).eps
 
 
+def move(name: str, x: Tensor, trial: int, least: float = 0.0) -> Tensor:
+    """Move the last bit of a tensor's elements at random, or as much as `least` times the elements."""
+    # The same in every call: recomputed activations have to be the same, and so do copies on other ranks.
+    seed = zlib.crc32(f"{name} {trial}".encode())
+    noise = torch.as_tensor(np.random.default_rng(seed).uniform(-1.0, 1.0, x.shape))
+    return torch.addcmul(x, x, noise.mul_(max(least, last_bit(x))).to(x))
+
+
 def moved_results(model: nn.Module, trial: int, least: float = 0.0) -> AbstractContextManager[None]:
     """Inside, move the last bit of the results of all modules without children, forward and backward.
 
     least: the least to move by, where the model computes in a less precise type than it returns.
     """
 
-    def move(name: str, x: Tensor) -> Tensor:
-        # The same in every call: recomputed activations have to be the same, and so do copies on other ranks.
-        seed = zlib.crc32(f"{name} {trial}".encode())
-        noise = torch.as_tensor(np.random.default_rng(seed).uniform(-1.0, 1.0, x.shape))
-        return torch.addcmul(x, x, noise.mul_(max(least, last_bit(x))).to(x))
-
     def after(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        result = move(name, output)
+        result = move(name, output, trial, least)
         if result.requires_grad:
-            result.register_hook(partial(move, f"{name} backward"))  # type: ignore[no-untyped-call]
+            result.register_hook(lambda grad: move(f"{name} backward", grad, trial, least))  # type: ignore[no-untyped-call]
         return result
 
     parts = [(name, part) for name, part in model.named_modules() if not [*part.children()]]

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_draws: dict[Any, bool] = {}
+"""Whether an operation of torch draws random numbers."""
+_LAST_BITS = {
+    kind: torch.finfo(kind).eps for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+
 
 class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces random numbers by constants.
@@ -29,26 +35,25 @@ class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, alone: bool = False, others: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used, self.cannot, self.last_bit, self._alone = False, "", 0.0, alone
-        self._others = {x.untyped_storage()._cdata for x in others}
+        self._others = {id(x): x for x in others}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation of torch, without its random numbers."""
         kwargs = kwargs or {}
-        if self._alone and function.namespace == "c10d":
-            raise RuntimeError("it calls torch.distributed itself, where one process would wait for ever")
-        if self._others and any(
-            isinstance(x, Tensor) and x.layout == torch.strided and x.untyped_storage()._cdata in self._others
-            for x in args
-        ):
+        if self._others and not self._others.keys().isdisjoint(map(id, args)):
             raise RuntimeError(
                 "the loss reads the parameters of the engine's model, and not of the given one"
             )
-        if torch.Tag.nondeterministic_seeded not in function.tags:
+        if function not in _draws:
+            _draws[function] = torch.Tag.nondeterministic_seeded in function.tags
+        if not _draws[function]:
+            if self._alone and function.namespace == "c10d":
+                raise RuntimeError("it calls torch.distributed itself, where one process would wait for ever")
             found = function(*args, **kwargs)
-            if isinstance(found, Tensor) and found.is_floating_point():
-                self.last_bit = max(self.last_bit, torch.finfo(found.dtype).eps)
+            if isinstance(found, Tensor) and found.dtype in _LAST_BITS:
+                self.last_bit = max(self.last_bit, _LAST_BITS[found.dtype])
             return found
         name = function._schema.name.removeprefix("aten::")
         if "attention" in name:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
-from minidist.parallel.engine import rehearsal, training_step
+from minidist.checkpoint import saving
+from minidist.comm import ledgers
+from minidist.parallel.engine import one_process, rehearsal, training_step
 from minidist.parallel.sharding import zero
 from minidist.parallel.training.random_off import RandomOff
+from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -386,6 +391,90 @@ def test_a_loss_may_read_the_model_around_it(cluster_of: Clusters, capfd: pytest
 
     assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
     assert "was not compared" not in capfd.readouterr().err
+
+
+def test_an_optimizer_has_the_groups_that_it_was_made_with(cluster_of: Clusters) -> None:
+    """It is asked for groups once, before the loop freezes what it forms groups by."""
+
+    def a_group_each(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return ADAMW([{"params": [p]} for p in parameters if p.requires_grad])
+
+    def losses(layout: str, rehearse: bool) -> list[float]:
+        engine = md.prepare(net(), a_group_each, PARSE(layout), functional.mse_loss, rehearse=rehearse)
+        found = train(engine, batches(1))
+        engine.model[0].requires_grad_(False)
+        return found + train(engine, batches(3))
+
+    for layout in ("dp=2", "dp=2,zero=1"):
+        assert cluster_of(2).run(losses, layout, True) == cluster_of(2).run(losses, layout, False)
+
+
+def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path) -> None:
+    """The save's thread talks to the other ranks. A failed save tells `wait`, and not the step."""
+
+    def found(fails: bool) -> tuple[list[float], list[bool], str]:
+        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
+        awaited, done = threading.Event(), list[bool]()
+        write, join, step = saving.write, saving.Saving.join, one_process.OneProcess.step
+
+        def slow(*given: Any) -> None:
+            awaited.wait(HANG)
+            write(*given)
+            if fails:
+                raise OSError("full")
+
+        def joined(own: saving.Saving) -> None:
+            awaited.set()
+            join(own)
+
+        def alone(*given: Any) -> Any:
+            done.append(engine.saving.done)
+            return step(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "write", slow)
+            patch.setattr(saving.Saving, "join", joined)
+            patch.setattr(one_process.OneProcess, "step", alone)
+            under_way = md.save(engine, tmp_path / "state", asynchronous=True)
+            losses = train(engine, batches(2))
+            try:
+                under_way.wait()
+            except OSError as error:
+                return losses, done, str(error)
+            return losses, done, ""
+
+    for fails in (False, True):
+        ranks = cluster_of(2).run(found, fails)
+        assert ranks[0][1] == [True, True]
+        assert [told for *_, told in ranks] == ["full" if fails else ""] * 2
+
+
+class Counts:
+    """Counts the calls of the rank that it watches, as an open trace would."""
+
+    number = 0
+
+    def called(self, *_: Any) -> None:
+        self.number += 1
+
+    def waited(self, *_: Any) -> None:
+        pass
+
+
+def test_a_rank_may_be_watched_alone(cluster_of: Clusters) -> None:
+    """The others rehearse, and would wait for it."""
+
+    def calls(watched: bool) -> tuple[list[float], int]:
+        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
+        counts = Counts()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ledgers, "watchers", [counts] if watched and md.rank() else [])
+            return train(engine, batches(2)), counts.number
+
+    watched, plain = cluster_of(2).run(calls, True), cluster_of(2).run(calls, False)
+    assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
+    assert watched[0][1] == 0
+    assert watched[1][1] > 0
 
 
 class Elsewhere:
