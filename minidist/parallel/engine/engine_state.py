@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minidist.parallel.contract.engine import Loss
@@ -16,6 +17,8 @@ from minidist.parallel.engine.prepare_checks import PlanCheck
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import StepExecutor, WholePasses
+from minidist.parallel.flat.ranges import narrowed
+from minidist.parallel.guards.refusals import refuse_growth
 from minidist.parallel.training.activation_memory import ActivationPeaks
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.precision import Precision
@@ -41,6 +44,7 @@ class EngineState:
         self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
         self.mesh, self.placement = part.mesh, part.placement
         self.optimizer = strategy.optimizer
+        self.optimizer.add_param_group = refuse_growth  # type: ignore[method-assign, assignment]
         self.grad_norm: float | None = None
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
         self.device = next((p.device for p in part.model.parameters()), self.placement.device)
@@ -103,6 +107,34 @@ class EngineState:
         """
         copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
         return {name: copies[name] for name in self.placement.entries}
+
+    @contextmanager
+    def summon(self) -> Iterator[dict[str, Tensor]]:
+        """Inside, this rank has every parameter in full; afterwards the engine has what was written to them.
+
+        >>> with engine.summon() as weights:
+        ...     for weight in weights.values():
+        ...         weight.clamp_(-0.01, 0.01)
+
+        For what one process would do to its weights between steps: clip them, move a teacher towards its
+        student, normalize a matrix. They have the names in the model given to `prepare`, and tied ones are
+        one tensor. Every rank writes the same values. Where a value stays, its master weight does too. An
+        error inside leaves the engine as it was.
+
+        A collective; it sends what `full_state_dict` sends, and with sharded optimizer state in half
+        precision a step's all-gather. Each rank has memory for one copy of all parameters.
+        """
+        state, first = self.full_state_dict(), self.placement.first
+        weights = {name: state[first[name]] for name in first if first[name] in state}
+        yield weights
+        with torch.no_grad():
+            for box in self.chunks():
+                new = weights.get(box.name.removeprefix("model."))
+                if new is not None and box.name.startswith("model."):
+                    own, old = narrowed(new, box.offsets, box.tensor.shape), box.tensor
+                    own = own.to(old.device)
+                    old.copy_(torch.where(own == old.to(own.dtype), old, own.to(old.dtype)))
+        self.strategy.loaded()
 
     def memory(self) -> Memory:
         """Bytes on this rank now, from tensor storages, each counted once; prints as a small table.

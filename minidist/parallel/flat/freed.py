@@ -50,11 +50,12 @@ class FreedParameter(nn.Parameter):
         found = next((each.name_in_model for each in every if isinstance(each, cls)), "of this model")
         raise RuntimeError(
             f"the parameter {found} has no values now: ZeRO stage 3 gathers a parameter while its unit "
-            "computes, and frees it again. Outside a pass read engine.full_state_dict(), or a FullyShard's "
-            "parameters inside `with sharded.summon():`; to average weights take md.EMA, and for a penalty "
-            "on them the optimizer's weight_decay. If the model itself reads it, it uses a part or another "
-            "method of a unit that is never called: leave that one out of units=. If a loss reads it, let "
-            "the model's forward return it, or what is computed with it"
+            "computes, and frees it again. Outside a pass read engine.full_state_dict(), or write inside "
+            "`with engine.summon() as weights:`, or for a FullyShard inside `with sharded.summon():`; to "
+            "average weights take md.EMA, and for a penalty on them the optimizer's weight_decay. If the "
+            "model itself reads it, it uses a part or another method of a unit that is never called: leave "
+            "that one out of units=. If a loss reads it, let the model's forward return it, or what is "
+            "computed with it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -104,6 +104,15 @@ def require_optimizer(made: object, name: str = "optimizer") -> None:
         )
 
 
+def refuse_growth(_: object) -> None:
+    """Raise RuntimeError: stands for `add_param_group` of an engine's optimizer."""
+    raise RuntimeError(
+        "an engine's optimizer takes no further parameters, since its ranks would not share them; build the "
+        "grown model anew, call load_state_dict(engine.full_state_dict(), strict=False) on it, and prepare "
+        "another engine of it"
+    )
+
+
 def gradients_are_off() -> RuntimeError:
     """The error of a step where `torch.is_grad_enabled()` is False."""
     return RuntimeError(

@@ -1,0 +1,164 @@
+"""Loops that do more than take steps: they edit weights, thaw layers, and train several models in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+
+Clusters = Callable[[int], md.Cluster]
+PARSE = md.Layout.parse
+ADAMW = partial(torch.optim.AdamW, lr=0.02)
+SGD = partial(torch.optim.SGD, lr=0.1)
+LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"]
+DEEP = [pytest.param(each, marks=pytest.mark.deep) for each in ("dp=2,tp=2,zero=1", "dp=4,zero=3,shard=2")]
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.up(x).tanh())
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(steps, 2, 8, 6, dtype=torch.float64, generator=generator)
+    return [(x, y) for x, y in drawn]
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets)
+
+
+def rows(engine: md.Engine, *whole: Tensor) -> tuple[Tensor, ...]:
+    """This rank's rows of tensors."""
+    return tuple(x[engine.data_rank :: engine.data_ranks] for x in whole)
+
+
+def plain_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    mse(model(x), y).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def same(found: Mapping[str, Tensor], expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# Weights that are edited between steps.
+
+
+@torch.no_grad()
+def edit(weights: Mapping[str, Tensor]) -> None:
+    """What needs a whole matrix, or two parameters: a spectral norm, clipping, a moving average."""
+    weights["layers.0.up.weight"].div_(torch.linalg.matrix_norm(weights["layers.0.up.weight"], 2))
+    weights["layers.1.down.bias"].clamp_(-0.05, 0.05)
+    weights["layers.2.up.weight"].lerp_(weights["layers.0.up.weight"], 0.1)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tp=2", "pp=2", *DEEP])
+def test_weights_are_summoned_and_taken_back(cluster_of: Clusters, layout: str) -> None:
+    def train() -> dict[str, Tensor]:
+        plan = PLAN if "tp" in layout else None
+        engine = md.prepare(net(md.rank()), ADAMW, PARSE(layout), mse, plan=plan)
+        for x, y in batches(3):
+            engine.step(*rows(engine, x, y))
+            with engine.summon() as weights:
+                edit(weights)
+        with suppress(ArithmeticError), engine.summon() as weights:
+            weights["layers.0.up.weight"].zero_()
+            raise ArithmeticError  # and the engine is as it was
+        return engine.full_state_dict()
+
+    model = net()
+    optimizer = ADAMW(model.parameters())
+    for x, y in batches(3):
+        plain_step(model, optimizer, x, y)
+        edit(dict(model.named_parameters()))
+    for state in cluster_of(PARSE(layout).ranks).run(train):
+        same(state, model)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_masters_and_ties_survive_a_summons(cluster_of: Clusters, zero: int) -> None:
+    """What stays keeps the digits of its master; tied parameters are one tensor."""
+
+    def train() -> tuple[float, bool, float]:
+        model = net().float()
+        model.layers[2].up = model.layers[0].up
+        layout = md.Layout(dp=2, zero=zero, precision="bf16")
+        engine = md.prepare(model, partial(torch.optim.SGD, lr=1e-4), layout, loss=mse)
+        for x, y in batches(3):
+            engine.step(*rows(engine, x.float(), y.float()))
+        before = {box.name: box.tensor.clone() for box in engine.chunks()}
+        with engine.summon() as weights:
+            weights["layers.1.up.bias"].fill_(0.5)
+            tied = weights["layers.0.up.bias"] is weights["layers.2.up.bias"]
+        after = {box.name: box.tensor for box in engine.chunks()}
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved <= {"model.layers.1.up.bias"}
+        state = engine.full_state_dict()
+        return float(state["layers.1.up.bias"].float().mean()), tied, float(len(moved))
+
+    found = cluster_of(2).run(train)
+    assert all(mean == 0.5 and tied for mean, tied, _ in found)
+    assert any(moved for *_, moved in found)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", *LAYOUTS, "pp=2"])
+def test_a_growing_net_gets_another_engine(cluster_of: Clusters, layout: str) -> None:
+    def train() -> dict[str, Tensor]:
+        engine = md.prepare(net(md.rank()), SGD, PARSE(layout), mse)
+        x, y = batches(1)[0]
+        engine.step(*rows(engine, x, y))
+        refused = "takes no further parameters.* call load_state_dict.engine.full_state_dict.., strict=False"
+        with pytest.raises(RuntimeError, match=refused):
+            engine.optimizer.add_param_group({"params": Block().parameters()})
+        model = grown()
+        model.load_state_dict(engine.full_state_dict(), strict=False)
+        engine = md.prepare(model, SGD, PARSE(layout), mse)
+        engine.step(*rows(engine, x, y))
+        return engine.full_state_dict()
+
+    def grown() -> Net:
+        torch.manual_seed(5)
+        return Net(4).double()
+
+    model, (x, y) = net(), batches(1)[0]
+    plain_step(model, SGD(model.parameters()), x, y)
+    model.layers.append(grown().layers[3])
+    plain_step(model, SGD(model.parameters()), x, y)
+    for state in cluster_of(PARSE(layout).ranks).run(train):
+        same(state, model)
