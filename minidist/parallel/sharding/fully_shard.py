@@ -47,7 +47,7 @@ class FullyShard(nn.Module):
 
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
     add up. Every rank makes the same calls. Outside a pass, reading the module's parameters is an error, and
-    `summon` shows them. A parameter that is frozen when this is made cannot be thawed later. A unit may be
+    `summon` shows them. `requires_grad` may change between steps, on all ranks alike. A unit may be
     called by itself, forward and backward, by all ranks alike: for example a head on a chunk of activations
     at a time. `optimizer.zero_grad`, and `optimizer.step` if no state lies on disk, do as the methods here.
 
@@ -112,22 +112,20 @@ class FullyShard(nn.Module):
         require_elementwise(type(self.groups.optimizer))
         self.units = build(module, units, gradient_comm, initialize, memory, master)
         claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
-        named = [*module.named_parameters()]
-        for _, parameter in named:
+        for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)
         buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        group_of = {i: self.groups.of[name] for i, (name, _) in enumerate(named) if name in self.groups.of}
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
         for bucket in buckets:
             if not bucket.frozen:
-                self.slices.add(bucket, group_of)
+                self.slices.add(bucket, self.groups.of)
         self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
             how = {choose("all_gather", "auto", self.share_group, each.values, True) for each in buckets}
             prefetch = how != {"shared_memory"}
-        self.sharding = UnitSharding(self.units, self.slices, gradient_comm, module.parameters(), prefetch)
+        self.sharding = UnitSharding(self.units, self.slices, self.groups, gradient_comm, prefetch)
         refuse_other_optimizers(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ class FlatParameterGroups:
     """The optimizer that `make` makes of the parameters of `module`, which may be on the meta device.
 
     `optimizer` has stand-ins until `hand_over`. `names` are those of each group's parameters, and `of` has
-    the group's number for each name; parameters that the optimizer leaves out are in no group.
+    the group's number for each parameter index; parameters that the optimizer leaves out are in no group.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class FlatParameterGroups:
                         "module's; make it of the parameters that the function is given"
                     )
             self.names.append([known[id(parameter)] for parameter in group["params"]])
-        self.of = {name: number for number, names in enumerate(self.names) for name in names}
+        by_name = {name: number for number, names in enumerate(self.names) for name in names}
+        named = enumerate(name for name, _ in module.named_parameters())
+        self.of = {index: by_name[name] for index, name in named if name in by_name}
+        self.begins_with_state = bool(self.optimizer.state)
 
     def hand_over(self, pieces: Iterable[tuple[int | None, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer, in which pieces, each given with its group's number, have replaced the stand-ins."""
@@ -59,11 +62,20 @@ class FlatParameterGroups:
         for number, piece in pieces:
             if number is not None:
                 groups[number].append(piece)
-        if self.optimizer.state:
+        if self.begins_with_state:
             self.optimizer = self._made_again(groups)
         for group, own in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = own
         return self.optimizer
+
+    def begin(self, pieces: Iterable[tuple[int | None, nn.Parameter]]) -> None:
+        """Give further pieces the state that the optimizer begins with."""
+        if self.begins_with_state:
+            groups: list[list[nn.Parameter]] = [[] for _ in self.names]
+            for number, piece in pieces:
+                if number is not None and piece not in self.optimizer.state:
+                    groups[number].append(piece)
+            self.optimizer.state.update(self._made_again(groups).state)
 
     def _made_again(self, groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
         """An optimizer of the same class over the pieces, for one that begins with state, as Adagrad does."""

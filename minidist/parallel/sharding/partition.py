@@ -55,7 +55,7 @@ class Partition:
         self.average = True  # gradients become means over the ranks, and not sums
         self.overlap = True  # reduce while backward runs
         self.trained: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
-        self.known: set[int] = set()  # their identities
+        self.known: set[int] = set()  # the identities of those with hooks
         self.orders: list[list[int]] = []  # parameter indices, for each time that some were dealt to buckets
         self.buckets: list[Bucket] = []  # of all orders
         self.slices = OptimizerSlices(inner, master)  # this rank's share
@@ -104,8 +104,8 @@ class Partition:
         refused = "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
         guard(self.parameters, lambda _: refused if itself() is not None else None)
         trained = [p for p in self.parameters if p.requires_grad]
-        self.trained += [parameter for parameter in trained if id(parameter) not in self.known]
-        self.known |= set(map(id, trained))
+        self._list(trained)
+        self.known = set(map(id, trained))
         named = [(str(index), parameter) for index, parameter in enumerate(self.trained)]
 
         def assign(seen: Iterable[int]) -> ShardAssignment:
@@ -115,6 +115,18 @@ class Partition:
 
         self.reducer: Reducer[ShardAssignment] = Reducer(named, self.gradient_comm, self.overlap, assign)
         self.reducer.syncing, self.reducer.scale = self.residency == "shares", 1.0
+
+    def _list(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Number parameters that have no index yet; returns whether there are any."""
+        listed = set(map(id, self.trained))
+        new = [parameter for parameter in parameters if id(parameter) not in listed]
+        self.trained += new
+        return bool(new)
+
+    def expect(self, frozen: Iterable[nn.Parameter]) -> None:
+        """Deal these to buckets too: they get no gradients now, but the optimizer has state of them."""
+        if self._list(frozen):
+            self.reattach()
 
     def reattach(self) -> None:
         """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""

@@ -6,7 +6,7 @@ weight and loss. state_by_name.py tells checkpoints where each part of the state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,14 +138,16 @@ class ShardedState(SharingStrategy):
         order = [[self._name(index) for index in each] for each in self.partition.orders]
         return {**super().settings(), "order": order}
 
-    def make_buckets(self, settings: Mapping[str, Any]) -> None:
+    def make_buckets(self, settings: Mapping[str, Any], saved: Collection[str]) -> None:
         """Make the buckets in the saved order: in another one, sums would add up in another order.
 
         A strategy that saves no order is taken to have that of registration, reversed.
         """
         self.optimizer.follow_changes()
-        index_of = {self.names[parameter]: index for index, parameter in enumerate(self.partition.trained)}
         order = settings.get("order")
+        had = {*saved, *(name for each in order or () for name in each)}
+        self.partition.expect(p for p in self.partition.parameters if self.names[p] in had)
+        index_of = {self.names[parameter]: index for index, parameter in enumerate(self.partition.trained)}
         if order is None:
             order = [[*reversed(index_of)]]
         self.partition.arrange([index_of[name] for name in each if name in index_of] for each in order)
@@ -179,13 +181,13 @@ class FullySharded(SharingStrategy):
         self.group, self.share_group = gradient_comm.group, gradient_comm.share_group
         self.owners = gradient_comm.owners
         self.parallel = FullyShard(model, optimizer, gradient_comm, master=master, **(options or {}))
-        for bucket in self.parallel.sharding.gradients.buckets:
-            bucket.op = "sum"  # the engine weights them
         self.model, self.names = model, names_of(model)
         self.optimizer, self.slices = self.parallel.optimizer, self.parallel.slices
         self.sharding = self.parallel.sharding
         self.parameters, self.group_names = [*model.parameters()], self.parallel.groups.names
         self.buckets = [bucket for unit in self.parallel.units for bucket in unit.buckets]
+        for bucket in self.buckets:
+            bucket.op = "sum"  # the engine weights them
         self.unsliced, self.unsliced_masters = {}, {}
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)
 
@@ -211,7 +213,7 @@ class FullySharded(SharingStrategy):
         self.sharding.step()
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under all its names, then the buffers. It gathers one unit at a time."""
+        """Every parameter under all its names, then the buffers."""
         aliases: dict[Tensor, list[str]] = {}
         others = []
         for name, value in model_tensors(self.model).items():
@@ -219,16 +221,15 @@ class FullySharded(SharingStrategy):
                 aliases.setdefault(value, []).append(name)
             else:
                 others.append((name, value.detach()))
-        for unit in self.parallel.units:
-            unit.show()
-            try:
-                for bucket in unit.buckets:
-                    for parameter in bucket.parameters:
-                        for alias in aliases[parameter]:
-                            yield alias, parameter.detach().clone()  # `free` takes the memory
-            finally:
-                unit.free()
+        for parameter in self.sharding.whole():
+            for alias in aliases[parameter]:
+                yield alias, parameter.detach().clone()  # its unit's memory is given back
         yield from others
+
+    def make_buckets(self, settings: Mapping[str, Any], saved: Collection[str]) -> None:
+        """Make room for the state of parameters that are frozen."""
+        frozen = [bucket for bucket in self.buckets if bucket.frozen]
+        self.sharding.thaw([b for b in frozen if any(self.names[p] in saved for p in b.parameters)])
 
     def held(self) -> ResidentTensors:
         """Shards and what is gathered now; the buffers that reduce gradients count among the gradients."""

@@ -7,7 +7,7 @@ optimizer state in the same way. Whatever every rank has whole is one box.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,8 +50,11 @@ class SharingStrategy(Strategy):
         """The parameters that will be in a bucket, and are in none yet."""
         return ()
 
-    def make_buckets(self, settings: Mapping[str, Any]) -> None:
-        """Make the buckets that the saved run had, as far as they are not there. A collective."""
+    def make_buckets(self, settings: Mapping[str, Any], saved: Collection[str]) -> None:
+        """Make the buckets that the saved run had, as far as they are not there. A collective.
+
+        saved: names of the parameters with optimizer state. A frozen one may have some, to go on with later.
+        """
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Change nothing: stage 1 sends only after `begin_final_backward`, 2 and 3 in every backward pass."""
@@ -182,7 +185,7 @@ class SharingStrategy(Strategy):
             group.update({key: value for key, value in values.items() if key != "params"})
         self.slices.optimizer.state.clear()
         self.unsliced_masters.clear()
-        self.make_buckets(settings)
+        self.make_buckets(settings, {*state, *settings["state"]})
         wholes: dict[tuple[str, str], Tensor] = {}  # one for all slices of a parameter, until `loaded`
 
         def empty(parameter: nn.Parameter, device: torch.device, elements: int | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class UnitRuntime:
     """Runs `units`, the root first, along the order of their collectives.
 
     reduce: reduces a unit's gradients; with True, while something else computes. complete: waits for that.
+    follow_changes: prepares gradients of other parameters than in the pass before.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class UnitRuntime:
         units: Sequence[Unit],
         reduce: Callable[[Unit, bool], None],
         complete: Callable[[], None],
+        follow_changes: Callable[[], None],
         group: Group,
         prefetch: bool,
     ) -> None:
         self.units, self.root, self._group, self.prefetch = units, units[0], group, prefetch
-        self._reduce, self._complete_reductions = reduce, complete
+        self._reduce, self._complete_reductions, self._follow_changes = reduce, complete, follow_changes
         self.order = expected(units)
         self._next, self._clock = 0, 0  # in the forward order; among the events of a pass
         self._pass: UnitPass | None = None  # the running forward pass
@@ -115,12 +117,12 @@ class UnitRuntime:
         if self._open or self._pass is not None:  # the last one raised
             self.abandon()
         self._next = self._clock = 0
+        self._follow_changes()
         around = [] if first is self.root else sharing(self.units, first)
         self._pass = UnitPass([first, *around], torch.is_grad_enabled(), self.version)
         if not self._pass.trains:
             self.forget_copies()
         for unit in self.units:
-            unit.refuse_thawed()
             unit.calls = 0
         for unit in around:
             unit.show()

@@ -9,7 +9,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from minidist.comm.errors import CollectiveError
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.reduce_to_owner import lend_memory
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
@@ -31,12 +32,17 @@ class UnitGradients:
     """The gradients of the `parameters` parameters in some units. Making it is a collective."""
 
     def __init__(self, units: Sequence[Unit], parameters: int, gradient_comm: GradientComm) -> None:
-        self.gradient_comm = gradient_comm
-        self.buckets = [bucket for unit in units for bucket in unit.buckets if not bucket.frozen]
-        self.memories = lend_memory(self.buckets, gradient_comm)
+        self.gradient_comm, self.buckets = gradient_comm, list[Bucket]()
         self.used = bytearray(parameters)  # for each parameter index: has it had a gradient on this rank?
         self._last = Messages(iter(()))
         self.synchronized = False  # all ranks know which were used, and no backward pass has come since
+        self.make(units)
+
+    def make(self, units: Sequence[Unit]) -> None:
+        """Make memory for the gradients of the units' buckets that are not frozen. A collective."""
+        self.complete()
+        self.buckets = [bucket for unit in units for bucket in unit.buckets if not bucket.frozen]
+        self.memories = lend_memory(self.buckets, self.gradient_comm)
 
     def forget(self) -> None:
         """Forget the gradients; the next ones are the first."""
@@ -85,22 +91,22 @@ class UnitGradients:
 class UnitSharding:
     """Runs a model over `units`, and steps the optimizer of `slices`, whose own step and zero_grad call it.
 
-    parameters: the module's, which get no gradients. prefetch: gather a unit while the one before computes.
+    groups: of the optimizer. prefetch: gather a unit while the one before computes.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         slices: OptimizerSlices,
+        groups: FlatParameterGroups,
         gradient_comm: GradientComm,
-        parameters: Iterable[Tensor],
         prefetch: bool,
     ) -> None:
-        hidden, optimizer = [*parameters], slices.optimizer
-        self.slices, self.group = slices, gradient_comm.group
-        self.gradients = UnitGradients(units, len(hidden), gradient_comm)
+        hidden, optimizer = [*units[0].module.parameters()], slices.optimizer
+        self.slices, self.groups, self.group = slices, groups, gradient_comm.group
+        self.gradients = gradients = UnitGradients(units, len(hidden), gradient_comm)
         self.runtime = UnitRuntime(
-            units, self.gradients.reduce, self.gradients.complete, self.group, prefetch
+            units, gradients.reduce, gradients.complete, weakly(self.follow_changes), self.group, prefetch
         )
         self._stepping = False  # the optimizer's step is called from here
         optimizer.register_step_pre_hook(weakly(self._before_step))
@@ -108,6 +114,21 @@ class UnitSharding:
         optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
         slices.guarded_by(weakly(self._why_not_clipped))
         guard(hidden, weakly(self._why_hidden))
+
+    def follow_changes(self) -> None:
+        """Begin with gradients of parameters that were frozen when this was made."""
+        frozen = [bucket for unit in self.runtime.units for bucket in unit.buckets if bucket.frozen]
+        self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])
+
+    def thaw(self, buckets: Sequence[Bucket]) -> None:
+        """Make room for the gradients and the optimizer state of frozen buckets. A collective."""
+        if buckets:
+            for bucket in buckets:
+                dtype, device = self.slices.master or bucket.dtype, bucket.shard.device
+                bucket.frozen, bucket.reduced = False, self.slices.memory.zeros(bucket.share, dtype, device)
+                self.slices.add(bucket, self.groups.of)
+            self.groups.begin((each.group, each.tensor) for each in self.slices.all)
+            self.gradients.make(self.runtime.units)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose units are gathered as it calls them. A collective."""
@@ -117,6 +138,15 @@ class UnitSharding:
             with suppress(CollectiveError):  # if a peer is gone, the first error says so
                 self.runtime.abandon()
             raise
+
+    def whole(self) -> Iterator[Tensor]:
+        """Every parameter, gathered one unit at a time. A collective."""
+        for unit in self.runtime.units:
+            unit.show()
+            try:
+                yield from (parameter for bucket in unit.buckets for parameter in bucket.parameters)
+            finally:
+                unit.free()
 
     def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping:

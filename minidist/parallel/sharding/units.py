@@ -65,15 +65,6 @@ class Unit:
         own = [bucket.values for bucket in self.buckets]
         return mapped(lambda x: outside(x, own), outputs)
 
-    def refuse_thawed(self) -> None:
-        """RuntimeError where parameters get gradients that did not when the unit was made."""
-        for bucket in self.buckets:
-            if bucket.frozen and any(parameter.requires_grad for parameter in bucket.parameters):
-                raise RuntimeError(
-                    f"requires_grad of parameters of {self} is True, and was False when the FullyShard was "
-                    "made, which keeps no gradients of them; thaw parameters before it is made"
-                )
-
     def __str__(self) -> str:
         return f"the unit {self.name}" if self.name else "the root unit"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,77 @@ def test_masters_and_ties_survive_a_summons(cluster_of: Clusters, zero: int) -> 
     found = cluster_of(2).run(train)
     assert all(mean == 0.5 and tied for mean, tied, _ in found)
     assert any(moved for *_, moved in found)
+
+
+# Parameters that are frozen, and thawed.
+
+
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.3)
+THAWING = [(layout, ADAMW) for layout in LAYOUTS] + [("dp=2,zero=3", ADAGRAD)]
+MORE = [("dp=2,zero=1", ADAGRAD), ("dp=4,zero=3,shard=2", ADAMW)]
+
+
+def change(model: nn.Module, step: int) -> None:
+    """Freeze or thaw a whole layer, or one parameter of a layer."""
+    layers: Any = model.layers
+    if step in (0, 3):
+        layers[1].requires_grad_(step == 3)
+        layers[2].up.bias.requires_grad_(step == 3)
+    if step in (1, 4):
+        layers[0].down.requires_grad_(step == 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"), [*THAWING, *(pytest.param(*each, marks=pytest.mark.deep) for each in MORE)]
+)
+def test_layers_are_frozen_and_thawed(cluster_of: Clusters, layout: str, optimizer: Any) -> None:
+    def train() -> dict[str, Tensor]:
+        model = net(md.rank())
+        change(model, 0)
+        engine = md.prepare(model, optimizer, PARSE(f"{layout},micro_batches=2"), mse)
+        for step, (x, y) in enumerate(batches(6)):
+            change(engine.model, step)
+            engine.step(*rows(engine, x, y))
+        return engine.full_state_dict()
+
+    model = net()
+    change(model, 0)
+    plain = optimizer(model.parameters())
+    for step, (x, y) in enumerate(batches(6)):
+        change(model, step)
+        plain_step(model, plain, x, y)
+    for state in cluster_of(PARSE(layout).ranks).run(train):
+        same(state, model)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "dp=1"])
+@pytest.mark.parametrize("saved_by", ["dp=2,zero=1", pytest.param("dp=2,zero=3", marks=pytest.mark.deep)])
+def test_the_state_of_a_frozen_parameter_is_saved_and_loaded(
+    cluster_of: Clusters, tmp_path: Path, layout: str, saved_by: str
+) -> None:
+    """It goes on with its moments once it is thawed, in an engine that has never trained it, too."""
+
+    def run(parsed: md.Layout, steps: range, load: bool) -> dict[str, Tensor]:
+        model = net(md.rank())
+        if load:
+            model.layers[1].requires_grad_(False)
+        engine = md.prepare(model, ADAMW, parsed, mse)
+        if load:
+            md.load(engine, tmp_path / "0")
+        for step in steps:
+            engine.model.layers[1].requires_grad_(step not in (2, 3))  # type: ignore[union-attr]
+            engine.step(*rows(engine, *batches(6)[step]))
+        md.save(engine, tmp_path / str(int(load)))
+        return engine.full_state_dict()
+
+    model = net()
+    plain = ADAMW(model.parameters())
+    for step, (x, y) in enumerate(batches(6)):
+        model.layers[1].requires_grad_(step not in (2, 3))
+        plain_step(model, plain, x, y)
+    cluster_of(2).run(run, PARSE(saved_by), range(3), False)
+    for state in cluster_of(PARSE(layout).ranks).run(run, PARSE(layout), range(3, 6), True):
+        same(state, model)
 
 
 @pytest.mark.parametrize("layout", ["dp=1", *LAYOUTS, "pp=2"])

@@ -298,17 +298,6 @@ def test_a_unit_by_itself_that_failed_leaves_nothing() -> None:
     assert sharded(torch.zeros(2, dtype=torch.int64)).isfinite().all()
 
 
-def test_parameters_cannot_be_thawed_later() -> None:
-    model = Odd(0)
-    sharded = md.FullyShard(model, torch.optim.SGD, lr=0.5)
-    sharded(torch.ones(2, 6))
-    model.layers[1].requires_grad_(True)
-    with pytest.raises(
-        RuntimeError, match=r"of the unit layers\.1 is True, and was False when the FullyShard"
-    ):
-        sharded(torch.ones(2, 6))
-
-
 @pytest.mark.parametrize("of_a_library", [False, True])
 def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> None:
     """A library's own class of parameters stays what it is, and its values are NaN while it is freed."""
