@@ -34,7 +34,8 @@ class Engine(Evaluation):
 
     Attributes:
         model: the module, or this rank's part of it.
-        optimizer: the optimizer of this rank's part; learning-rate schedulers take it.
+        optimizer: the optimizer of this rank's part; learning-rate schedulers take it. All ranks call methods
+            of its own, such as a schedule-free one's `train` and `eval`.
         data_rank, data_ranks: this rank's index among the ranks that share a batch's rows, and their number,
             as `Sampler` takes them. Ranks that split the model and not the batch have the same index.
         grad_norm: the norm of the last step's gradients over all ranks, before clipping; None if the step

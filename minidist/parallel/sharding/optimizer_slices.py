@@ -59,12 +59,11 @@ class OptimizerSlices(SliceState):
         return [each.tensor for each in self.all if each.is_master]
 
     def step(self, **options: Any) -> None:
-        """Update the slices, and round masters to the values. `options` are for the optimizer's own step."""
+        """Update the slices; `round_masters` comes next. `options` are for the optimizer's own step."""
         if self.memory.longest is None:
             self.optimizer.step(**options)
         else:
             self._step_one_by_one(**options)
-        self.round_masters()
 
     def _step_one_by_one(self, **options: Any) -> None:
         """Update slice by slice, so that only one has to be in memory; state that is made moves to disk."""

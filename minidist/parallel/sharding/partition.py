@@ -203,3 +203,28 @@ class Partition:
             self._deal(order)
         if self.buckets and not self.waiting:
             self.reducer.settled()
+
+    # A step: options to and from the optimizer of this rank's slices, and parameters to all ranks.
+
+    def give_options(self) -> None:
+        """Give the optimizer the options of `groups`."""
+        _pass_options(self.groups, self.inner.param_groups)
+
+    def updated(self) -> None:
+        """Take the options that the optimizer has set, and publish what it has updated. A collective."""
+        _pass_options(self.inner.param_groups, self.groups)
+        self.slices.round_masters()
+        self.publish()
+
+    def publish(self) -> None:
+        """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
+        for bucket in self.buckets:  # launch
+            self.gradient_comm.blocking = bucket is self.buckets[-1]
+            bucket.gather()
+        for bucket in self.buckets:  # wait
+            bucket.wait()
+
+
+def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for have, take in zip(source, target, strict=True):
+        take.update({key: value for key, value in have.items() if key != "params"})

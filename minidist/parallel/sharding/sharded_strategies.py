@@ -156,7 +156,7 @@ class ShardedState(SharingStrategy):
     def loaded(self) -> None:
         """Publish loaded masters, which sends a step's all-gather, and join slices whose state agrees."""
         if self.slices.reload():
-            self.optimizer.publish()
+            self.partition.publish()
         for parameter, master in self.unsliced_masters.items():
             parameter.copy_(master)
 

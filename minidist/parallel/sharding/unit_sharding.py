@@ -26,6 +26,7 @@ from minidist.parallel.sharding.reduce_to_owner import lend_memory
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.training.clipping import guard
+from minidist.parallel.training.master_weights import own_attribute
 
 
 class UnitGradients:
@@ -112,6 +113,9 @@ class UnitSharding:
         optimizer.register_step_pre_hook(weakly(self._before_step))
         optimizer.register_step_post_hook(weakly(self._after_step))
         optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
+        for name in {*dir(type(optimizer))} - {*dir(torch.optim.Optimizer)}:  # such as `train`
+            if not name.startswith("_"):
+                setattr(optimizer, name, own_attribute(optimizer, name, weakly(self._after_step)))
         slices.guarded_by(weakly(self._why_not_clipped))
         guard(hidden, weakly(self._why_hidden))
 
@@ -182,7 +186,7 @@ class UnitSharding:
             self.slices.step()
         finally:
             self._stepping = False
-        self.runtime.changed()
+        self._after_step()
 
     def synchronize(self, totals: Sequence[float | Tensor]) -> list[float]:
         """Complete the gradients; see `FullyShard.synchronize`."""

@@ -32,6 +32,7 @@ from minidist.parallel.sharding.partition import Partition
 from minidist.parallel.sharding.reduce_to_owner import ShardAssignment
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from minidist.parallel.training.master_weights import own_attribute
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -57,6 +58,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     sets `grad` to None. All ranks make as many backward passes, and the sums add up in the owner's share
     until a step or `zero_grad`: adding up on this rank, without sending, would take whole gradients. The
     first backward pass, which shows the order in which gradients come, holds all of them.
+
+    A method of the optimizer's own, such as a schedule-free one's `train`, is a collective: it publishes too.
 
     In the first step parameters become views into flat buckets. Write into one (`with torch.no_grad():
     parameter.copy_(tensor)`); `parameter.data = tensor` is refused. `bytes_per_step` says what a step sends.
@@ -133,12 +136,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_reduced, self._consolidated = False, None
 
         # Update this rank's share.
-        self._pass_options(self.param_groups, self.inner.param_groups)
+        self.partition.give_options()
         self.partition.slices.step(**options)
-        self._pass_options(self.inner.param_groups, self.param_groups)
 
         # Publish it: an all-gather of each bucket (`Bucket.gather`).
-        self.publish()
+        self.partition.updated()
         self.partition.slices.drop_gradients()
         self.partition.reducer.settled().begin()
         return loss
@@ -191,17 +193,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
-        buckets = self.partition.buckets
-        for bucket in buckets:  # launch
-            self.partition.gradient_comm.blocking = bucket is buckets[-1]
-            bucket.gather()
-        for bucket in buckets:  # wait
-            bucket.wait()
+        self.partition.publish()
 
-    @staticmethod
-    def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for have, take in zip(source, target, strict=True):
-            take.update({key: value for key, value in have.items() if key != "params"})
+    def __getattr__(self, name: str) -> Any:
+        if "partition" not in vars(self):  # torch's own __init__ asks
+            raise AttributeError(name)
+        self.partition.give_options()
+        return own_attribute(self.inner, name, self.partition.updated)
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step with one backward pass, once a first one has made the buckets.

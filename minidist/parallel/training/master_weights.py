@@ -10,7 +10,9 @@ copies and Adam's two moments take: Rajbhandari et al. 2020, "ZeRO", section 3.1
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,6 +21,21 @@ from torch import Tensor, nn
 from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.guards.refusals import require_optimizer
+
+
+def own_attribute(optimizer: torch.optim.Optimizer, name: str, then: Callable[[], object]) -> Any:
+    """An attribute of an optimizer. A method, such as a schedule-free one's `train`, ends with `then`."""
+    found = getattr(optimizer, name)
+    if not inspect.ismethod(found):
+        return found
+
+    @wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = found(*args, **kwargs)
+        then()
+        return result
+
+    return call
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -60,6 +77,11 @@ class MasterWeights(torch.optim.Optimizer):
         if not parameter.is_floating_point() or parameter.dtype == dtype:
             return parameter
         return parameter_like(parameter, parameter.detach().to(dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        if "inner" not in vars(self):
+            raise AttributeError(name)
+        return own_attribute(self.inner, name, self.copy_back)
 
     def _follow(self) -> None:
         """Use the wrapped optimizer's groups and state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model import MLP
 from minidist.model.loss import cross_entropy
+from minidist.parallel.sharding import unit_sharding, zero
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.training import master_weights
 from minidist.parallel.training.master_weights import MasterWeights
 from minidist.parallel.training.precision import Precision
 
+Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=2.0**-10)
 
 
@@ -175,3 +179,112 @@ def test_sixteen_bytes_a_parameter() -> None:
 
     assert bytes_of(held.parameters) == bytes_of(held.gradients) == 2 * elements
     assert bytes_of(held.optimizer) == 12 * elements
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As in Defazio et al. 2024: the parameters hold y in training, and the averages x in evaluation."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.5, beta: float = 0.6) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0, "trains": False})
+
+    def train(self) -> None:
+        self._move(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _move(self, trains: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["trains"] != trains else ():
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], weight(group["beta"]))
+            group["trains"] = trains
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["trains"]:
+                raise RuntimeError("call train() before step()")
+            group["steps"] += 1
+            weight = 1 / group["steps"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    z = self.state[parameter].setdefault("z", parameter.detach().clone())
+                    parameter.lerp_(z, weight)
+                    parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
+                    z.sub_(parameter.grad, alpha=group["lr"])
+
+
+def schedule_free(
+    dtype: torch.dtype, layout: md.Layout | None = None, rehearse: bool = False
+) -> list[dict[str, Tensor]]:
+    """The weights of each evaluation: of plain torch, or of an engine in a layout."""
+    model, found = MLP((6, 5, 3), seed=md.rank() if layout else 0, dtype=dtype), []
+    optimizer: Any
+    if layout:
+        engine = md.prepare(model, ScheduleFree, layout, rehearse=rehearse)
+        optimizer = engine.optimizer
+    else:
+        optimizer = ScheduleFree(model.parameters())
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        optimizer.train()
+        for _ in range(2):
+            inputs, targets = torch.randn(8, 6, generator=draw, dtype=dtype), torch.arange(8) % 3
+            if layout:
+                own = slice(engine.data_rank, None, engine.data_ranks)
+                engine.step(inputs[own], targets[own])
+            else:
+                optimizer.zero_grad()
+                cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        optimizer.eval()
+        found.append(
+            engine.full_state_dict() if layout else {k: v.clone() for k, v in model.state_dict().items()}
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(md.Layout(dp=2, zero=stage) for stage in (0, 1, 2, 3)),
+        md.Layout(dp=4, zero=3, shard=2),
+        md.Layout(pp=2, micro_batches=2),
+        md.Layout(dp=2, tp=2, zero=1),
+    ],
+    ids=str,
+)
+def test_an_optimizers_own_methods_work_in_each_layout(cluster_of: Clusters, layout: md.Layout) -> None:
+    expected = schedule_free(torch.float64)
+    for found in cluster_of(layout.ranks).run(schedule_free, torch.float64, layout, layout.dp > 1):
+        for ours, theirs in zip(found, expected, strict=True):
+            for name, wanted in theirs.items():
+                torch.testing.assert_close(ours[name], wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_own_methods_change_in_masters_reaches_the_model(
+    cluster_of: Clusters, stage: int, fault: bool
+) -> None:
+    """In bf16. The planted fault: nothing follows after a method."""
+    layout = md.Layout(dp=2, zero=stage, precision="bf16")
+
+    def train() -> list[dict[str, Tensor]]:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (zero, master_weights, unit_sharding) if fault else ():
+                patch.setattr(module, "own_attribute", lambda of, name, then: getattr(of, name))
+            return schedule_free(torch.float32, layout)
+
+    if fault and stage == 1:
+        with pytest.raises(md.RankError, match=r"call train\(\) before step"):
+            cluster_of(2).run(train)
+        return
+    ((first, *_), _) = cluster_of(2).run(train)
+    wanted = schedule_free(torch.float32)[0]
+    error = max(float((first[name] - value).abs().max()) for name, value in wanted.items())
+    assert (error > 0.005) == fault, error
