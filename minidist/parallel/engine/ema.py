@@ -104,7 +104,8 @@ class EMA:
             dict[int, tuple[Box, Tensor]](),
         )
         for box in self.engine.chunks():
-            if box.name in names and box.tensor.is_floating_point() and box.tensor.numel():
+            floats = box.tensor.is_floating_point() or box.tensor.is_complex()
+            if box.name in names and floats and box.tensor.numel():
                 key = box.name, tuple(box.offsets), tuple(box.tensor.shape)
                 found.setdefault(box.tensor.data_ptr(), (key, box.tensor))
         return dict(found.values())

@@ -99,6 +99,31 @@ def test_the_average_is_that_of_one_process(cluster_of: Clusters, layout: md.Lay
         contract.compare(contract.Trained([], after), contract.Trained([], weights))
 
 
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
+def test_complex_parameters_are_averaged(cluster_of: Clusters, layout: str) -> None:
+    class Turn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Linear(3, 2, dtype=torch.complex128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).real
+
+    def train() -> tuple[Tensor, Tensor]:
+        engine = md.prepare(Turn(), SGD, md.Layout.parse(layout), nn.functional.mse_loss)
+        before = engine.full_state_dict()["layers.weight"]
+        ema = md.EMA(engine, DECAY)
+        x = torch.ones(2, 3, dtype=torch.complex128)
+        engine.step(x, x[:, :2].real)
+        ema.update()
+        expected = DECAY * before + (1 - DECAY) * engine.full_state_dict()["layers.weight"]
+        with ema.applied():
+            return engine.full_state_dict()["layers.weight"], expected
+
+    for found, expected in cluster_of(2).run(train):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def resumed(layout: md.Layout, folder: Path) -> contract.Trained:
     """Stopped after two steps, and continued by an engine of another seed."""
     engine, ema = prepared(layout)
