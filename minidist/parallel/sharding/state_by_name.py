@@ -74,6 +74,7 @@ class SharingStrategy(Strategy):
         for parameter in self.left_out.values():
             if parameter.requires_grad:
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                own = own.to_dense() if own.is_sparse else own
                 parameter.grad = comm.all_reduce(own, group=self.group)
 
     def _left_out_gradients(self) -> Iterator[tuple[str, Tensor]]:
