@@ -153,12 +153,15 @@ class WholePasses(StepExecutor):
         """The metrics of the whole model's outputs, which are computed once."""
         table = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.device)
         outputs: Any = None
+        inputs, targets = batch.inputs, batch.targets
+        if self.objective.takes_model and isinstance(inputs, tuple) and len(inputs) == 2:
+            inputs, targets = inputs
         for row, metric in zip(table, metrics, strict=True):
             if takes_model(function := metric or self.objective.given):
                 mean, weight = self._of_model(function, batch)
             else:
-                outputs = self._forward(batch.inputs) if outputs is None else outputs
-                mean, weight = self.score(metric, outputs, batch.inputs, batch.targets, batch.weight)
+                outputs = self._forward(inputs) if outputs is None else outputs
+                mean, weight = self.score(metric, outputs, inputs, targets, batch.weight)
             weight = weight if batch.counts and batch.rows else 0.0
             row[0] += times(mean.double(), weight)
             row[1] += weight
