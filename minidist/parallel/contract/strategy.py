@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
+from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.ranges import boxes, narrowed
 
 
@@ -61,6 +62,7 @@ class Strategy(ABC):
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
+        gradient_comm: sums gradients over them; `counts` says whether the next pass uses its parameters.
         share_group, owners: the ranks that share the gradients and the state, and how many they are. With
             hybrid sharding some of `group`; without sharding one.
         model: the whole model, if each rank has it.
@@ -70,6 +72,7 @@ class Strategy(ABC):
     """
 
     group: Group
+    gradient_comm: GradientComm
     share_group: Group = None
     owners: int = 1
     model: nn.Module

@@ -81,6 +81,7 @@ class StagedPasses(StepExecutor):
             for number, batch in enumerate(batches, 1):
                 overlaps = self.overlaps and number == len(batches)
                 self._share, self._counts = batch.share, batch.counts
+                self.counting(batch.counts > 0)
                 inputs = self.precision.inputs(self._taken(batch.inputs))
                 done = done + self.pipeline.run(
                     inputs,

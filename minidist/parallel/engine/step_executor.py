@@ -29,6 +29,7 @@ from minidist.parallel.engine.rank_model import (
     times,
     weighted,
 )
+from minidist.parallel.training.batch_norm import batch_norms, count_rows
 from minidist.parallel.training.precision import Precision
 
 Factor = Callable[[Weight], Weight]
@@ -53,6 +54,15 @@ class StepExecutor(ABC):
 
         factor: from a loss's weight to the factor on it.
         """
+
+    def counting(self, counts: bool) -> None:
+        """Have the rows of the next pass count, or not: then no parameter is used, and no statistic moves."""
+        self.strategy.gradient_comm.counts = counts
+        count_rows(self._batch_norms, counts)
+
+    @cached_property
+    def _batch_norms(self) -> list[Any]:
+        return [norm for _, norm in batch_norms(self.part.model)]
 
     def summed(self) -> None:  # noqa: B027 (only a pipeline has tied copies)
         """Give tied copies equal gradients, after the strategy has summed them over its ranks."""
@@ -112,6 +122,7 @@ class WholePasses(StepExecutor):
         for number, piece in enumerate(pieces, 1):
             last = number == len(pieces)
             with nullcontext() if last else self.strategy.no_sync():
+                self.counting(piece.counts > 0)
                 loss, weight = self._loss(piece)
                 weight = weight if piece.counts else 0.0
                 total = total + weight

@@ -60,6 +60,7 @@ class GradientComm:
     blocking: bool = False  # nothing is left to compute: handing a message to a thread only costs time
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
+    counts: bool = True  # whether the rows of the pass that runs count, and so use its parameters
 
     @classmethod
     def over(cls, group: Group | GradientComm) -> GradientComm:

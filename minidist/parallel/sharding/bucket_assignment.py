@@ -46,6 +46,13 @@ class GradientAssignment(ABC):
         """React to a gradient that has been copied into its bucket: `grad` becomes the copy."""
         parameter.grad = view
 
+    def fill_tail(self, unused: Iterable[int], totals: Iterable[float | Tensor]) -> None:
+        """Note which parameters this rank used, and its totals."""
+        count = len(self.bucket_of)
+        self.tail[:count], self.tail[count:] = 1.0, 0.0
+        for position, value in (*((index, 0.0) for index in unused), *enumerate(totals, count)):
+            self.tail[position] = value
+
     @abstractmethod
     def summed(self, unused: Sequence[int]) -> None:
         """React to a complete round, in which this rank had no gradient for the parameters `unused`."""

@@ -98,10 +98,10 @@ class DataParallel(nn.Module):
         self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
         self.compression = compression_of(compression)
         self.broadcast_buffers = broadcast_buffers
-        self._gradient_comm = GradientComm(group, algorithm)
+        self.gradient_comm = GradientComm(group, algorithm)
         self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
         self.reducer: Reducer[BucketAssignment] | None = None  # None in a group of one
-        if self._gradient_comm.ranks > 1:
+        if self.gradient_comm.ranks > 1:
             refuse_renormed(module)
             state = [*module.named_parameters(), *module.named_buffers()]
             require_same("parameters and buffers", state, group)
@@ -116,16 +116,16 @@ class DataParallel(nn.Module):
         claim(self, DATA_PARALLEL, trainable(self.module))
         syncing = self.reducer is None or self.reducer.syncing
         self.reducer = None
-        if self._gradient_comm.ranks > 1:
+        if self.gradient_comm.ranks > 1:
             named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
             assign = partial(
                 BucketAssignment,
                 named,
-                gradient_comm=GradientComm(self.group, self._gradient_comm.algorithm),  # never `blocking`
+                gradient_comm=GradientComm(self.group, self.gradient_comm.algorithm),  # never `blocking`
                 bucket_bytes=int(self.bucket_mb * MB),
                 compression=self.compression,
             )
-            self.reducer = Reducer(named, self._gradient_comm, self.overlap, assign)
+            self.reducer = Reducer(named, self.gradient_comm, self.overlap, assign)
             self.reducer.syncing = syncing
 
     def _trained_now(self) -> list[Any]:
@@ -216,7 +216,7 @@ class DataParallel(nn.Module):
                 f"rows is {own:g}, and over all ranks {total:g}; give each rank's number of rows"
             )
         # What compression has kept back belongs to sums over rows, as the next step's gradients will.
-        self.rescale_gradients(self._gradient_comm.ranks / total, kept=False)
+        self.rescale_gradients(self.gradient_comm.ranks / total, kept=False)
 
     def rescale_gradients(self, factor: float, kept: bool = True) -> None:
         """Multiply all gradients; with `kept` also what compression has kept back of them."""

@@ -45,6 +45,7 @@ class Replicated(Strategy):
     ) -> None:
         self.model, self.group = model, group
         self.parallel = DataParallel(model, group, **(options or {}))
+        self.gradient_comm = self.parallel.gradient_comm
         self.masters: MasterWeights | None = None
         if master is None:
             self.optimizer = optimizer(model.parameters())

@@ -58,11 +58,11 @@ class Reducer(Generic[AnyAssignment]):
         self.sums = torch.zeros(2)
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._reduced = False  # a backward pass has completed a round since the last `synchronize`
-        self._local = False  # gradients came that no round has summed
-        self._step_is_early = False  # gradients of this rank alone wait for `synchronize`
+        self._local = self._step_is_early = False  # gradients came that no round has summed; wait for one
         self._open, self._completing = False, False  # a round is under way; it is past its backward pass
         self._next = 0  # the bucket to be sent next
         self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
+        self._came = bytearray(len(self.parameters))  # whose gradient is of rows that count, 1, of others, 2
         self._waiting: list[int] = []  # for each bucket, the gradients that it lacks
         self._expected: list[int] = []  # the same before a round
         self._unused: list[int] = []  # indices of parameters without a gradient on this rank
@@ -85,6 +85,7 @@ class Reducer(Generic[AnyAssignment]):
 
     def arrived(self, param_index: int) -> None:
         """React to a gradient that autograd has accumulated."""
+        self._came[param_index] |= 1 if self.gradient_comm.counts else 2
         reducing = self.syncing and self.overlap
         if not reducing:
             self._local = True
@@ -141,10 +142,11 @@ class Reducer(Generic[AnyAssignment]):
         return assignment.buckets[self._next - 1]
 
     def _fill_tail(self, assignment: AnyAssignment) -> None:
-        tail, count = assignment.tail, len(self.parameters)
-        tail[:count], tail[count:] = 1.0, 0.0
-        for position, value in (*((index, 0.0) for index in self._unused), *enumerate(self.totals, count)):
-            tail[position] = value
+        for index in (index for index, came in enumerate(self._came) if came == 2):
+            self._unused.append(index)
+            if (grad := self.parameters[index].grad) is not None and grad.is_sparse:
+                self.parameters[index].grad = None  # no optimizer may see its rows
+        assignment.fill_tail(self._unused, self.totals)
 
     # The end of backward, or `synchronize`, completes the round: launch the rest, wait.
 
@@ -195,7 +197,7 @@ class Reducer(Generic[AnyAssignment]):
         self.sums, self.totals = assignment.tail[len(self.parameters) :], ()
         self.waits, self._next = True, 0
         self._local = self._step_is_early = self._open = self._completing = False
-        self._ready = bytearray(len(self.parameters))
+        self._ready, self._came = bytearray(len(self.parameters)), bytearray(len(self.parameters))
         self._waiting, self._unused = [*self._expected], []
         return assignment
 

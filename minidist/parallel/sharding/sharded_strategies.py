@@ -49,7 +49,7 @@ class ShardedState(SharingStrategy):
                 f"compression is {options['compression']!r} with zero={stage} in the layout, which reduces "
                 "gradients to their owners as they are; use zero=0 for compressed ones"
             )
-        gradient_comm = gradient_comm or GradientComm(None)
+        self.gradient_comm = gradient_comm = gradient_comm or GradientComm(None)
         gradient_comm.algorithm = options.get("algorithm", "auto")
         self.model, self.names, self.group = model, names_of(model), gradient_comm.group
         self.share_group, self.owners = gradient_comm.share_group, gradient_comm.owners
@@ -177,7 +177,7 @@ class FullySharded(SharingStrategy):
         master: torch.dtype | None = None,
         gradient_comm: GradientComm | None = None,
     ) -> None:
-        gradient_comm = gradient_comm or GradientComm(None)
+        self.gradient_comm = gradient_comm = gradient_comm or GradientComm(None)
         self.group, self.share_group = gradient_comm.group, gradient_comm.share_group
         self.owners = gradient_comm.owners
         self.parallel = FullyShard(model, optimizer, gradient_comm, master=master, **(options or {}))

@@ -79,7 +79,8 @@ class UnitGradients:
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.used[index], parameter.grad = True, None
+            self.used[index] |= self.gradient_comm.counts
+            parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)
 

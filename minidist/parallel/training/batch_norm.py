@@ -12,6 +12,7 @@ Source: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Varia
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ def synchronize(model: nn.Module, group: Group) -> None:
         norm.__dict__["forward"] = _Synchronized(norm, group)
 
 
+def count_rows(norms: Iterable[_BatchNorm], counts: bool) -> None:
+    """Have synchronized ones take statistics with the rows of this rank's next pass, or without them."""
+    for norm in norms:
+        if isinstance(norm.forward, _Synchronized):
+            norm.forward.counts = counts
+
+
 @torch.no_grad()
 def average_statistics(model: nn.Module, group: Group) -> None:
     """Give the group's ranks the mean of their BatchNorms' running statistics; a collective if there are any.
@@ -70,7 +78,12 @@ def average_statistics(model: nn.Module, group: Group) -> None:
 
 
 class _Synchronized:
-    """The `forward` of a BatchNorm whose statistics are those of all ranks' rows."""
+    """The `forward` of a BatchNorm whose statistics are those of all ranks' rows.
+
+    counts: whether this rank's rows count; those of a rank whose loader has ended do not.
+    """
+
+    counts = True
 
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
         self._norm, self._group = norm, group
@@ -82,7 +95,7 @@ class _Synchronized:
             return type(norm).forward(norm, x)
         norm._check_input_dim(x)  # type: ignore[no-untyped-call]
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        normal, count, mean, variance = _Normalize.apply(wide, norm.eps, self._group)  # type: ignore[no-untyped-call]
+        normal, count, mean, variance = _Normalize.apply(wide, norm.eps, self._group, self.counts)  # type: ignore[no-untyped-call]
         self._follow(float(count), mean, variance)
         if norm.affine:
             shape = (1, -1, *[1] * (x.dim() - 2))
@@ -110,11 +123,14 @@ class _Normalize(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) by channel, over the rows of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, eps: float, group: Group, is_counted: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes, shape = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))  # x is (B, C, ...)
-        own_count, channels = x.numel() // max(1, x.shape[1]), x.shape[1]
-        own_mean = x.sum(axes) / max(1, own_count)
-        own_squares = (x - own_mean.view(shape)).square().sum(axes)
+        seen, channels = x if is_counted else x[:0], x.shape[1]
+        own_count = seen.numel() // max(1, channels)
+        own_mean = seen.sum(axes) / max(1, own_count)
+        own_squares = (seen - own_mean.view(shape)).square().sum(axes)
         own = torch.cat([x.new_tensor([float(own_count)]), own_mean, own_squares])
         every = comm.all_gather(own, group=group).view(-1, 2 * channels + 1)
         counts, means, squares = every[:, :1], every[:, 1 : channels + 1], every[:, channels + 1 :]
@@ -128,18 +144,20 @@ class _Normalize(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         normal = (x - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, scale, count)
-        ctx.axes, ctx.shape, ctx.group = axes, shape, group
+        ctx.axes, ctx.shape, ctx.group, ctx.is_counted = axes, shape, group, is_counted
         ctx.mark_non_differentiable(count, mean, variance)
         return normal, count, mean, variance
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
         normal, scale, count = ctx.saved_tensors
         sums = torch.stack([gradient.sum(ctx.axes), (gradient * normal).sum(ctx.axes)])
         comm.all_reduce(sums, group=ctx.group)
-        of_gradient, of_product = (each.view(ctx.shape) / count for each in sums)
-        return (gradient - of_gradient - normal * of_product) * scale.view(ctx.shape), None, None
+        if ctx.is_counted:  # other rows have no part in the statistics
+            of_gradient, of_product = (each.view(ctx.shape) / count for each in sums)
+            gradient = gradient - of_gradient - normal * of_product
+        return gradient * scale.view(ctx.shape), None, None, None
 
 
 def fixed_batch_norms(model: nn.Module) -> list[nn.Module]:

@@ -197,6 +197,54 @@ def test_a_rank_that_waits_counts_nothing(cluster_of: Clusters) -> None:
     assert not torch.allclose(right["other.weight"], wrong["other.weight"], rtol=1e-3)
 
 
+class Rare(nn.Module):
+    """A layer for all rows, and one that only rows with a positive first number use."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, chosen = self.layers[0](x), (x[:, 0] > 0).nonzero()[:, 0]
+        return y.index_add(0, chosen, self.layers[1](x[chosen])) if len(chosen) else y
+
+
+DECAYING = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", *LAYOUTS])
+def test_rows_that_do_not_count_use_no_parameter(cluster_of: Clusters, layout: str) -> None:
+    """Rank 1's loader ends first, and its last batch comes again: it alone uses a layer, which rests.
+
+    A planted fault: that batch counts as a use. The layer then moves on with its momentum, and decays.
+    """
+    of = [[-rows(2, step)[0].abs() for step in range(3)], [rows(2, 3)[0].abs()]]
+
+    def train(fault: bool) -> dict[str, Tensor]:
+        engine = md.prepare(Rare(md.rank()), DECAYING, PARSE(layout), nn.functional.mse_loss)
+        if fault:
+            engine.executor.counting = lambda _: None  # type: ignore[method-assign]
+        for _ in range(2):
+            for x in engine.batches(of[md.rank()]):
+                engine.step(x, x[:, :3])
+        return engine.full_state_dict()
+
+    model = Rare(0)
+    optimizer = DECAYING(model.parameters())
+    for step in (0, 1, 2, 0, 1, 2):
+        x = torch.cat([of[0][step], *of[1][step:]])
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x[:, :3]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for fault in (False, True):
+        for state in cluster_of(2).run(train, fault):
+            same = torch.allclose(state["layers.1.weight"], model.layers[1].weight, rtol=1e-3)
+            assert same != fault
+            if not fault:
+                torch.testing.assert_close(state, model.state_dict(), **EXACT)
+
+
 @pytest.mark.parametrize(
     "layout", ["dp=2", "dp=2,zero=3", "pp=2,micro_batches=2", "cp=2", "tp=2", "dp=2,tp=2"]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import minidist as md
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def convolutions(seed: int) -> nn.Module:
@@ -44,6 +46,36 @@ CASE = contract.Case(convolutions, images)
 def test_synchronized_statistics_are_those_of_one_process(cluster_of: Clusters, layout: str) -> None:
     parsed = md.Layout.parse(layout)
     contract.check(cluster_of(parsed.ranks), CASE, parsed, batch_norm="synchronized")
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
+def test_rows_that_do_not_count_are_in_no_statistics(cluster_of: Clusters, layout: str) -> None:
+    """In each list rank 0 has two batches and rank 1 one. A planted fault: that one counts twice."""
+    first, second = (images(torch.Generator().manual_seed(seed), 9) for seed in (1, 2))
+
+    def own(batch: tuple[Tensor, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
+        return batch[0][rows], batch[1][rows]
+
+    def train(fault: bool) -> dict[str, Tensor]:
+        engine = md.prepare(convolutions(md.rank()), SGD, md.Layout.parse(layout), batch_norm="synchronized")
+        if fault:
+            engine.executor.counting = lambda _: None  # type: ignore[method-assign]
+        for _ in range(2):
+            mine = [own(first, slice(4)), second] if md.rank() == 0 else [own(first, slice(4, None))]
+            engine.step(mine)
+        return engine.full_state_dict()
+
+    model = convolutions(0)
+    optimizer = SGD(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        for x, y in (first, second):
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for state in cluster_of(2).run(train, False):
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
+    wrong = cluster_of(2).run(train, True)[0]["1.running_mean"]
+    assert not torch.allclose(wrong, model.state_dict()["1.running_mean"], rtol=1e-3)
 
 
 def test_gradients_by_the_inputs_are_exact_too(cluster_of: Clusters) -> None:
