@@ -13,7 +13,6 @@ from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
-from minidist.parallel.engine.prepare_checks import PlanCheck
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import StepExecutor, WholePasses
@@ -35,8 +34,6 @@ class EngineState:
         loss: Loss | None,
         precision: Precision,
         clip_norm: float | None = None,
-        plan_check: PlanCheck | None = None,
-        check_loss: bool = True,
     ) -> None:
         self.model, self.part, self.strategy, self.layout = part.model, part, strategy, layout
         self.loss, self.precision, self.clip_norm = loss, precision, clip_norm
@@ -50,13 +47,10 @@ class EngineState:
         self.device = next((p.device for p in part.model.parameters()), self.placement.device)
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
         self._counts = 1.0  # 0 while this rank only takes part, in `batches`
-        # Whether to compare the losses of ranks that share matrices.
-        self._one_loss = check_loss and layout.tp > 1
         # Whether the last stage of a pipeline has to tell the others the weight; the first step finds out.
         self._is_weighted = None if layout.pp > 1 else False
         self.saving: Any = None  # the last `Saving` of this engine
         self._activations = ActivationPeaks(self.model)
-        self._plan_check = plan_check  # until it has run
         self.rehearsal: Any = None  # the `Rehearsal` of this engine's steps
         self.within: AbstractContextManager[Any] | None = None  # in which passes run, in a rehearsal
         self.before_update: Callable[[], None] | None = None

@@ -95,7 +95,6 @@ class Evaluation(EngineState):
 
     def _evaluate(self, pair: Pair, counts: float, metrics: list[Loss | None]) -> Tensor | float:
         require_batch(*pair)
-        self._check_plan(pair)
         if not rows_of(pair[0]) and not self.strategy.gathers:
             return 0.0
         return self.executor.evaluate(self.part.batch(pair, counts, self.device), metrics)
@@ -111,7 +110,6 @@ class Evaluation(EngineState):
         inputs: this rank's rows as for `step`, without targets, possibly none.
         """
         require_batch(inputs, inputs)
-        self._check_plan((inputs, inputs))
         average_statistics(self.model, self.strategy.group)
         found = None
         if rows_of(inputs) or self.strategy.gathers:
@@ -128,11 +126,6 @@ class Evaluation(EngineState):
         if not everyones:
             raise ValueError("no rank has rows to predict; give at least one of them a row")
         return moved(joined(everyones, found), self.device)
-
-    def _check_plan(self, pair: Pair) -> None:
-        check = self._plan_check
-        if check is not None and check.run(self.whole(), moved(pair[0], self.device), self.mesh):
-            self._plan_check = None
 
 
 def _restored(parts: list[Any], like: Any, length: int) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +29,12 @@ from minidist.parallel.contract.training_state import (
 from minidist.parallel.engine.rank_model import Objective, Pair, Weight, weighted
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights
-from minidist.parallel.training.moved_results import move, moved_results
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_off import RandomOff
 from minidist.parallel.training.recompute import recompute
 
 Tensors = Mapping[str, Tensor]
+Inside = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class TrainingState(NamedTuple):
@@ -81,7 +81,7 @@ class OneProcess:
             (each, copies[id(x)]) for each in cells_of(loss) if id(x := each.cell_contents) in copies
         ]
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._last_bit = 0.0  # of the least precise type that a step has computed in
+        self.last_bit = 0.0  # of the least precise type that a step has computed in
 
     def step(
         self,
@@ -89,25 +89,25 @@ class OneProcess:
         pieces: Sequence[Pair],
         given: Tensors,
         scale: float = 1.0,
-        trial: int | None = None,
+        inside: Inside = nullcontext,
     ) -> Outcome:
         """Take one step on `pieces`, whose losses are averaged by their weights.
 
         given: the gradients to update with, as in `Outcome.tensors`. With those of a layout, the update is
         the layout's but for rounding, whatever rounding did to its gradients. scale: the factor on the loss
-        before its backward pass. trial: moves the last bits of all results at random, see `moved_results`.
-        What the loss keeps in attributes is as at the start, and afterwards as it is now.
+        before its backward pass. inside: makes a context for the passes through a model. What the loss keeps
+        in attributes is as at the start, and afterwards as it is now.
         """
         now = KeptAttributes(self._loss)
         start.of_loss.restore()
         try:
             with alone():
-                return self._step(start, pieces, given, scale, trial)
+                return self._step(start, pieces, given, scale, inside)
         finally:
             now.restore()
 
     def _step(
-        self, start: TrainingState, pieces: Sequence[Pair], given: Tensors, scale: float, trial: int | None
+        self, start: TrainingState, pieces: Sequence[Pair], given: Tensors, scale: float, inside: Inside
     ) -> Outcome:
         precision = Precision(self._layout.precision)
         model = self._filled(start)
@@ -133,9 +133,8 @@ class OneProcess:
 
         objective = Objective(self._loss, model)
         done: list[tuple[Tensor, Weight]] = []
-        moved = nullcontext() if trial is None else moved_results(model, trial, self._last_bit)
         quiet = RandomOff(alone=True, others=start.elsewhere)
-        with _converting(model, precision), moved, quiet:
+        with _converting(model, precision), inside(model), quiet:
             for inputs, targets in pieces:
                 if objective.takes_model:
                     result = objective.given(model, inputs)  # type: ignore[misc]
@@ -146,12 +145,10 @@ class OneProcess:
             weight = sum(float(each) for _, each in done)
             loss = sum((mean * (float(w) / weight) for mean, w in done), torch.zeros((), device=self._device))
             (loss * scale).backward()  # type: ignore[no-untyped-call]
-        self._last_bit = max(self._last_bit, quiet.last_bit)
+        self.last_bit = max(self.last_bit, quiet.last_bit)
         gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
         norm = global_norm(gradients.values()) / scale
         found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
-        if trial is not None:
-            given = {name: move(name, value, trial) for name, value in given.items()}
         self._update(optimizer, names, gradients, given)
         chunks = whole_chunks(model, optimizer, masters)
         found |= {chunk.name: chunk.tensor for chunk in chunks if chunk.name.startswith("model.")}
@@ -159,7 +156,7 @@ class OneProcess:
 
     def _update(self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors) -> None:
         """Update with the gradients `given`, clipped. Parameters that have none of their `own` get none."""
-        of_layout = [value for name, value in given.items() if name.startswith("gradient.")]
+        of_layout = [value for name, value in given.items() if name.startswith("gradient")]
         factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
         for parameter, name in names.items():
             parameter.grad = None

@@ -13,7 +13,7 @@ from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import PlanCheck, check, check_batch_norm, put_back_on_error
+from minidist.parallel.engine.prepare_checks import check, check_batch_norm, put_back_on_error
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
@@ -23,7 +23,6 @@ from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.data_parallel_strategy import Replicated
 from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
-from minidist.parallel.tensor.plans import plan_for, plan_of_ours
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
@@ -103,11 +102,7 @@ def prepare(
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's
             `reset_parameters`.
-        check_plan: in the first step, or evaluation, compare the model that a plan has cut with the uncut
-            one, unless it is a model of this project's: outputs and gradients for one micro-batch. A plan
-            that makes another model raises ValueError with the name of the first layer that differs. During
-            this check each rank has memory for the whole model; give False if it does not fit. A model on the
-            meta device is not checked.
+        check_plan, check_loss: False is rehearse=False, unless that is given too.
         batch_norm: "synchronized" to take the statistics of each BatchNorm over the rows of all ranks, as one
             process does. None for those of each rank's rows: the training is then another one, and the ranks'
             running statistics are averaged before they are evaluated or exported (training/batch_norm.py).
@@ -117,7 +112,6 @@ def prepare(
             find what it computes before and after its layers. Without values, or memory for that run, its
             layers compute shapes alone. None if the model is nothing but the chain of its `layers`, or
             brings `dummy_inputs`, as transformers' language models do.
-        check_loss: False is rehearse=False, and with tp lets the ranks' losses differ.
         rehearse: take steps 1, 2, 4, 8 to 1,024, and those after a change of what is trained, beside a single
             process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss, gradients,
             parameters or buffers differ by more than rounding, the step raises ValueError on all ranks, names
@@ -158,12 +152,6 @@ def prepare(
             rehearsal = Rehearsal(rehearse, model, optimizer, loss, layout, clip_norm)
             if (data_parallel or {}).get("compression") is not None:
                 rehearsal.why_not = "compression changes the gradients"
-        checked_plan = None
-        if layout.tp > 1:
-            ours = plan is None and bool(plan_of_ours(model))  # their plans need no check
-            plan = plan_for(model) if plan is None else plan
-            if check_plan and not ours and not any(p.is_meta for p in model.parameters()):
-                checked_plan = PlanCheck(model, plan, layout, loss)
         exact = precision.convert(model)
         part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:
@@ -179,7 +167,7 @@ def prepare(
             fully_shard,
         )
         fill_masters(strategy, exact, part.placement.own)
-        engine = Engine(part, strategy, layout, loss, precision, clip_norm, checked_plan, check_loss)
+        engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())
         engine.rehearsal = rehearsal
         if rehearsal is not None:

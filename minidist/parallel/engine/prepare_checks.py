@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
-from minidist.comm.mesh import Mesh
-from minidist.parallel.contract.batch import rows, rows_of, tensors
 from minidist.parallel.contract.engine import Loss, first_argument
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.tensor.heads import COUNTS
-from minidist.parallel.tensor.plan_check import check_plan
 from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
@@ -126,47 +121,6 @@ def check_batch_norm(batch_norm: str | None, layout: Layout) -> None:
         raise ValueError(
             f"batch_norm is 'synchronized' and the layout has micro_batches={layout.micro_batches} and "
             f"pp={layout.pp}, where a BatchNorm never sees a whole batch; give micro_batches=1 and pp=1"
-        )
-
-
-class PlanCheck:
-    """Checks in an engine's first pass that a plan leaves the model what it was (tensor/plan_check.py).
-
-    Until then it keeps a copy of the uncut model whose parameters have no memory.
-    """
-
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], layout: Layout, loss: Loss | None) -> None:
-        self._plan, self._layout = plan, layout
-        # Only a loss that takes the model knows how to call it.
-        self._loss = loss if loss is not None and first_argument(loss) == "model" else None
-        without = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-        try:
-            self._model = copy.deepcopy(model, without)
-        except Exception as error:
-            raise ValueError(
-                f"the plan cannot be checked, since the model cannot be copied: {error}; give "
-                "check_plan=False if you know that the cut model computes the same"
-            ) from error
-
-    def run(self, whole: Iterable[tuple[str, Tensor]], inputs: Any, mesh: Mesh) -> bool:
-        """Check with the values in `whole`, on one micro-batch of `inputs`; a collective of all ranks.
-
-        Returns whether any rank had rows. Raises ValueError if the cut model computes something else.
-        """
-        model = copy.deepcopy(self._model)  # what was checked is cut
-        device = next(x.device for _, x in tensors(inputs))
-        values: dict[nn.Parameter, nn.Parameter] = {}
-        here = dict(model.named_parameters(remove_duplicate=False))
-        for name, value in ((name, value) for name, value in whole if name in here):
-            owner, _, attribute = name.rpartition(".")
-            meta = here[name]
-            if meta not in values:
-                new = value.detach().to(device, meta.dtype, copy=True)
-                values[meta] = nn.Parameter(new, meta.requires_grad)
-            model.get_submodule(owner)._parameters[attribute] = values[meta]
-        some = rows(inputs, slice(-(-rows_of(inputs) // self._layout.micro_batches)))
-        return check_plan(
-            model, self._plan, some, mesh.group("tp"), self._layout.sequence_parallel, self._loss
         )
 
 

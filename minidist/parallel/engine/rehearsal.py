@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,7 +39,15 @@ from minidist.parallel.engine.one_process import (
     plain_attributes,
 )
 from minidist.parallel.engine.rank_model import Pair
-from minidist.parallel.engine.step_difference import TRIALS, options_differ, told
+from minidist.parallel.engine.step_difference import (
+    CUT,
+    TRIALS,
+    Outputs,
+    failed_layer,
+    options_differ,
+    recorded,
+    told,
+)
 from minidist.parallel.engine.whole_state import collect, state_before
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
@@ -122,17 +132,27 @@ class Rehearsal:
                 self.why_not = f"the state cannot be put back: {error}"
                 self._stop()
                 return None
-            start = state_before(engine, kept, pairs, self._attributes)
             fixed = fixed_batch_norms(engine.model)
+            start = state_before(engine, kept, pairs, self._attributes)
             statistics = [x for part in fixed for x in part.buffers()]
             broadcast_together(statistics, engine.strategy.group)
         quiet, self._gradients, self._norm = RandomOff(), [], None
         engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, engine.loss_scale)
         scale, failed, begun = engine.loss_scale, True, (time.perf_counter(), time.process_time())
+        outputs: Outputs = defaultdict(list)
+        hears = self._alone is not None and self._layout.tp > 1 and self._steps == 1
+        hearing = recorded(engine.model, outputs) if hears else nullcontext()
         try:
-            with held_back() as calls:
+            with held_back() as calls, hearing:
                 loss = train()
             failed = False
+        except Exception as error:
+            where = failed_layer(engine.model, error) if self._layout.tp > 1 and self._steps == 1 else None
+            if where is None or isinstance(error, comm.CollectiveError):
+                raise
+            raise ValueError(
+                f"{where} fails once the plan has cut the model: {error}. If it runs uncut: {CUT}"
+            ) from error
         finally:
             engine.within, engine.before_update = None, None
             for part in fixed:
@@ -150,7 +170,8 @@ class Rehearsal:
                 why = f"the model draws random numbers that cannot be switched off: {elsewhere}"
             elif not why and self._alone is not None and start is not None and self._norm is not None:
                 found = Outcome(loss, self._norm, end.whole)
-                verdict, why = self._compared(start, found, of_cpu, scale, [] if fixed else end.replicas)
+                replicas = [] if fixed else end.replicas
+                verdict, why = self._compared(of_cpu, start, found, scale, replicas, outputs)
             verdict, self.why_not = gather_values((verdict, why))[0]
             if self.why_not:
                 self._stop()
@@ -165,10 +186,8 @@ class Rehearsal:
         with held_back():
             return train()
 
-    def _compared(
-        self, start: TrainingState, found: Outcome, of_cpu: float, scale: float, replicas: Sequence[str]
-    ) -> tuple[str, str]:
-        """How the step differs from one process's, and why that cannot be told; on rank 0."""
+    def _compared(self, of_cpu: float, start: TrainingState, *compared: Any) -> tuple[str, str]:
+        """How the step differs from one process's (see `told`), or why that cannot be told; on rank 0."""
         assert self._alone is not None
         threads = torch.get_num_threads()
 
@@ -176,7 +195,7 @@ class Rehearsal:
             torch.set_num_threads(max(threads, min(start.threads, available_cores())))
         try:
             differs = self._options_differ()
-            return differs or told(self._alone, self._layout, start, found, scale, replicas), ""
+            return differs or told(self._alone, self._layout, start, *compared), ""
         except Exception as error:  # whatever the user's functions raise
             return "", f"one process cannot take the step: {type(error).__name__}: {error}"
         finally:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import traceback
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist.parallel.contract.batch import joined, rows_of, split, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState
 from minidist.parallel.engine.rank_model import Pair
-from minidist.parallel.training.moved_results import MARGIN
+from minidist.parallel.training.moved_results import MARGIN, forward_hooks, move, moved_results
 
+Outputs = dict[str, list[Tensor]]
+"""The results of all calls of each module, by name, in the order in which modules finish."""
 TRIALS = 2
 """How often the single process takes a step with moved results, to see what rounding explains."""
 ROWS = (
@@ -34,9 +40,16 @@ BUFFER = (
     "with minidist.comm.all_reduce, give data_parallel={'broadcast_buffers': True} if rank 0's will do, "
     "or for BatchNorm batch_norm='synchronized'"
 )
-PLAN = (
-    "If the layouts without tp agree, the plan cuts a matrix whose features the model mixes before the next "
-    "cut one"
+CUT = (
+    "Between a 'column' layer and its 'row' layer each rank has only some of the features. Where the model "
+    "reads several matrices from one, as in chunk(3) or chunk(2), give 'column_packed=3' or 2. Where it "
+    "needs all of them, as for a softmax or a norm over features, give 'column_gathered' and 'row_split'. "
+    "Where it counts heads, let it read their number from the features, as in unflatten(-1, (-1, "
+    "head_size)), with head_size an attribute of the module. Ranks that share matrices pass the same rows"
+)
+PENALTY = (
+    "The gradients agree. So a term over the model's parameters, such as their squares, sees only a rank's "
+    "parts of them. Give the optimizer weight_decay instead, or compute the loss from the outputs alone"
 )
 
 
@@ -47,18 +60,22 @@ def told(
     found: Outcome,
     scale: float,
     replicas: Sequence[str],
+    outputs: Outputs,
 ) -> str:
     """How a layout's step differs from one process's, in sentences with a likely cause; "" if it does not.
 
     The gradients are compared, and the update from the layout's gradients. found: what the layout's step has
     computed from `start`. replicas: names of tensors of which ranks hold different
-    copies.
+    copies. outputs: of the modules for this rank's rows, if they were recorded.
     """
     batch, trials = whole_batch(start.batches), list[Outcome]()
     by_one = alone.step(start, batch, found.tensors, scale)
     first = difference(found, by_one, [])
     if first:
-        trials = [alone.step(start, batch, found.tensors, scale, trial) for trial in range(TRIALS)]
+        for i in range(TRIALS):
+            given = {n: move(n, x, i) for n, x in found.tensors.items() if n.startswith("gradient")}
+            moved = partial(moved_results, trial=i, least=alone.last_bit)
+            trials.append(alone.step(start, batch, given, scale, moved))
         first = difference(found, by_one, trials)
     if not first and replicas:
         name = replicas[0].partition(".")[2]
@@ -66,7 +83,7 @@ def told(
     if not first:
         return ""
     pieces = [piece for pair in start.batches for piece in _micro_batches(pair, layout.micro_batches)]
-    remedy = PLAN if layout.tp > 1 else "minidist.compare shows the first layer that differs"
+    remedy = "minidist.compare shows the first layer that differs"
     if first.name.removeprefix("model.") in start.trained:
         remedy = OPTIMIZER
     elif first.name.startswith("model."):
@@ -75,10 +92,43 @@ def told(
         alike = alone.step(start, pieces, found.tensors, scale)
         if not difference(found, alike, trials, kind="gradient"):
             remedy = ROWS
+    if layout.tp > 1 and remedy not in (OPTIMIZER, BUFFER, ROWS):
+        whole: Outputs = defaultdict(list)
+        own = _micro_batches(start.batches[0], layout.micro_batches)
+        alone.step(start, own, found.tensors, scale, partial(recorded, into=whole))
+        layer, of_loss = _first_output(whole, outputs), first.name == "the loss"
+        remedy = PENALTY if of_loss and not layer else f"The plan makes another model{layer}. {CUT}"
     return (
         f"this layout, {layout}, trains otherwise than one process with the same weights and rows: "
         f"{first.text}. {remedy}. (prepare(rehearse=False) trains without this comparison.)"
     )
+
+
+def recorded(model: nn.Module, into: Outputs) -> AbstractContextManager[None]:
+    """Inside, keep the floating-point results of all modules."""
+
+    def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        into[name] += [x.detach().clone() for _, x in tensors(output) if x.is_floating_point()]
+
+    return forward_hooks(model.named_modules(), after)
+
+
+def _first_output(whole: Outputs, cut: Outputs) -> str:
+    """The first module whose output a plan has changed, in words. Outputs that are cut tell nothing."""
+    for name, outputs in whole.items():
+        for x, y in zip(outputs, cut.get(name, []), strict=False):
+            far = _apart(x, y) if x.shape == y.shape else 0.0
+            if not far <= math.sqrt(torch.finfo(x.dtype).eps) * _size(x):
+                by = f"{far / (_size(x) or 1):.2g} of its size"
+                return f": the output of {name or 'the model'} differs by {by}, and it is the first that does"
+    return ""
+
+
+def failed_layer(model: nn.Module, error: Exception) -> str | None:
+    """The module in which an error was raised; "the model" for all of it, and None for no module."""
+    names = {id(part): name or "the model" for name, part in model.named_modules()}
+    owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((names[each] for each in reversed([*owners]) if each in names), None)
 
 
 def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:

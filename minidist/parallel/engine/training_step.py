@@ -55,10 +55,10 @@ class Engine(Evaluation):
         the batch as its targets. A list of batches is accumulated: ranks may have different numbers of them.
 
         Sends the bytes of the strategy, of tensor and context parallelism in each pass, and of the pipeline.
-        The first step adds 2 (n - 1) / n 8 bytes for the rows, what agreeing on the buckets takes, and the
-        checks of plan and loss. With pp, each step sends as many bytes for the loss, and again for a weight
-        that it returns; a list sends as many for its length. With clipping or "fp16", and with sharded
-        gradients or parts of the model, it sends as many for the norm. No ledger has a rehearsal's messages.
+        The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
+        pp, each step sends as many bytes for the loss, and again for a weight that it returns; a list sends
+        as many for its length. With clipping or "fp16", and with sharded gradients or parts of the model, it
+        sends as many for the norm. No ledger has a rehearsal's messages.
 
         Args:
             inputs: this rank's rows, at least one.
@@ -70,8 +70,8 @@ class Engine(Evaluation):
 
         Raises:
             TypeError: inputs or targets have no tensors with rows.
-            ValueError: no rows, tensors with different numbers of them, a plan that makes another model, or
-                a step that differs from one process's; see `prepare`.
+            ValueError: no rows, tensors with different numbers of them, or a step that differs from one
+                process's; see `prepare`.
             RuntimeError: gradients are off, as in `torch.no_grad()`.
             CollectiveError: a peer is gone or late, or failed in this step. Pipeline stages on its host learn
                 of it at once; if all ranks do, training may go on. Ranks that wait in a collective fail at
@@ -83,8 +83,6 @@ class Engine(Evaluation):
             check_rows(*pair, self.data_ranks)
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise gradients_are_off()
-        if self._plan_check is not None:
-            self._check_plan(pairs[0])
         batches = [self.part.batch(pair, self._counts, self.device) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
@@ -139,8 +137,6 @@ class Engine(Evaluation):
             strategy.rescale(expected / all_weight)
             self._weight = all_weight
         loss /= all_weight
-        if self._one_loss:
-            self._require_one_loss(loss)
 
         # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
@@ -158,20 +154,6 @@ class Engine(Evaluation):
         strategy.update()
         self.executor.updated()
         return loss
-
-    def _require_one_loss(self, loss: float) -> None:
-        """ValueError if ranks that share matrices, which pass the same rows, have different losses."""
-        self._one_loss = False
-        own = torch.tensor([loss], dtype=torch.float64, device=self.device)
-        found = comm.all_gather(own, group=self.mesh.group("tp")).tolist()
-        if max(found) - min(found) > 1e-4 * max(map(abs, found)):  # not for NaN
-            self.strategy.drop()
-            raise ValueError(
-                f"the loss differs between tensor-parallel ranks, from {min(found):.6g} to {max(found):.6g}: "
-                "a term over the model's parameters, such as their squares, sees only a rank's parts of "
-                "them. Give the optimizer weight_decay instead, or compute the loss from the outputs alone; "
-                "and pass the same rows on all of these ranks"
-            )
 
     def _random_state(self) -> AbstractContextManager[None]:
         """Make dropout the same on ranks that tp cuts tensors over, and independent on all others."""

@@ -6,7 +6,6 @@ Start with `parallelize`, which cuts a model by a plan. The layers can also be u
 |---|---|
 | parallelize.py | `parallelize`: cut a model, by a plan of styles; the table of styles |
 | plans.py | `plan_for`: the plan of a GPT, or of a model of transformers; the bytes that a pass sends |
-| plan_check.py | `check_plan`: refuse a plan that makes another model |
 | styles.py | a plan resolved to modules and checked |
 | heads.py | cuts between attention heads, and modules that count them |
 | column_parallel.py | `ColumnParallelLinear`: a layer cut by its outputs; several layers of one input |

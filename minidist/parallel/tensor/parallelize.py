@@ -30,8 +30,8 @@ A part with a `head_size` (or `head_dim`) is cut between its heads; if it has fe
 between those, together with the queries that share them. Each rank then has some of the heads. A `forward`
 that reads their number from what its layers return, as in `self.query(x).unflatten(-1, (-1,
 self.head_size))`, needs no more; one that reads it from `self.num_heads`, say, needs the style "attention".
-Under sequence parallelism x is a share of the sequence, but the layers return all of it. `check_plan`
-(plan_check.py) tells whether the cut model computes the same; an engine's first step asks.
+Under sequence parallelism x is a share of the sequence, but the layers return all of it. An
+engine's rehearsal (engine/rehearsal.py) tells whether the cut model computes the same.
 
 A Conv1D of GPT-2, whose weight is (in, out), is cut like a Linear. `plan_for` (plans.py) finds the plan of
 many models.

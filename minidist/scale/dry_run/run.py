@@ -171,7 +171,6 @@ def dryrun(
                     data_parallel,
                     clip_norm,
                     fully_shard=fully_shard,
-                    check_plan=False,
                     rehearse=False,
                     example=example_of(shape, layout),
                 )

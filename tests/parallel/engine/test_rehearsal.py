@@ -98,19 +98,6 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum()
 
 
-class TwoLosses(nn.Module):
-    """Takes a softmax over features, which a plan must not cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 12).double(), nn.Linear(12, 8).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.b(self.a(x).softmax(-1))
-        return y
-
-
 FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
     # model, optimizer, layout, loss, options of `prepare`, and what is told
     "a global optimizer": (
@@ -125,14 +112,6 @@ FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
     "time first": (Recurrent, SGD, "micro_batches=2", None, {}, "first dimension of a batch's tensors"),
     "a sum": (net, SGD, "dp=2", summed, {}, "is no mean over rows"),
     "an unknown weight": (net, SGD, "dp=2,zero=3", valid_mean, {}, r"or \(mean, weight\)"),
-    "a plan": (
-        TwoLosses,
-        SGD,
-        "tp=2",
-        None,
-        {"plan": {"a": "column", "b": "row"}, "check_plan": False},
-        "the plan cuts a matrix",
-    ),
 }
 
 
@@ -357,15 +336,20 @@ def test_a_rehearsed_training_is_the_same_to_the_bit(cluster_of: Clusters, layou
         assert all(torch.equal(a[5][name], b[5][name]) for name in b[5])
 
 
-def test_batch_norms_with_their_own_rows_are_no_fault(cluster_of: Clusters) -> None:
-    def losses(rehearse: bool, **options: Any) -> list[float]:
+def test_batch_norms_with_their_own_rows_are_no_fault(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def losses(rehearse: bool, loss: Any = functional.mse_loss, **options: Any) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).double()
-        engine = md.prepare(model, SGD, md.Layout(dp=2), functional.mse_loss, rehearse=rehearse, **options)
+        engine = md.prepare(model, SGD, md.Layout(dp=2), loss, rehearse=rehearse, **options)
         return train(engine, batches(4))
 
     for options in ({}, {"batch_norm": "synchronized"}):
         assert cluster_of(2).run(losses, True, **options) == cluster_of(2).run(losses, False, **options)
+        with pytest.raises(md.RankError, match="is no mean over rows"):
+            cluster_of(2).run(losses, True, summed, **options)
+    assert "was not compared" not in capfd.readouterr().err
 
 
 def test_half_precision_agrees_up_to_its_rounding(cluster_of: Clusters) -> None:

@@ -83,7 +83,7 @@ def train(layout: md.Layout, own: Callable[[], OwnModel] = resnet) -> tuple[dict
     """The bytes that a rank holds after two steps, and those that it sends in the second."""
     model = own()
     example = model.batch(1)[0] if layout.pp > 1 else None
-    engine = md.prepare(model.make(), ADAMW, layout, model.loss, example=example, check_plan=False)
+    engine = md.prepare(model.make(), ADAMW, layout, model.loss, example=example, rehearse=False)
     rows = [x[engine.data_rank :: engine.data_ranks].clone() for x in model.rows]
     engine.step(*rows)
     with comm.ledger() as ledger:
