@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minidist import comm
 from minidist.comm.opaque import opaque
@@ -29,6 +28,7 @@ from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.arguments import TOLD, agreed_length, check_arguments
 from minidist.parallel.context.blockwise_attention import OnlineSoftmax, SoftmaxGradient
+from minidist.parallel.guards.refusals import refuse_recorded
 
 TILE = 512
 """Keys that a rank computes with at once: the largest matrix is its queries by TILE keys."""
@@ -173,8 +173,8 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_recorded("ring attention", "use a layout with cp=1")
         q, k, v, result, log_total = ctx.saved_tensors
         ring, scale, heads = ctx.ring, ctx.scale, k.shape[1]
         queries = _grouped(q, heads).mul(scale)

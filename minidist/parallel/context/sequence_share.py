@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from minidist import comm
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.ring_attention import ring_attention
+from minidist.parallel.guards.refusals import refuse_recorded
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -117,8 +117,8 @@ class _GatherShares(torch.autograd.Function):
         return share.restore(parts, dim=0).movedim(0, dim).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_recorded("a gathered sequence", "use a layout with cp=1")
         return gradient.index_select(ctx.dim, ctx.positions), None, None
 
 

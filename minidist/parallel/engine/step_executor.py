@@ -87,7 +87,7 @@ class StepExecutor(ABC):
         """A metric of outputs, or the loss for None, and its weight; `weight` if the function gives none."""
         if not rows_of(targets) * self._tokens:
             return _zero(outputs), 0.0
-        is_loss = function is None
+        is_loss = function is None and torch.is_grad_enabled()
         function = function or self.objective.function(outputs, inputs, targets, self.layout.cp)
         result = self.part.loss(function, outputs, targets)
         self.is_weighted |= isinstance(result, tuple)

@@ -121,6 +121,24 @@ def gradients_are_off() -> RuntimeError:
     )
 
 
+def refuse_transforms(what: str) -> None:
+    """Raise NotImplementedError inside torch.func's transforms, which see nothing of other ranks."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"torch.func (grad, hessian, vmap, ...) is at work, and {what} does not work inside it; use "
+            "torch.autograd.grad(outputs, inputs, create_graph=True), or dp with zero=0, 1 or 2"
+        )
+
+
+def refuse_recorded(what: str, remedy: str) -> None:
+    """Raise NotImplementedError in a recorded backward pass through a function that has only the first."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"this backward pass is recorded for second derivatives (create_graph=True), and {what} has "
+            f"none; {remedy}"
+        )
+
+
 def refuse_backward(stale: bool) -> None:
     """Raise RuntimeError in a backward pass through gathered parameters that could not be finished.
 
@@ -130,11 +148,6 @@ def refuse_backward(stale: bool) -> None:
         raise RuntimeError(
             "backward came to a forward pass from before the optimizer's last step, which computed with "
             "other parameters than there are now; call backward() before step()"
-        )
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "this backward pass is recorded, as for a gradient penalty (create_graph=True), and ZeRO stage 3 "
-            "does not gather parameters for the second one; use a layout with zero=2, 1 or 0"
         )
 
 

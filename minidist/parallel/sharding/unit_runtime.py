@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import tensors_in
-from minidist.parallel.guards.refusals import refuse_backward
+from minidist.parallel.guards.refusals import refuse_backward, refuse_transforms
 from minidist.parallel.sharding.collective_order import (
     expected,
     own,
@@ -46,10 +46,10 @@ class UnitRuntime:
         self.units, self.root, self._group, self.prefetch = units, units[0], group, prefetch
         self._reduce, self._complete_reductions, self._follow_changes = reduce, complete, follow_changes
         self.order = expected(units)
-        self._next, self._clock = 0, 0  # in the forward order; among the events of a pass
+        self._next, self._clock, self.version = 0, 0, 0  # in the forward order; in a pass; steps so far
         self._pass: UnitPass | None = None  # the running forward pass
         self._backward: UnitPass | None = None  # the pass whose backward pass runs
-        self._open, self.version = False, 0  # a backward pass has begun and not ended; steps made so far
+        self._open, self._recorded = False, False  # a backward pass has begun and not ended; it is recorded
         handles: list[Any] = []
         for unit in units:
             if unit.buckets or unit is self.root:
@@ -61,6 +61,7 @@ class UnitRuntime:
 
     def begin(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A unit is called. Returns other inputs for it, or None."""
+        refuse_transforms("zero=3")
         if self._backward is not None and self._in_backward():  # a checkpointed part is computed again
             self._again(self._backward, unit)
             return None
@@ -68,6 +69,7 @@ class UnitRuntime:
             self._begin_pass(unit)
         assert self._pass is not None
         of = self._pass
+        of.trains = of.trains or torch.is_grad_enabled()
         unit.first = unit.first if unit.calls else self._clock
         self._clock += 1
         unit.calls += 1
@@ -148,25 +150,24 @@ class UnitRuntime:
     def need(self, of: UnitPass, unit: Unit, _: Tensor | None = None) -> None:
         """The backward pass has come to a unit."""
         if not self._open:
-            self._open = True
+            self._open, self._recorded = True, torch.is_grad_enabled()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         refuse_backward(of.version != self.version)
         if self._backward is not of:
             self._complete(self._backward)
             self._backward = of
-            if of.units[0] in of.reduced:  # in an earlier backward pass, whose graph was retained
-                of.start()
+            of.start(self._recorded)
             for each in of.units:
-                each.show()
+                each.show(self._recorded)
         if unit in of.reduced:
             raise RuntimeError(
                 f"backward came back to {unit} after its gradients were reduced, since this pass uses it in "
                 "another order than the first; make one unit of the parts whose order changes (units=)"
             )
-        while not unit.present:
+        while not unit.present and of.operations:  # which there are after the forward pass
             self._run(of)
         self._gather_ahead(of)
-        unit.show()
+        unit.show(self._recorded)
 
     def _again(self, of: UnitPass, unit: Unit) -> None:
         """Gather a unit that is computed again: in its turn, or at once in a checkpoint of torch."""
@@ -208,32 +209,34 @@ class UnitRuntime:
         if of is not None:
             while of.operations:
                 self._run(of)
-            for unit in of.units:
+            for unit in of.units if not self._recorded else ():
                 self._reduce(unit, False)
                 of.reduced.add(unit)
 
     def finish(self) -> None:
         """The backward pass is over: complete the gradients."""
-        if self._open:
-            self._complete(self._backward)
-            self._reset()
+        self._complete(self._backward)
+        if any(p.grad is not None for p in self.root.module.parameters()):  # of a pass through a recorded one
+            for unit in self.units:
+                self._reduce(unit, False)
+        self._reset()
 
     def abandon(self) -> None:
         """After an error: free everything, and forget the pass that was under way."""
-        self._pass = None
+        self._pass, self._recorded = None, False
         self._reset()
-        for parameter in self.root.module.parameters():
-            parameter.grad = None
+        nn.Module.zero_grad(self.root.module)
 
     def _reset(self) -> None:
-        self._backward, self._open = None, False
         self._complete_reductions()
-        for unit in self.units:
-            unit.free()
+        for unit in self.units if self._pass is None else ():
+            unit.free(held=not self._recorded)
+        self._backward, self._open, self._recorded = None, False, False
 
     def changed(self) -> None:
         """The shards have other values now."""
         self.version += 1
+        self._reset()
         self.forget_copies()
 
     def forget_copies(self) -> None:

@@ -33,6 +33,7 @@ class Unit:
         self.buckets: list[Bucket] = []  # for each dtype, for trained and frozen parameters
         self.present = False  # its parameters are gathered, or on their way
         self.shown = False  # the module sees them
+        self.held = False  # they stay: a recorded backward pass has used them, and the one through it will
         self.recomputed = False  # it lies in a part that the backward pass computes again
         self.calls = 0  # in the running forward pass
         self.first, self.last = -1, -1  # when its calls began and ended, among the events of the pass
@@ -45,17 +46,19 @@ class Unit:
                 bucket.gather()
             self.present = True
 
-    def show(self) -> None:
-        """Gather the parameters, unless they are there, and let the module see them."""
+    def show(self, hold: bool = False) -> None:
+        """Gather the parameters, unless they are there, and let the module see them; `hold` has them stay."""
+        self.held = self.held or hold
         self.gather()
         if not self.shown:
             for bucket in self.buckets:
                 bucket.show()
             self.shown = True
 
-    def free(self) -> None:
-        """Give the gathered parameters' memory back."""
-        if self.present:
+    def free(self, held: bool = False) -> None:
+        """Give the gathered parameters' memory back; that of held ones with `held` alone."""
+        self.held = self.held and not held
+        if self.present and not self.held:
             for bucket in self.buckets:
                 bucket.free()
             self.present = self.shown = False
@@ -104,9 +107,9 @@ class UnitPass:
         self._order, self._calls = order, calls
         self.start()
 
-    def start(self) -> None:
-        """Prepare for a backward pass."""
-        self.operations = deque(self._order)
+    def start(self, recorded: bool = False) -> None:
+        """Prepare for a backward pass. A recorded one, for derivatives, brings no gradients of parameters."""
+        self.operations = deque(each for each in self._order if each[0] == "gather" or not recorded)
         self.reduced.clear()
         self._left.clear()
 

@@ -18,11 +18,11 @@ n ranks; shapes: x (..., T, K); a weight (M, K), where M is the rank's features,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from minidist.comm.opaque import opaque
@@ -38,6 +38,8 @@ from minidist.parallel.tensor.cuts import (
     share,
 )
 from minidist.parallel.tensor.operators import (
+    OPERATORS,
+    SharedFunction,
     gather_from_ranks,
     start_all_gather,
     start_all_reduce,
@@ -63,12 +65,10 @@ def column_linear(
 
     overlap: compute the gradients of the weights while that of x is under way.
     """
-    return list(
-        _ColumnLinear.apply(x, group, sequence_parallel, overlap, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
-    )
+    return list(_ColumnLinear.apply(x, group, sequence_parallel, overlap, *weights, *biases))
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _ColumnLinear(SharedFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -76,37 +76,38 @@ class _ColumnLinear(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         overlap: bool,
-        count: int,
-        *parameters: Tensor | None,
+        *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        weights: Any = parameters[:count]
-        biases: Any = parameters[count:]
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.sequence_parallel, ctx.overlap, ctx.count = group, sequence_parallel, overlap, count
+        ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
         whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
         return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        needs_w, needs_b = needs[: ctx.count], needs[ctx.count :]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_w, needs_b = needs[: len(grads)], needs[len(grads) :]
         rows = [grad.reshape(-1, w.shape[0]) for grad, w in zip(grads, weights, strict=True)]  # (N, M)
 
-        # Launch: gather the input again if this rank kept only a share.
-        again = None
-        if ctx.sequence_parallel and any(needs_w):
+        # Launch: gather the input again if this rank kept only a share. Operators have derivatives, too.
+        again = summed = cast(Any, None)
+        enter, leave = OPERATORS[ctx.sequence_parallel]
+        if torch.is_grad_enabled():
+            again = partial(enter, x, group=ctx.group)
+        elif ctx.sequence_parallel and any(needs_w):
             again = start_all_gather(x, SEQUENCE, ctx.group, overlap=ctx.overlap)
 
         # Compute the gradient by the input, and launch its sum.
-        summed = None
         if needs_x:
             x_grad = rows[0] @ weights[0]
             for g, w in zip(rows[1:], weights[1:], strict=True):
                 x_grad.addmm_(g, w)
             x_grad = x_grad.view(*grads[0].shape[:-1], x.shape[-1])
-            if ctx.sequence_parallel:
+            if torch.is_grad_enabled():
+                summed = partial(leave, x_grad, group=ctx.group)
+            elif ctx.sequence_parallel:
                 summed = start_reduce_scatter(x_grad, SEQUENCE, ctx.group, ctx.overlap)
             else:
                 summed = start_all_reduce(x_grad, ctx.group, ctx.overlap)
@@ -117,7 +118,7 @@ class _ColumnLinear(torch.autograd.Function):
         b_grads = [g.sum(0) if need else None for g, need in zip(rows, needs_b, strict=True)]
 
         # Wait.
-        return None if summed is None else summed(), None, None, None, None, *w_grads, *b_grads
+        return None if summed is None else summed(), None, None, None, *w_grads, *b_grads
 
 
 class ColumnParallelLinear(TensorParallel):
@@ -138,8 +139,7 @@ class ColumnParallelLinear(TensorParallel):
         packed: the number of equal matrices that the weight holds below each other, such as 3 for queries,
             keys and values. Each is cut by itself, and y has this rank's features of each.
 
-    Raises ValueError if there are fewer units than ranks, `unit` or `packed` does not divide the features, or
-    packed features should be gathered.
+    Raises ValueError if there are fewer units than ranks, or `unit` or `packed` does not fit the features.
     """
 
     weight: nn.Parameter  # (out / n, in)
@@ -220,8 +220,8 @@ class ColumnParallelLinear(TensorParallel):
     def extra_repr(self) -> str:
         """The text between the brackets of print(layer)."""
         times = "" if self.packed == 1 else f"{self.packed} times "
-        each = self.out_features // self.packed
-        return f"{self.in_features}, {times}{self.own.start}-{self.own.stop} of {each}"
+        own = f"{self.own.start}-{self.own.stop} of {self.out_features // self.packed}"
+        return f"{self.in_features}, {times}{own}"
 
 
 class SharedInput:

@@ -2,7 +2,7 @@
 
 Outside a shared part, a tensor and its gradient are the same on all ranks. Inside, each rank has some of the
 features, or one summand of the whole. An operator takes activations across that line. Operators come in
-pairs: the forward pass of one is the backward pass of the other.
+pairs: the forward pass of one is the backward pass of the other. So they have derivatives of any order.
 
 | | forward | backward | where |
 |---|---|---|---|
@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minidist import comm
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.guards.refusals import refuse_transforms
 from minidist.parallel.tensor.cuts import share
 from minidist.parallel.tensor.shares import share_of, sizes_of
 
@@ -54,7 +54,7 @@ def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
 @opaque
 def copy_all_to_ranks(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
     """Do the same for several tensors of one dtype; their gradients travel in one message."""
-    return list(_Copy.apply(group, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Copy.apply(group, *tensors))
 
 
 def reduce_from_ranks(x: Tensor, group: Group = None) -> Tensor:
@@ -128,6 +128,10 @@ def scatter_sequence(x: Tensor, dim: int = -2, group: Group = None) -> Tensor:
     )
 
 
+OPERATORS = (copy_to_ranks, reduce_from_ranks), (gather_sequence, scatter_sequence)
+"""How to enter and to leave a shared part, without and with sequence parallelism."""
+
+
 def check_sequence(length: int, group: Group) -> None:
     """Raise ValueError if the number of ranks does not divide a sequence of this length."""
     ranks = len(ranks_of(group))
@@ -187,34 +191,56 @@ def _copied(x: Tensor) -> Tensor:
 @opaque
 def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `forward` to x, and `backward` to the gradient."""
-    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    result: Tensor = _Pair.apply(x, forward, backward)
     return result
 
 
-class _Pair(torch.autograd.Function):
+class SharedFunction(torch.autograd.Function):
+    """A function in which ranks take part."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Compute it; NotImplementedError inside torch.func."""
+        refuse_transforms("tensor parallelism")
+        return super().apply(*args)  # type: ignore[no-untyped-call]
+
+
+class _Pair(SharedFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.of_gradient = backward
+        ctx.pair = forward, backward
         return forward(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.of_gradient(grad), None, None
+        forward, backward = ctx.pair
+        return _pair(grad, backward, forward), None, None
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(SharedFunction):
     @staticmethod
     def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Sum.apply(ctx.group, *grads)
+
+
+class _Sum(SharedFunction):
+    """The other half of `_Copy`."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
         # All-reduce a copy, even of a single gradient: another operator may use it.
-        flat = start_all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)()
-        parts = torch.split_with_sizes(flat, [grad.numel() for grad in grads])
-        return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
+        flat = start_all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group)()
+        parts = torch.split_with_sizes(flat, [x.numel() for x in tensors])
+        return tuple(part.view(x.shape) for part, x in zip(parts, tensors, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Copy.apply(ctx.group, *grads)

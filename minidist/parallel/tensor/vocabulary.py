@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from minidist import comm
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
+from minidist.parallel.guards.refusals import refuse_recorded
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share
-from minidist.parallel.tensor.operators import gather_from_ranks, reduce_from_ranks, scatter_sequence
+from minidist.parallel.tensor.operators import (
+    SharedFunction,
+    gather_from_ranks,
+    reduce_from_ranks,
+    scatter_sequence,
+)
 from minidist.parallel.tensor.shares import share_of
 
 
@@ -140,11 +145,11 @@ def vocab_parallel_cross_entropy(
     if local_logits.dtype in (torch.float16, torch.bfloat16):
         local_logits = local_logits.float()
     rows = local_logits.reshape(-1, columns)
-    loss: Tensor = _CrossEntropy.apply(rows, targets.reshape(-1).long(), own, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(rows, targets.reshape(-1).long(), own, group)
     return loss
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(SharedFunction):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, own: range, group: Group) -> Tensor:
         local, elsewhere = _localise(targets, own)  # (N,)
@@ -162,8 +167,8 @@ class _CrossEntropy(torch.autograd.Function):
         return (top + total.log() - scores.sum(dim=0)).mean()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_recorded("the loss of logits that ranks share", "write your own loss, which gets all logits")
         softmax, local, elsewhere = ctx.saved_tensors
         scale = grad / len(local)
         target = torch.where(elsewhere, 0.0, -scale)  # (N,)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from minidist.comm.opaque import opaque
@@ -33,7 +34,7 @@ class ActivationCounter:
 
     The model's inputs count if an operation saves them. A view counts as its whole storage. Counting takes
     some microseconds for each saved tensor. Not counted are all parameters, the buffers of `module`, and the
-    storages of `others`, such as a batch that its owner keeps anyway.
+    storages of `others`, such as a batch that its owner keeps anyway, nor what torch.func keeps.
     """
 
     def __init__(self, module: nn.Module | None = None, others: Iterable[Tensor] = ()) -> None:
@@ -42,22 +43,23 @@ class ActivationCounter:
         self._module, self._others = module, [*others]
         self._excluded: set[int] = set()
         self._live: dict[int, list[int]] = {}  # storage -> [tensors that hold it, bytes]
-        self._hooks: list[saved_tensors_hooks] = []
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> ActivationCounter:
         tensors = self._others
         if self._module is not None:
             tensors = [*tensors, *self._module.parameters(), *self._module.buffers()]
         self._excluded = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._entered.append(ExitStack())
         hooks = saved_tensors_hooks(self.pack, self.unpack)
-        hooks.__enter__()
-        self._hooks.append(hooks)
+        self._entered[-1].enter_context(hooks)
+        self._entered[-1].enter_context(_aside(hooks))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.pop().__exit__(kind, error, trace)
+        self._entered.pop().__exit__(kind, error, trace)
 
     @opaque
     def pack(self, tensor: Tensor) -> Tensor | _Kept:
@@ -164,6 +166,30 @@ class _CountingHooks:
     def unpack(self, kept: Any) -> Tensor:
         tensor: Tensor = self._unpack(kept)
         return tensor
+
+
+@contextmanager
+def _aside(hooks: saved_tensors_hooks) -> Iterator[None]:
+    """Take hooks off while torch.func computes, which works without any alone."""
+    disable: Any = graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disabled(message: str) -> Iterator[None]:
+        ours = _current_hooks()[0] == hooks.pack_hook
+        if ours:
+            hooks.__exit__()
+        try:
+            with disable(message):
+                yield
+        finally:
+            if ours:
+                hooks.__enter__()
+
+    graph.disable_saved_tensors_hooks = disabled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        graph.disable_saved_tensors_hooks = disable
 
 
 def _current_hooks() -> tuple[Any, Any]:

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from minidist import comm
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.flat.joined_messages import together
+from minidist.parallel.guards.refusals import refuse_recorded
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -149,8 +149,8 @@ class _Normalize(torch.autograd.Function):
         return normal, count, mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        refuse_recorded("a synchronized BatchNorm", "leave batch_norm='synchronized' out, or use a GroupNorm")
         normal, scale, count = ctx.saved_tensors
         sums = torch.stack([gradient.sum(ctx.axes), (gradient * normal).sum(ctx.axes)])
         comm.all_reduce(sums, group=ctx.group)

@@ -128,7 +128,8 @@ class _Recomputed:
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self._own or partial(type(self._part).forward, self._part)
-        if not torch.is_grad_enabled():
+        disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if not torch.is_grad_enabled() or disabled is not None:  # as by torch.func
             return own(*args, **kwargs)
         # A layer of transformers would fill its model's cache of keys and values twice.
         args = tuple(None if _is_empty_cache(value) else value for value in args)
@@ -136,7 +137,7 @@ class _Recomputed:
             own, **{k: None if _is_empty_cache(value) else value for k, value in kwargs.items()}
         )
         counter, (state, untouched) = ActivationCounter.active(), self._state()
-        contexts = nullcontext(), _again(self._part, counter, state)
+        contexts = nullcontext(), _Again(self._part, counter, state)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
         if self._written is None:
             changed = [(s, name, old) for s, name, old in state if _is_large(old) and differs(s[name], old)]
@@ -175,6 +176,20 @@ def _is_empty_cache(value: object) -> bool:
     """Whether it is a `Cache` of transformers without tokens, which a layer can do without."""
     length = getattr(value, "get_seq_length", None)
     return callable(length) and length() == 0
+
+
+class _Again:
+    """A context in which a part computes again: once for each backward pass through its call."""
+
+    def __init__(self, *of: Any) -> None:
+        self._of = of
+
+    def __enter__(self) -> None:
+        self._now = _again(*self._of)
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._now.__exit__(*error)
 
 
 @contextmanager

@@ -866,9 +866,9 @@ def stale_parameters(patch: pytest.MonkeyPatch) -> None:
     """What was gathered for the backward pass serves the next step, too."""
     free = shard_units.Unit.free
 
-    def wrong(self: shard_units.Unit) -> None:
+    def wrong(self: shard_units.Unit, held: bool = False) -> None:
         if not self.name.endswith("1"):
-            free(self)
+            free(self, held)
 
     patch.setattr(shard_units.Unit, "free", wrong)
 

@@ -372,12 +372,33 @@ def test_a_model_may_return_parameters_and_views_of_them(cluster_of: Clusters) -
         equal(state, model.state_dict())
 
 
-def test_a_gradient_of_gradients_is_refused() -> None:
-    sharded = md.FullyShard(Two(0), torch.optim.SGD, lr=0.1)
-    x = torch.ones(2, 6, requires_grad=True)
-    first, _ = sharded(x)
-    with pytest.raises(RuntimeError, match=r"gradient penalty .* use a layout with zero=2, 1 or 0"):
-        torch.autograd.grad(first.sum(), x, create_graph=True)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_recorded_backward_pass_holds_what_it_gathers(accumulates: bool) -> None:
+    """Until the pass through it has ended. Gradients of parameters that it brings itself count, too."""
+
+    def train(model: nn.Module) -> None:
+        x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+        first, _ = model(x)
+        slope: Tensor | None = None
+        if accumulates:
+            first.sum().backward(create_graph=True)
+            slope = x.grad
+        else:
+            (slope,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        assert slope is not None
+        assert not isinstance(model, md.FullyShard) or any(unit.held for unit in model.units)
+        slope.square().sum().backward()
+
+    plain = Two(0).double()
+    train(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    sharded = md.FullyShard(Two(0).double(), torch.optim.SGD, lr=0.1)
+    train(sharded)
+    sharded.step()
+    assert not any(unit.held or unit.present for unit in sharded.units)
+    with sharded.summon() as module:
+        equal(module.state_dict(), plain.state_dict())
 
 
 def test_backward_after_the_step_is_refused() -> None:
