@@ -166,6 +166,8 @@ def prepare(
             precision,
             fully_shard,
         )
+        if layout.zero < 3:  # whose units keep to one order
+            strategy.gradient_comm.meets = layout.cp > 1 or batch_norm is not None
         fill_masters(strategy, exact, part.placement.own)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())

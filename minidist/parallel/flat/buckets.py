@@ -101,14 +101,14 @@ class Bucket(BucketLayout):
     def borrow(self) -> None:
         """Have memory for this rank's own gradients, once a bucket that holds it is reduced."""
         assert self._memory is not None
-        if self._memory.holder is not None:
-            self._memory.holder.complete()
+        if (holder := self._memory.holder) and holder._sending and self.comm.may_wait(holder._sending):
+            holder.complete()
         if self._memory.holder is None:
             self._memory.holder, self.holds = self, True
             self.gradients, self.views, gaps = self._lent
             if gaps:
                 torch._foreach_zero_(gaps)
-        else:  # gradients come in another order than in the first pass, and the holder still lacks some
+        else:  # it cannot be waited for, or still lacks some, as gradients come in another order than before
             self.hold(torch.zeros(self.length, dtype=self.dtype, device=self.device))
 
     def reduce(self) -> Messages:

@@ -60,6 +60,7 @@ class GradientComm:
     blocking: bool = False  # nothing is left to compute: handing a message to a thread only costs time
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
+    meets: bool = False  # whether ranks wait for each other in the backward pass for other reasons, too
     counts: bool = True  # whether the rows of the pass that runs count, and so use its parameters
 
     @classmethod
@@ -81,6 +82,15 @@ class GradientComm:
     def owners(self) -> int:
         """The number of shares."""
         return len(ranks_of(self.share_group))
+
+    def may_wait(self, messages: Messages) -> bool:
+        """Whether a backward pass may wait for messages to be complete.
+
+        Not where ranks meet in it, as in ring attention: another rank may send these messages at its end, as
+        it has no gradient for an expert, and wait for this one before.
+        """
+        last = messages.message if self.hybrid is None else None
+        return not self.meets or isinstance(last, Done) or (last is not None and last.done())
 
     def start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
         """Start a collective, in this thread where nothing is left to compute."""

@@ -137,7 +137,7 @@ class Reducer(Generic[AnyAssignment]):
         over.blocking = self._completing or last
         if assignment.tail_in_bucket and last:
             self._fill_tail(assignment)
-        if over.hybrid is not None and self._running:
+        if over.hybrid is not None and self._running and not over.meets:
             self._running[-1].advance()  # the sum over copies of the bucket before
         return assignment.buckets[self._next - 1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,39 @@ def test_rows_that_do_not_count_are_in_no_statistics(cluster_of: Clusters, layou
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
     wrong = cluster_of(2).run(train, True)[0]["1.running_mean"]
     assert not torch.allclose(wrong, model.state_dict()["1.running_mean"], rtol=1e-3)
+
+
+class SomeRanks(nn.Module):
+    """A layer that rank 0's rows do not use after the first step, as an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.expert = 0, nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.expert(x) if md.rank() or self.passes == 1 else x
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=2", "dp=4,zero=1,shard=2", "dp=4,zero=2,shard=2"])
+def test_ranks_that_use_other_layers_do_not_wait_for_each_other(cluster_of: Clusters, layout: str) -> None:
+    """Rank 0 sends no gradient behind the expert's before its backward pass ends, and all meet in it.
+
+    A planted fault, by hand: without `GradientComm.meets` this does not end.
+    """
+    parsed = md.Layout.parse(layout)
+
+    def train() -> list[float]:
+        linear = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(5)]
+        first = [linear[0], nn.BatchNorm1d(4, dtype=torch.float64)]
+        model = nn.Sequential(*first, *linear[1:4], SomeRanks(), linear[4])
+        small: Any = {"data_parallel": {"bucket_mb": 0}, "batch_norm": "synchronized"}
+        engine = md.prepare(model, SGD, parsed, nn.functional.cross_entropy, **small)
+        x, y = torch.randn(3, 4, dtype=torch.float64), torch.arange(3)
+        return [engine.step(x, y) for _ in range(3)]
+
+    found = cluster_of(parsed.ranks).run(train)
+    assert all(losses == found[0] and losses[2] < losses[0] for losses in found)
 
 
 def test_gradients_by_the_inputs_are_exact_too(cluster_of: Clusters) -> None:
