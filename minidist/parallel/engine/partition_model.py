@@ -200,7 +200,7 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
         if layout.tp > 1 and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
             raise ValueError(
                 f"optimizer is {name}, which needs whole parameters, and the layout has tp={layout.tp}, "
-                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp or pp instead"
+                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp instead"
             )
         if layout.pp > 1 and isinstance(made, torch.optim.LBFGS):
             raise ValueError(

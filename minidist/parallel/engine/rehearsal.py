@@ -102,14 +102,18 @@ class Rehearsal:
             self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]
 
     def due(self, engine: EngineState) -> bool:
-        """Whether the next step is to be rehearsed: the same on all ranks."""
+        """Whether the next step is to be rehearsed: the same on all ranks.
+
+        It does not notice a batch of another structure, nor with pp a change of what is trained: one rank may
+        see it alone, and to ask the others would cost a message in every step.
+        """
         self._steps += 1
         if self._when == "first":
             return self._steps == 1
         if self._steps <= LAST and not self._steps & (self._steps - 1):
             return True
         if self._layout.pp > 1:
-            return False  # each stage sees its own parameters only
+            return False
         trained = [p.requires_grad for p in engine.model.parameters()]
         now = trained, [len(group["params"]) for group in engine.optimizer.param_groups]
         known, self._known = self._known, now

@@ -40,7 +40,7 @@ def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
         if issubclass(kind, torch.optim.SparseAdam):
             raise ValueError("optimizer is SparseAdam, whose sparse gradients have no shards; use zero=0")
         raise ValueError(
-            f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat "
-            "shards; use Layout(zero=1), which splits at whole parameters, or one of "
-            + ", ".join(sorted(ELEMENTWISE))
+            f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat shards; "
+            "use dp without zero, or Layout(zero=1) if it looks at one parameter at a time, as Adafactor "
+            f"does, or one of {', '.join(sorted(ELEMENTWISE))}"
         )

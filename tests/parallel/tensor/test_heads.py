@@ -114,7 +114,7 @@ def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> Non
             return y
 
     def train() -> float:
-        engine = md.prepare(Blocks(Other, 0), torch.optim.AdamW, md.Layout(tp=2))
+        engine = md.prepare(Blocks(Other, 0), torch.optim.AdamW, md.Layout(tp=2), rehearse=True)
         return engine.step(*patches(torch.Generator().manual_seed(0), 4))
 
     with pytest.raises(md.RankError, match=r"makes another model: the output of blocks.0.attn.proj differs"):
