@@ -1,8 +1,9 @@
-"""`opaque`: functions that torch.compile calls as they are, because tracing into them would go wrong.
+"""Functions into which torch cannot see: `opaque` has torch.compile call one as it is.
 
 Dynamo reads Python once and replays the tensor operations that it saw. A collective also waits for other
 ranks, and writes to memory that torch does not know of: a replay of it gives wrong numbers. A compiled model
-therefore leaves its graph at an opaque function, and enters the next graph after it.
+therefore leaves its graph at an opaque function, and enters the next graph after it. Autograd would take a
+gradient that a collective computes for a constant: `refuse_recorded` ends a pass that is to differentiate it.
 """
 
 from __future__ import annotations
@@ -30,3 +31,12 @@ def opaque(function: Function) -> Function:
         return disabled
     function._torchdynamo_disable = True  # type: ignore[attr-defined] # a call inside a graph ends the graph
     return function
+
+
+def refuse_recorded(what: str, remedy: str) -> None:
+    """Raise NotImplementedError in a recorded backward pass through a function that has only the first."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"this backward pass is recorded for second derivatives (create_graph=True), and {what} has "
+            f"none; {remedy}"
+        )

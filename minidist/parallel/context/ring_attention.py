@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.opaque import opaque
+from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.arguments import TOLD, agreed_length, check_arguments
 from minidist.parallel.context.blockwise_attention import OnlineSoftmax, SoftmaxGradient
-from minidist.parallel.guards.refusals import refuse_recorded
 
 TILE = 512
 """Keys that a rank computes with at once: the largest matrix is its queries by TILE keys."""

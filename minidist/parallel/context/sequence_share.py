@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.comm.opaque import opaque
+from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.ring_attention import ring_attention
-from minidist.parallel.guards.refusals import refuse_recorded
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -130,15 +130,6 @@ def refuse_transforms(what: str) -> None:
         )
 
 
-def refuse_recorded(what: str, remedy: str) -> None:
-    """Raise NotImplementedError in a recorded backward pass through a function that has only the first."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"this backward pass is recorded for second derivatives (create_graph=True), and {what} has "
-            f"none; {remedy}"
-        )
-
-
 def refuse_backward(stale: bool) -> None:
     """Raise RuntimeError in a backward pass through gathered parameters that could not be finished.
 

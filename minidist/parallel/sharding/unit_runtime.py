@@ -71,8 +71,7 @@ class UnitRuntime:
         of = self._pass
         of.trains = of.trains or torch.is_grad_enabled()
         unit.first = unit.first if unit.calls else self._clock
-        self._clock += 1
-        unit.calls += 1
+        self._clock, unit.calls = self._clock + 1, unit.calls + 1
         order = self.order.forward if of.is_whole else ()
         while not unit.present and self._next < len(order):
             order[self._next].gather()
@@ -86,7 +85,7 @@ class UnitRuntime:
             order[self._next].gather(ahead=True)
             self._next += 1
         unit.show()
-        if not of.trains or unit in of.units or not torch.is_grad_enabled():
+        if unit in of.units or not torch.is_grad_enabled():
             return None
         inputs, hook = Inputs(args, kwargs), weakly(self.ended, of, unit, unit.calls)
         for tensor in inputs.seen:
@@ -214,11 +213,10 @@ class UnitRuntime:
                 of.reduced.add(unit)
 
     def finish(self) -> None:
-        """The backward pass is over: complete the gradients."""
+        """The backward pass is over: complete the gradients, also those of a pass through a recorded one."""
         self._complete(self._backward)
-        if any(p.grad is not None for p in self.root.module.parameters()):  # of a pass through a recorded one
-            for unit in self.units:
-                self._reduce(unit, False)
+        for unit in self.units if any(p.grad is not None for p in self.root.module.parameters()) else ():
+            self._reduce(unit, False)
         self._reset()
 
     def abandon(self) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minidist import comm
-from minidist.comm.opaque import opaque
+from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
-from minidist.parallel.guards.refusals import refuse_recorded
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share
 from minidist.parallel.tensor.operators import (

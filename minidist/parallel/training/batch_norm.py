@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from minidist import comm
-from minidist.comm.opaque import opaque
+from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.flat.joined_messages import together
-from minidist.parallel.guards.refusals import refuse_recorded
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
