@@ -161,7 +161,8 @@ class OneProcess:
         for parameter, name in names.items():
             parameter.grad = None
             if name in own:
-                value = given.get(f"gradient.{name}", own[name] * 0)
+                value = given.get(f"gradient.{name}")
+                value = torch.zeros_like(parameter) if value is None else value
                 grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
                 parameter.grad = (grad * factor).to(parameter.dtype)
         with RandomOff(alone=True):

@@ -35,6 +35,7 @@ OPTIMIZER = (
     "for a norm over all gradients, and each rank has only some. Use one that treats every parameter alone, "
     "or a layout in which each rank updates whole parameters: dp without zero"
 )
+UNUSED = "It has a gradient in one of them, and in the other no loss has used it"
 BUFFER = (
     "The model writes it in its forward pass, from the rows of one rank. Sum what it writes over the ranks "
     "with minidist.comm.all_reduce, give data_parallel={'broadcast_buffers': True} if rank 0's will do, "
@@ -65,8 +66,8 @@ def told(
     """How a layout's step differs from one process's, in sentences with a likely cause; "" if it does not.
 
     The gradients are compared, and the update from the layout's gradients. found: what the layout's step has
-    computed from `start`. replicas: names of tensors of which ranks hold different
-    copies. outputs: of the modules for this rank's rows, if they were recorded.
+    computed from `start`. replicas: names of tensors of which ranks hold different copies. outputs: of the
+    modules for this rank's rows, if they were recorded.
     """
     batch, trials = whole_batch(start.batches), list[Outcome]()
     by_one = alone.step(start, batch, found.tensors, scale)
@@ -84,15 +85,17 @@ def told(
         return ""
     pieces = [piece for pair in start.batches for piece in _micro_batches(pair, layout.micro_batches)]
     remedy = "minidist.compare shows the first layer that differs"
-    if first.name.removeprefix("model.") in start.trained:
-        remedy = OPTIMIZER
+    name = first.name.removeprefix("model.")
+    if name in start.trained:
+        gradient = f"gradient.{name}"
+        remedy = OPTIMIZER if (gradient in found.tensors) == (gradient in by_one.tensors) else UNUSED
     elif first.name.startswith("model."):
         remedy = BUFFER
     elif len(pieces) > 1:
         alike = alone.step(start, pieces, found.tensors, scale)
         if not difference(found, alike, trials, kind="gradient"):
             remedy = ROWS
-    if layout.tp > 1 and remedy not in (OPTIMIZER, BUFFER, ROWS):
+    if layout.tp > 1 and remedy not in (OPTIMIZER, UNUSED, BUFFER, ROWS):
         whole: Outputs = defaultdict(list)
         own = _micro_batches(start.batches[0], layout.micro_batches)
         alone.step(start, own, found.tensors, scale, partial(recorded, into=whole))
