@@ -29,6 +29,13 @@ def first_argument(function: Any) -> str:
         return ""
 
 
+def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step evaluates the loss itself, perhaps several times: as LBFGS and SAM do."""
+    kind: Any = type(getattr(optimizer, "inner", optimizer))  # of a ZeroOptimizer or MasterWeights
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def by_parameters(optimizer: Any, model: nn.Module, first: Mapping[str, str]) -> MakeOptimizer:
     """`optimizer` as a function of parameters; one that takes pairs gets their names in `model`.
 

@@ -6,7 +6,7 @@ The engine's step (engine/training_step.py) is the same for all strategies and c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,8 +136,11 @@ class Strategy(ABC):
         self.zero_grad()
 
     @abstractmethod
-    def update(self) -> None:
-        """Take the optimizer's step; every rank then computes with the new parameters."""
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take the optimizer's step; every rank then computes with the new parameters.
+
+        closure: for an optimizer that requires one: runs all passes and `synchronize`, and returns the loss.
+        """
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, as for `Engine.whole`. Sends nothing if each rank has all of them."""

@@ -7,6 +7,7 @@ state that another layout can load has to use names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,12 +72,26 @@ def load_extra_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameter name, key and tensor of all tensors in an optimizer's state, in the order of its groups."""
+    """Parameter name, key and tensor of all tensors in an optimizer's state, in the order of its groups.
+
+    One in a list, as LBFGS keeps, has its index in the key: "old_dirs[0]".
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield names[parameter], key, value
+                for i, each in enumerate(value if isinstance(value, list) else ()):
+                    if isinstance(each, Tensor):
+                        yield names[parameter], f"{key}[{i}]", each
+
+
+def put_in_lists(state: dict[str, Any]) -> dict[str, Any]:
+    """Move tensors with keys such as "old_dirs[0]" into the lists of a parameter's state."""
+    for key in [key for key in state if key.endswith("]")]:
+        name, _, index = key[:-1].rpartition("[")
+        state[name][int(index)] = state.pop(key)
+    return state
 
 
 def whole_chunks(
@@ -93,13 +108,20 @@ def whole_chunks(
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The optimizer's groups, with names for parameters, and the values in its state that are not tensors."""
+    """The optimizer's groups, with names for parameters, and the values in its state that are not tensors.
+
+    A list has None in the place of a tensor.
+    """
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     state = {
-        names[parameter]: {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+        names[parameter]: {
+            k: [None if isinstance(x, Tensor) else x for x in v] if isinstance(v, list) else v
+            for k, v in values.items()
+            if not isinstance(v, Tensor)
+        }
         for parameter, values in optimizer.state.items()
     }
     return {"groups": groups, "state": {name: values for name, values in state.items() if values}}
@@ -139,6 +161,6 @@ def load_optimizer(
             key: torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
             for key, (shape, dtype) in state.get(name, {}).items()
         }
-        values |= settings["state"].get(name, {})
+        values |= deepcopy(settings["state"].get(name, {}))
         if values:
-            optimizer.state[parameter] = values
+            optimizer.state[parameter] = put_in_lists(values)

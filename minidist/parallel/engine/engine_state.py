@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.engine import Loss, requires_closure
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import Strategy, TensorBox
@@ -42,6 +42,12 @@ class EngineState:
         self.mesh, self.placement = part.mesh, part.placement
         self.optimizer = strategy.optimizer
         self.optimizer.add_param_group = refuse_growth  # type: ignore[method-assign, assignment]
+        self.takes_closure = requires_closure(self.optimizer)
+        if self.takes_closure and layout.precision != "fp32":
+            raise ValueError(
+                f"precision is {layout.precision!r}, and the optimizer's step evaluates the loss itself: it "
+                "would change copies in float32, which the model does not see; use precision='fp32'"
+            )
         self.grad_norm: float | None = None
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
         self.device = next((p.device for p in part.model.parameters()), self.placement.device)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from minidist.comm.group_table import alone
 from minidist.parallel.contract.batch import call, rows_of
-from minidist.parallel.contract.engine import KeptAttributes, Loss, by_parameters, cells_of
+from minidist.parallel.contract.engine import KeptAttributes, Loss, by_parameters, cells_of, requires_closure
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
     names_of,
     optimizer_settings,
     parameter_like,
+    put_in_lists,
     whole_chunks,
 )
 from minidist.parallel.engine.rank_model import Objective, Pair, Weight, weighted
@@ -112,6 +113,7 @@ class OneProcess:
         precision = Precision(self._layout.precision)
         model = self._filled(start)
         precision.convert(model)
+        precision.convert_calls(model)
         if self._layout.recompute:
             recompute(model)
         make = by_parameters(self._make, model, {})
@@ -131,30 +133,47 @@ class OneProcess:
             if chunk.name in start.tensors:
                 chunk.tensor.copy_(start.tensors[chunk.name])
 
-        objective = Objective(self._loss, model)
-        done: list[tuple[Tensor, Weight]] = []
-        quiet = RandomOff(alone=True, others=start.elsewhere)
-        with _converting(model, precision), inside(model), quiet:
-            for inputs, targets in pieces:
-                if objective.takes_model:
-                    result = objective.given(model, inputs)  # type: ignore[misc]
-                else:
-                    outputs = call(model, inputs)
-                    result = objective.function(outputs, inputs, targets)(outputs, targets)
-                done.append(weighted(result, float(rows_of(inputs))))
-            weight = sum(float(each) for _, each in done)
-            loss = sum((mean * (float(w) / weight) for mean, w in done), torch.zeros((), device=self._device))
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+        objective, quiet = Objective(self._loss, model), RandomOff(alone=True, others=start.elsewhere)
+
+        def evaluate() -> Tensor:
+            done: list[tuple[Tensor, Weight]] = []
+            with torch.enable_grad(), inside(model), quiet:
+                for inputs, targets in pieces:
+                    if objective.takes_model:
+                        result = objective.given(model, inputs)  # type: ignore[misc]
+                    else:
+                        outputs = call(model, inputs)
+                        result = objective.function(outputs, inputs, targets)(outputs, targets)
+                    done.append(weighted(result, float(rows_of(inputs))))
+                weight = sum(float(each) for _, each in done)
+                loss: Any = sum(mean * (float(w) / weight) for mean, w in done)
+                (loss * scale).backward()
+            found: Tensor = loss.detach()
+            return found
+
+        losses = [evaluate()]
+
+        def closure() -> Tensor:
+            if not losses:  # the layout's gradients are those of the first evaluation
+                optimizer.zero_grad()
+                losses.append(evaluate())
+                if self._clip_norm is not None:
+                    nn.utils.clip_grad_norm_([*names], self._clip_norm)
+            return losses.pop()
+
+        loss = float(losses[0])
         self.last_bit = max(self.last_bit, quiet.last_bit)
         gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
         norm = global_norm(gradients.values()) / scale
         found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
-        self._update(optimizer, names, gradients, given)
+        self._update(optimizer, names, gradients, given, closure)
         chunks = whole_chunks(model, optimizer, masters)
         found |= {chunk.name: chunk.tensor for chunk in chunks if chunk.name.startswith("model.")}
-        return Outcome(float(loss.detach()), norm, found)
+        return Outcome(loss, norm, found)
 
-    def _update(self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors) -> None:
+    def _update(
+        self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors, closure: Any
+    ) -> None:
         """Update with the gradients `given`, clipped. Parameters that have none of their `own` get none."""
         of_layout = [value for name, value in given.items() if name.startswith("gradient")]
         factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
@@ -166,7 +185,7 @@ class OneProcess:
                 grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
                 parameter.grad = (grad * factor).to(parameter.dtype)
         with RandomOff(alone=True):
-            optimizer.step()
+            optimizer.step(closure) if requires_closure(optimizer) else optimizer.step()
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
@@ -209,7 +228,7 @@ class OneProcess:
             state[name] |= copy.deepcopy(dict(numbers))
         for name, values in state.items():
             if name in by_name:
-                optimizer.state[by_name[name]] = values
+                optimizer.state[by_name[name]] = put_in_lists(values)
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -225,20 +244,3 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 def _dense(x: Tensor) -> Tensor:
     return x.to_dense() if x.is_sparse else x.detach().clone()
-
-
-@contextmanager
-def _converting(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, the model takes inputs in its 16 bits, and gives outputs in float32."""
-    if precision.dtype is None:
-        yield
-        return
-    hooks = [
-        model.register_forward_pre_hook(lambda _, args, kw: precision.inputs((args, kw)), with_kwargs=True),
-        model.register_forward_hook(lambda _, args, outputs: precision.outputs(outputs)),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

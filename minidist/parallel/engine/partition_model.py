@@ -33,7 +33,7 @@ from minidist.parallel.tensor.cuts import cuts
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocabulary_of
-from minidist.parallel.training.elementwise_optimizers import is_elementwise
+from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable
 
 
 class RemoteLayer(nn.Module):
@@ -197,15 +197,12 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
             nothing: Any = [{"params": []}]
             made = optimizer(nothing)
         name = type(made).__name__
+        if layout.tp > 1 or isinstance(made, torch.optim.LBFGS):
+            refuse_unshareable(type(made))
         if layout.tp > 1 and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
             raise ValueError(
                 f"optimizer is {name}, which needs whole parameters, and the layout has tp={layout.tp}, "
                 "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp instead"
-            )
-        if layout.pp > 1 and isinstance(made, torch.optim.LBFGS):
-            raise ValueError(
-                f"optimizer is {name}, whose steps look at all parameters at once, and the layout has "
-                f"pp={layout.pp}, where each stage has its own; use another, such as torch.optim.AdamW"
             )
         return made
 

@@ -82,7 +82,8 @@ def prepare(
     Args:
         model: the same architecture on all ranks.
         optimizer: a function from parameters to a torch optimizer. One whose argument is called
-            `named_parameters` gets (name, parameter) pairs, to form groups by name.
+            `named_parameters` gets (name, parameter) pairs, to form groups by name. If its `step` requires a
+            closure, each call of that runs all passes on the step's batch again.
         layout: how many ranks do what; None for one rank.
         loss: a function from outputs and targets to their mean over rows; or to (mean, weight), where the
             weight is the number of tokens that count, say, and ranks and micro-batches are averaged by it. A

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minidist import comm
 from minidist.parallel.contract.batch import check_rows, shapes, tensors
@@ -39,7 +40,7 @@ class Engine(Evaluation):
         data_rank, data_ranks: this rank's index among the ranks that share a batch's rows, and their number,
             as `Sampler` takes them. Ranks that split the model and not the batch have the same index.
         grad_norm: the norm of the last step's gradients over all ranks, before clipping; None if the step
-            neither clips nor scales its loss.
+            neither clips nor scales its loss. Of several evaluations, the last one's.
     """
 
     def step(self, inputs: Any, targets: Any = NOTHING) -> float:
@@ -108,7 +109,9 @@ class Engine(Evaluation):
         comm.all_reduce(most, "max", group=self.strategy.group)
         return [batches[-1]._replace(counts=0.0)] * (int(most) - len(batches))
 
-    def _train(self, batches: Sequence[RankBatch]) -> float:
+    def _train(self, batches: Sequence[RankBatch], updates: bool = True) -> float:
+        if self.takes_closure and updates:
+            return self._train_by_closure(batches)
         strategy = self.strategy
         strategy.zero_grad()
         if not self._weight:
@@ -151,9 +154,24 @@ class Engine(Evaluation):
             self.before_update()
         if factor != 1:
             strategy.multiply(factor)
-        strategy.update()
-        self.executor.updated()
+        if updates:
+            strategy.update()
+            self.executor.updated()
         return loss
+
+    def _train_by_closure(self, batches: Sequence[RankBatch]) -> float:
+        """Let the optimizer evaluate the loss, as often as it likes; returns its first value."""
+        losses: list[float] = []
+
+        def closure() -> Tensor:
+            with torch.enable_grad():
+                losses.append(self._train(batches, updates=False))
+            self.before_update = None  # of the first evaluation alone
+            return torch.tensor(losses[-1], dtype=torch.float64, device=self.device)
+
+        self.strategy.update(closure)
+        self.executor.updated()
+        return losses[0]
 
     def _random_state(self) -> AbstractContextManager[None]:
         """Make dropout the same on ranks that tp cuts tensors over, and independent on all others."""

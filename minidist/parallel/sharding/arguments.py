@@ -10,13 +10,7 @@ import torch
 from torch import nn
 
 from minidist._arguments import is_number
-from minidist.parallel.guards.refusals import require_optimizer, require_trained
-
-UNSHAREABLE = {
-    torch.optim.LBFGS: "its steps look at all parameters at once",
-    torch.optim.SparseAdam: "its gradients are sparse",
-}
-"""Optimizers whose state ZeRO's stages 1 and 2 cannot share, and why."""
+from minidist.parallel.guards.refusals import require_trained
 
 
 def check_arguments(
@@ -57,17 +51,6 @@ def check_bucket_mb(value: Any) -> None:
     """ValueError where `value` is not a size of buckets in megabytes."""
     if not is_number(value) or not 0 <= value < inf:
         raise ValueError(f"bucket_mb is {value!r}; give megabytes, or 0 for one message a parameter")
-
-
-def refuse_unshareable(made: object) -> None:
-    """TypeError where `optimizer_class` made no optimizer, ValueError where its state cannot be shared."""
-    require_optimizer(made, "optimizer_class")
-    for refused, reason in UNSHAREABLE.items():
-        if isinstance(made, refused):
-            raise ValueError(
-                f"optimizer_class is {refused.__name__}, which cannot be shared by parts, since "
-                f"{reason}; use it with DataParallel"
-            )
 
 
 def _check_class(optimizer_class: Any) -> None:

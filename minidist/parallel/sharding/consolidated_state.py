@@ -44,6 +44,13 @@ def consolidated(partition: Partition, to: int) -> dict[str, Any] | None:
 
 def load(partition: Partition, state_dict: Mapping[str, Any]) -> None:
     """Take the state of a plain optimizer. A collective; see `ZeroOptimizer.load_state_dict`."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
+        raise TypeError(
+            f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
+            "param_groups"
+        )
+    partition.follow_changes()
     saved = state_dict["param_groups"]
     have, given = ([len(group["params"]) for group in groups] for groups in (partition.groups, saved))
     if have != given:

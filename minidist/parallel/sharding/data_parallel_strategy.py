@@ -5,7 +5,7 @@ It does what `DataParallel` leaves to the loop; weight and loss travel at the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -114,9 +114,9 @@ class Replicated(Strategy):
         if reducer is not None and reducer.assignment is not None:
             reducer.assignment.clear()
 
-    def update(self) -> None:
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
         """The optimizer's step, the same on all ranks."""
-        self.optimizer.step()
+        self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def held(self) -> ResidentTensors:
         """Everything, whole, and the buckets."""

@@ -163,9 +163,12 @@ class FullyShard(nn.Module):
         """
         return self.sharding.synchronize(totals)
 
-    def step(self) -> None:
-        """The optimizer's step on this rank's shards; the next pass gathers the result."""
-        self.sharding.step()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """The optimizer's step on this rank's shards; the next pass gathers the result.
+
+        closure: computes the gradients anew, for an optimizer that requires one.
+        """
+        self.sharding.step(closure)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.

@@ -58,12 +58,11 @@ class OptimizerSlices(SliceState):
         """The copies in the master dtype."""
         return [each.tensor for each in self.all if each.is_master]
 
-    def step(self, **options: Any) -> None:
+    def step(self, **options: Any) -> Any:
         """Update the slices; `round_masters` comes next. `options` are for the optimizer's own step."""
-        if self.memory.longest is None:
-            self.optimizer.step(**options)
-        else:
-            self._step_one_by_one(**options)
+        if self.memory.longest is None or "closure" in options:  # which needs the gradients of all slices
+            return self.optimizer.step(**options)
+        return self._step_one_by_one(**options)
 
     def _step_one_by_one(self, **options: Any) -> None:
         """Update slice by slice, so that only one has to be in memory; state that is made moves to disk."""

@@ -128,6 +128,13 @@ class Partition:
         if self._list(frozen):
             self.reattach()
 
+    def follow_changes(self) -> None:
+        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
+        for bucket in self.buckets:
+            bucket.refuse_reassigned()
+        if any(p.requires_grad and id(p) not in self.known for p in self.parameters):
+            self.reattach()
+
     def reattach(self) -> None:
         """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
         self._before = self.reducer.assignment or self._before

@@ -6,7 +6,7 @@ weight and loss. state_by_name.py tells checkpoints where each part of the state
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class ShardedState(SharingStrategy):
         """Prepare a pass, as `forward` does."""
         if torch.is_grad_enabled():
             self.partition.reducer.recover()
-            self.optimizer.follow_changes()
+            self.partition.follow_changes()
             if self._broadcast_buffers and self.model.training:
                 broadcast_together([*self.model.buffers()], self.group)
 
@@ -112,9 +112,9 @@ class ShardedState(SharingStrategy):
         weight, loss = assignment.totals.tolist()
         return weight, loss
 
-    def update(self) -> None:
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
         """Update this rank's share, and publish everyone's."""
-        self.optimizer.step()
+        self.optimizer.step(closure)
         for parameter in self.partition.trained:
             parameter.grad = None  # it has sums in one part and this rank's own gradients in the others
 
@@ -143,7 +143,7 @@ class ShardedState(SharingStrategy):
 
         A strategy that saves no order is taken to have that of registration, reversed.
         """
-        self.optimizer.follow_changes()
+        self.partition.follow_changes()
         order = settings.get("order")
         had = {*saved, *(name for each in order or () for name in each)}
         self.partition.expect(p for p in self.partition.parameters if self.names[p] in had)
@@ -208,9 +208,9 @@ class FullySharded(SharingStrategy):
         weight, loss = self.sharding.synchronize(self._own)
         return weight, loss
 
-    def update(self) -> None:
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers the result."""
-        self.sharding.step()
+        self.sharding.step(closure)
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under all its names, then the buffers."""

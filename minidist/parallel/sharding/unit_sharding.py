@@ -9,8 +9,9 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.errors import CollectiveError
+from minidist.parallel.contract.engine import requires_closure
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
@@ -157,7 +159,7 @@ class UnitSharding:
         if self._stepping:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise RuntimeError("an optimizer of shards takes no closure; run it, and call step() after it")
+            raise RuntimeError("the optimizer of shards takes no closure; give it to the FullyShard's step()")
         if self.slices.memory.longest is not None:
             raise RuntimeError(
                 "the optimizer's state lies on disk, and its own step() would bring all of it to memory; "
@@ -179,15 +181,32 @@ class UnitSharding:
     def _why_hidden(self, whole: bool) -> str:
         return "parameters has a module's inside a FullyShard, which get no gradients"
 
-    def step(self) -> None:
-        """Complete the gradients, update this rank's shards and publish them."""
-        self.complete()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Complete the gradients, update this rank's shards and publish them.
+
+        closure: computes the gradients anew. An optimizer that requires one calls it itself.
+        """
+        given = {"closure": partial(self._evaluated, closure)}
+        if closure is None or not requires_closure(self.slices.optimizer):
+            self._evaluated(closure)
+            given = {}
         self._stepping = True
         try:
-            self.slices.step()
+            self.slices.step(**given)
         finally:
             self._stepping = False
         self._after_step()
+
+    def _evaluated(self, closure: Callable[[], Any] | None) -> Any:
+        """The loss by a closure, with what the optimizer has made of the shards; completes the gradients."""
+        loss = None
+        if closure is not None:
+            self.slices.round_masters()
+            self.runtime.changed()
+            with torch.enable_grad():
+                loss = closure()
+        self.complete()
+        return loss
 
     def synchronize(self, totals: Sequence[float | Tensor]) -> list[float]:
         """Complete the gradients; see `FullyShard.synchronize`."""

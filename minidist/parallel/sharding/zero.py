@@ -25,13 +25,16 @@ import torch
 
 from minidist._arguments import is_whole
 from minidist.comm.work import Group
+from minidist.parallel.contract.engine import requires_closure
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.sharding.arguments import check_zero_arguments, refuse_unshareable
+from minidist.parallel.guards.refusals import require_optimizer
+from minidist.parallel.sharding.arguments import check_zero_arguments
 from minidist.parallel.sharding.consolidated_state import consolidated, load
 from minidist.parallel.sharding.partition import Partition
 from minidist.parallel.sharding.reduce_to_owner import ShardAssignment
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute
 
 
@@ -93,7 +96,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_zero_arguments(stage, optimizer_class, bucket_mb, master)
         self.inner = optimizer_class(params, **defaults)
-        refuse_unshareable(self.inner)
+        require_optimizer(self.inner, "optimizer_class")
+        refuse_unshareable(type(self.inner))
         gradient_comm = GradientComm.over(group)
         self.stage, self.group = stage, gradient_comm.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
@@ -122,27 +126,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Sum the gradients over the ranks, update this rank's share, and publish it. A collective.
 
-        closure: computes the loss, which is returned, and its gradients anew. options: further arguments of
-        the optimizer's own `step`.
+        closure: computes the loss, which is returned, and its gradients anew. An optimizer that requires one
+        calls it itself; each call but the first then also sends the all-gather. options: further arguments
+        of the optimizer's own `step`.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        own, calls, self._consolidated = closure is not None and requires_closure(self.inner), 0, None
 
-        # Sum: a reduce-scatter of each bucket brings this rank its share (`Bucket.reduce`).
-        if not self._is_reduced:
-            self.take(self.reducer().synchronize())
-        elif self.partition.reducer.pending:
-            raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
-        self._is_reduced, self._consolidated = False, None
+        def evaluate() -> Any:
+            nonlocal calls
+            if calls:  # the optimizer has changed this rank's share since
+                self.partition.updated()
+            calls += 1
+            return self._sum(closure)
+
+        loss = None if own else self._sum(closure)
 
         # Update this rank's share.
         self.partition.give_options()
-        self.partition.slices.step(**options)
+        returned = self.partition.slices.step(**options, **({"closure": evaluate} if own else {}))
 
         # Publish it: an all-gather of each bucket (`Bucket.gather`).
         self.partition.updated()
         self.partition.slices.drop_gradients()
         self.partition.reducer.settled().begin()
+        return returned if own else loss
+
+    def _sum(self, closure: Callable[[], Any] | None) -> Any:
+        """Sum the gradients: a reduce-scatter of each bucket brings this rank its share (`Bucket.reduce`)."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        if not self._is_reduced:
+            self.take(self.reducer().synchronize())
+        elif self.partition.reducer.pending:
+            raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
+        self._is_reduced = False
         return loss
 
     @torch.no_grad()
@@ -174,32 +191,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.partition.slices.give_gradients(assignment.used.tolist())
         self._is_reduced = True
 
-    def follow_changes(self) -> None:
-        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
-        for bucket in self.partition.buckets:
-            bucket.refuse_reassigned()
-        parameters = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
-        if any(id(parameter) not in self.partition.known for parameter in parameters):
-            self.partition.reattach()
-
     def reducer(self) -> Reducer[ShardAssignment]:
         """The reducer of the parameters that get gradients now."""
         if self.partition.replaced:
             raise RuntimeError(
                 "this ZeroOptimizer's parameters have been given to another since; step with that one"
             )
-        self.follow_changes()
+        self.partition.follow_changes()
         return self.partition.reducer
-
-    def publish(self) -> None:
-        """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
-        self.partition.publish()
 
     def __getattr__(self, name: str) -> Any:
         if "partition" not in vars(self):  # torch's own __init__ asks
             raise AttributeError(name)
         self.partition.give_options()
         return own_attribute(self.inner, name, self.partition.updated)
+
+    def publish(self) -> None:
+        """Bring everyone's share of the parameters to all. A collective."""
+        self.partition.publish()
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step with one backward pass, once a first one has made the buckets.
@@ -236,12 +245,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         state_dict: the same on all ranks; it may come from another number of ranks.
         """
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
-            raise TypeError(
-                f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
-                "param_groups"
-            )
-        self._consolidated = None
-        self.follow_changes()
         load(self.partition, state_dict)
+        self._consolidated = None

@@ -18,6 +18,23 @@ ELEMENTWISE = frozenset(
 """Names of torch's optimizers that update each element by itself."""
 
 
+UNSHAREABLE = {
+    torch.optim.LBFGS: "its steps look at all parameters at once",
+    torch.optim.SparseAdam: "its gradients are sparse",
+}
+"""Optimizers of which no rank can update some of the parameters, and why."""
+
+
+def refuse_unshareable(kind: type) -> None:
+    """ValueError where ranks that have different parameters, or parts of them, cannot share an optimizer."""
+    for refused, reason in UNSHAREABLE.items():
+        if issubclass(kind, refused):
+            raise ValueError(
+                f"optimizer is {refused.__name__}, which cannot be shared by parts, since {reason}; use dp "
+                "alone, as in Layout(dp=2), or DataParallel"
+            )
+
+
 def is_elementwise(kind: type) -> bool:
     """Whether an optimizer class updates each element by itself, so that a parameter may be cut anywhere.
 
@@ -37,8 +54,7 @@ def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
     while isinstance(kind, partial):
         kind = kind.func
     if isinstance(kind, type) and not is_elementwise(kind):
-        if issubclass(kind, torch.optim.SparseAdam):
-            raise ValueError("optimizer is SparseAdam, whose sparse gradients have no shards; use zero=0")
+        refuse_unshareable(kind)
         raise ValueError(
             f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat shards; "
             "use dp without zero, or Layout(zero=1) if it looks at one parameter at a time, as Adafactor "

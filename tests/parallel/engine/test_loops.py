@@ -234,3 +234,169 @@ def test_a_growing_net_gets_another_engine(cluster_of: Clusters, layout: str) ->
     plain_step(model, SGD(model.parameters()), x, y)
     for state in cluster_of(PARSE(layout).ranks).run(train):
         same(state, model)
+
+
+# Optimizers that evaluate the loss themselves.
+
+
+class PerParameter(torch.optim.Optimizer):
+    """SAM that goes up the gradient of each parameter by itself, and down from there."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad / (grad.norm() + 1e-12)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        moved = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    moved.append((p, group["rho"] * self.direction(p.grad)))
+                    p.add_(moved[-1][1])
+        closure()
+        for p, way in moved:
+            p.sub_(way)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+        return loss
+
+
+class Elementwise(PerParameter):
+    elementwise = True
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+class Ascending(PerParameter):
+    """SAM itself: it looks at the norm of all gradients."""
+
+    def direction(self, grad: Tensor) -> Tensor:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return grad / torch.stack([g.norm() for g in grads]).norm()
+
+
+LBFGS = partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=3, line_search_fn="strong_wolfe")
+
+
+def evaluate_and_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, clip: float | None) -> float:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        return loss
+
+    loss: Tensor = optimizer.step(closure)
+    return float(loss.detach())
+
+
+CLOSURES: list[tuple[Any, str]] = [
+    *((PerParameter, layout) for layout in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "pp=2")),
+    *((Elementwise, layout) for layout in ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")),
+    (LBFGS, "dp=1"),
+    (LBFGS, "dp=2"),
+    (Ascending, "dp=2"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "layout"), CLOSURES)
+def test_an_optimizer_evaluates_the_loss_itself(
+    cluster_of: Clusters, tmp_path: Path, optimizer: Any, layout: str
+) -> None:
+    """With rows that do not divide, micro-batches, and a checkpoint in between."""
+    given, clip = batches(4), None if optimizer is LBFGS else 0.3
+
+    def train(parsed: md.Layout, steps: range, rehearse: bool) -> tuple[list[float], dict[str, Tensor]]:
+        plan = PLAN if parsed.tp > 1 else None
+        options: Any = {"plan": plan, "clip_norm": clip, "rehearse": rehearse}
+        engine = md.prepare(net(md.rank()), optimizer, parsed, mse, **options)
+        if steps.start:
+            md.load(engine, tmp_path / "half")
+        losses = [engine.step(*rows(engine, *(each[:7] for each in given[step]))) for step in steps]
+        if not steps.start:
+            md.save(engine, tmp_path / "half")
+        return losses, engine.full_state_dict()
+
+    model = net()
+    plain, wanted = optimizer(model.parameters()), []
+    for x, y in given:
+        wanted.append(evaluate_and_step(model, plain, x[:7], y[:7], clip))
+    parsed = PARSE(f"{layout},micro_batches=2")
+    first = cluster_of(parsed.ranks).run(train, parsed, range(2), True)
+    for (before, _), (after, state) in zip(
+        first, cluster_of(parsed.ranks).run(train, parsed, range(2, 4), False), strict=True
+    ):
+        torch.testing.assert_close([*before, *after], wanted, **CLOSE)
+        same(state, model)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "told"),
+    [
+        (Ascending, "dp=2,zero=1", "looks at several parameters at once"),
+        (
+            LBFGS,
+            "dp=2,zero=1",
+            "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone",
+        ),
+        (
+            LBFGS,
+            "dp=2,zero=3",
+            "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone",
+        ),
+        (LBFGS, "tp=2", "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone"),
+        (LBFGS, "pp=2", "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone"),
+        (PerParameter, "dp=2,precision=bf16", "precision is 'bf16', and the optimizer's step evaluates"),
+    ],
+)
+def test_what_ranks_cannot_evaluate_is_refused(
+    cluster_of: Clusters, optimizer: Any, layout: str, told: str
+) -> None:
+    def train() -> None:
+        plan = PLAN if "tp" in layout else None
+        engine = md.prepare(net().float(), optimizer, PARSE(layout), mse, plan=plan, rehearse=True)
+        engine.step(*(x.float() for x in rows(engine, *batches(1)[0])))
+
+    with pytest.raises(md.RankError, match=told):
+        cluster_of(2).run(train)
+
+
+def test_closures_outside_of_engines(cluster_of: Clusters) -> None:
+    """ZeroOptimizer and FullyShard give theirs to an optimizer that requires one."""
+
+    def train(zero: int) -> dict[str, Tensor]:
+        model: Any = net()
+        if zero == 3:
+            model = optimizer = md.FullyShard(model, Elementwise)
+        else:
+            optimizer = md.ZeroOptimizer(model.parameters(), Elementwise, zero)
+        for x, y in batches(3):
+            own = x[md.rank() :: 2], y[md.rank() :: 2]
+
+            def closure(given: tuple[Tensor, Tensor] = own) -> Tensor:
+                optimizer.zero_grad()
+                loss = mse(model(given[0]), given[1])
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.step(closure)
+        found: dict[str, Tensor] = model.state_dict()
+        return found
+
+    model = net()
+    plain = Elementwise(model.parameters())
+    for x, y in batches(3):
+        evaluate_and_step(model, plain, x, y, None)
+    for zero in (1, 2, 3):
+        for state in cluster_of(2).run(train, zero):
+            same(state, model)

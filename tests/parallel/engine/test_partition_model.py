@@ -250,7 +250,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
         {"optimizer": partial(torch.optim.Adafactor, lr=0.1)},
         "optimizer is Adafactor, which needs whole parameters, and the layout has tp=2",
     ),
-    "all at once": (partial(chain, 0), "pp=2", {"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, whose"),
+    "all at once": (partial(chain, 0), "pp=2", {"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, which"),
 }
 
 
