@@ -122,6 +122,11 @@ def is_conv1d(module: object) -> bool:
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+def base_of(module: Any) -> Any:
+    """The layer in a LoRA of peft's; of any other module, itself."""
+    return module.base_layer if hasattr(module, "lora_A") and hasattr(module, "base_layer") else module
+
+
 def linear_sizes(linear: nn.Module) -> tuple[int, int]:
     """How many inputs and outputs a linear layer has; TypeError if it is none."""
     check_linear(linear)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
-from minidist.parallel.tensor.cuts import TensorParallel
+from minidist.parallel.tensor.cuts import TensorParallel, base_of
 from minidist.parallel.tensor.row_parallel import RowParallelLinear
 from minidist.parallel.tensor.sequence_parallel import Forward, wrap
 from minidist.parallel.tensor.styles import StyledModule
-from minidist.parallel.training.random_state import own_random_state
+from minidist.parallel.training.random_state import own_random_state, random_state_of
 
 HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -112,7 +113,7 @@ def work_on_own_heads(part: nn.Module, group: Group) -> None:
             count = vars(part).get(name)
             if isinstance(count, int) and count * own % whole == 0:
                 setattr(part, name, count * own // whole)
-        wrap(part, _OwnHeads(part, layers).forward, group)
+        wrap(part, _OwnHeads(part, layers, group).forward, group)
 
 
 class _OwnHeads:
@@ -121,23 +122,30 @@ class _OwnHeads:
     part: the module. layers: those that read its input.
     """
 
-    def __init__(self, part: nn.Module, layers: Sequence[ColumnParallelLinear]) -> None:
+    def __init__(self, part: nn.Module, layers: Sequence[ColumnParallelLinear], group: Group) -> None:
         self._width = len(layers[0].own)
         self._whole: Tensor | None = None  # the input of the running call
         self._narrow: Tensor | None = None
         self._seed = 0  # of the random numbers after the last layer
         cut = [inner for inner in part.modules() if isinstance(inner, TensorParallel)]
-        ours = {parameter for layer in cut for parameter in layer.parameters()}
+        loras: Any = [
+            x for x in part.modules() if isinstance(base_of(x), ColumnParallelLinear) and x not in cut
+        ]
+        adapters = [y for x in loras for y in (*x.lora_dropout.children(), *x.lora_A.children())]
+        ours = {parameter for layer in (*cut, *adapters) for parameter in layer.parameters()}
         # A norm of the input has parameters as wide as the input, and needs all of it.
         self._narrows = all(p.shape[-1:] != (layers[0].in_features,) for p in {*part.parameters()} - ours)
         chances = [inner.p for inner in part.modules() if isinstance(inner, nn.Dropout)]
         chances += [x for name, x in vars(part).items() if "drop" in name and isinstance(x, float)]
         self._drops = any(chances)
-        for layer in layers:
+        for layer in (*layers, *adapters):
             layer.register_forward_pre_hook(self._give_whole)
         for last in cut:
             if isinstance(last, RowParallelLinear):
                 last.register_forward_hook(self._draw_alike)
+        for number, inner in enumerate(adapters):
+            if isinstance(inner, nn.Dropout) and not layers[0].sequence_parallel:  # of what all ranks compute
+                wrap(inner, partial(self._drop_alike, number), group)
 
     def forward(self, part: nn.Module, group: Group, own: Forward, *args: Any, **kwargs: Any) -> Any:
         drops = self._drops and part.training
@@ -153,6 +161,10 @@ class _OwnHeads:
 
     def _give_whole(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._whole, *args[1:]) if args and args[0] is self._narrow else args
+
+    def _drop_alike(self, number: int, part: nn.Module, group: Group, own: Forward, x: Tensor) -> Any:
+        with random_state_of(number, self._seed) if self._seed else nullcontext():
+            return own(x)
 
     def _draw_alike(self, row: nn.Module, args: Any, output: Any) -> None:
         if self._seed:

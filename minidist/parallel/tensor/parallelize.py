@@ -33,8 +33,9 @@ self.head_size))`, needs no more; one that reads it from `self.num_heads`, say, 
 Under sequence parallelism x is a share of the sequence, but the layers return all of it. An
 engine's rehearsal (engine/rehearsal.py) tells whether the cut model computes the same.
 
-A Conv1D of GPT-2, whose weight is (in, out), is cut like a Linear. `plan_for` (plans.py) finds the plan of
-many models.
+A Conv1D of GPT-2, whose weight is (in, out), is cut like a Linear. In a LoRA of peft's the layer itself is
+cut, and with "column", "row" and a last "vocabulary" the adapter's matrix on that side. `plan_for` (plans.py)
+finds the plan of many models.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minidist._names import fits
 from minidist.parallel.compression.compressor import all_reduce_bytes
-from minidist.parallel.tensor.cuts import linear_sizes
+from minidist.parallel.tensor.cuts import base_of, linear_sizes
 from minidist.parallel.tensor.styles import alternatives
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def _by_transformers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, st
             style = BY_TRANSFORMERS.get(hint)
             for name, inner in modules.items() if style else ():
                 kind = nn.Embedding if style == "vocabulary" else nn.Linear
+                inner = base_of(inner)
                 fitting = style == "per_head" or (type(inner) is kind and holders[inner.weight] == 1)
                 if fitting and fits(name, f"{above}.{pattern}" if above else pattern):
                     yield name, str(style)
@@ -155,8 +156,8 @@ def _pairs(part: nn.Module) -> Iterator[dict[str, str]]:
     """Styles by name, from `part` on, of the pairs of layers in it whose names and sizes fit."""
     for first, second in (*ATTENTION, *FEED_FORWARD):
         try:
-            sizes = [linear_sizes(part.get_submodule(name)) for name in alternatives(first)]
-            inputs, _ = linear_sizes(part.get_submodule(second))
+            sizes = [linear_sizes(base_of(part.get_submodule(name))) for name in alternatives(first)]
+            inputs, _ = linear_sizes(base_of(part.get_submodule(second)))
         except (AttributeError, TypeError):
             continue
         packed, rest = divmod(sizes[0][1], inputs)
@@ -172,7 +173,7 @@ def _in_sequence(part: nn.Module) -> Iterator[dict[str, str]]:
     """Styles of each two Linear layers in a Sequential with nothing but functions of one number between."""
     first = None
     for name, child in part.named_children() if isinstance(part, nn.Sequential) else ():
-        if type(child) is nn.Linear:
+        if type(base_of(child)) is nn.Linear:
             if first is not None:
                 yield {first: "column", name: "row"}
             first = name if first is None else None

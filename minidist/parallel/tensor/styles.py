@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from minidist._names import fits, fits_none, unknown
-from minidist.parallel.tensor.cuts import TensorParallel, linear_sizes
+from minidist.parallel.tensor.cuts import TensorParallel, base_of, linear_sizes
 from minidist.parallel.tensor.vocabulary import check_embedding
 
 STYLES = (
@@ -42,6 +42,7 @@ class StyledModule:
     style: str
     unit: int = 1
     packed: int = 1  # how many matrices lie below each other in the weight
+    place: str = ""  # the name in the plan, for a part of a LoRA
 
     @property
     def dimension(self) -> int | None:
@@ -59,7 +60,7 @@ class StyledModule:
     @property
     def parent(self) -> str:
         """The name of the module that contains this one."""
-        return self.name.rpartition(".")[0]
+        return (self.place or self.name).rpartition(".")[0]
 
 
 def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, StyledModule], list[list[str]]]:
@@ -83,14 +84,15 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
             found = [alternative] if alternative in modules else [n for n in modules if fits(n, alternative)]
             if not found:
                 raise fits_none(alternative, modules)
-            for name in found:
-                if name in parts:
-                    raise ValueError(
-                        f"{name} has two styles in the plan, {parts[name].style!r} and {style!r}; give it one"
-                    )
-                part = parts[name] = StyledModule(name, modules[name], style, packed=count)
-                _check_kind(part)
-                siblings.setdefault(part.parent, []).append(name)
+            for place in found:
+                styles = _with_adapters(place, modules[place], style)
+                for name, each in styles.items():
+                    if name in parts:
+                        both = f"{parts[name].style!r} and {each!r}"
+                        raise ValueError(f"{name} has two styles in the plan, {both}; give it one")
+                    parts[name] = StyledModule(name, modules[name], each, packed=count, place=place)
+                    _check_kind(parts[name])
+                siblings.setdefault(place.rpartition(".")[0], []).append(next(iter(styles)))
         if "|" in pattern:
             if style != "column":
                 raise ValueError(
@@ -98,6 +100,28 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
                 )
             together += siblings.values()
     return parts, together
+
+
+def _with_adapters(name: str, module: nn.Module, style: str) -> dict[str, str]:
+    """The style of a layer by its name; of a LoRA, of the layer in it, and of the adapters' parts beside it.
+
+    The matrix on the side on which the layer is cut is cut alike. The others stay whole.
+    """
+    base: Any = base_of(module)
+    if base is module:
+        return {name: style}
+    styles = {f"{name}.base_layer": style}
+    if style == "row":
+        beside = {"lora_dropout": "random", "lora_A": "row", "lora_B": "sequence"}
+    elif style == "column" or (style == "vocabulary" and not isinstance(base, nn.Embedding)):
+        beside = {"lora_dropout": "sequence", "lora_A": "sequence", "lora_B": "column"}
+    else:
+        return styles
+    for part, each in beside.items():
+        for adapter, inner in getattr(module, part).items():
+            if not isinstance(inner, nn.Identity):  # no dropout
+                styles[f"{name}.{part}.{adapter}"] = each
+    return styles
 
 
 def alternatives(pattern: str) -> list[str]:

@@ -37,13 +37,13 @@ def own_random_state(group: Group = None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def random_state_of(stream: int) -> Iterator[None]:
-    """Inside, torch's random numbers follow from the current state and `stream`; afterwards one is drawn.
+def random_state_of(stream: int, seed: int | None = None) -> Iterator[None]:
+    """Inside, torch's random numbers follow from `stream` and the seed; None for one drawn from the state.
 
     The engine gives a stream to each pipeline stage and to each share of the batch and of the sequence. Ranks
     usually start with the same state, and would drop the same units everywhere.
     """
-    seed = stable_hash(int(torch.randint(2**62, ())), stream)
+    seed = stable_hash(int(torch.randint(2**62, ())) if seed is None else seed, stream)
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
         torch.default_generator.manual_seed(seed)
