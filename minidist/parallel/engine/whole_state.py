@@ -131,4 +131,5 @@ def _sums(x: Tensor) -> tuple[float, float]:
     """Two numbers that equal copies share up to rounding: the sum, and that of the magnitudes."""
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    x = x if x.is_floating_point() and x.itemsize > 1 else x.double()  # torch has no magnitudes of bools
     return float(x.sum(dtype=torch.float64)), float(x.abs().sum(dtype=torch.float64))

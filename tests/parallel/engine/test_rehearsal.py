@@ -295,6 +295,8 @@ class Noisy(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(8, 12).double(), nn.Linear(12, 8).double()
         self.register_buffer("calls", torch.zeros((), **DOUBLE))
+        for kind in (torch.bool, torch.int64, torch.float16, torch.complex64):
+            self.register_buffer(f"of_{kind}".replace(".", "_"), torch.ones(3, dtype=kind))
         self.times, self.history = 0, list[int]()
 
     def forward(self, x: Tensor) -> Tensor:
