@@ -17,6 +17,7 @@ from torch.nn import functional
 import minidist as md
 from minidist.checkpoint import saving
 from minidist.comm import ledgers
+from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal, training_step
 from minidist.parallel.sharding import partition
 from minidist.parallel.training.random_off import RandomOff
@@ -433,6 +434,24 @@ def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path
         ranks = cluster_of(2).run(found, fails)
         assert ranks[0][1] == [True, True]
         assert [told for *_, told in ranks] == ["full" if fails else ""] * 2
+
+
+def test_a_long_step_is_taken_alone_with_the_threads_of_waiting_ranks(cluster_of: Clusters) -> None:
+    def threads(seconds: float) -> list[int]:
+        found, told = [torch.get_num_threads()], rehearsal.told
+
+        def counted(*given: Any) -> str:
+            found.append(torch.get_num_threads())
+            return told(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rehearsal, "told", counted)
+            patch.setattr(rehearsal, "LONG", seconds)
+            train(md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True), batches(1))
+        return [*found, torch.get_num_threads()]
+
+    assert cluster_of(2).run(threads, 0.0) == [[1, min(2, available_cores()), 1], [1, 1]]
+    assert cluster_of(2).run(threads, 1e9) == [[1, 1, 1], [1, 1]]
 
 
 class Counts:
