@@ -169,7 +169,13 @@ class WholePasses(StepExecutor):
             inputs, targets = inputs
         for row, metric in zip(table, metrics, strict=True):
             if takes_model(function := metric or self.objective.given):
-                mean, weight = self._of_model(function, batch)
+                try:
+                    mean, weight = self._of_model(function, batch)
+                except RuntimeError as error:
+                    if "does not require grad" not in str(error):
+                        raise
+                    with torch.enable_grad():  # it differentiates the model
+                        mean, weight = self._of_model(function, batch)
             else:
                 outputs = self._forward(inputs) if outputs is None else outputs
                 mean, weight = self.score(metric, outputs, inputs, targets, batch.weight)

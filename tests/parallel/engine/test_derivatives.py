@@ -152,7 +152,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 @lru_cache
 def in_one_process(name: str) -> contract.Trained:
-    """A plain loop: each step, then the loss of the same batch without gradients, if the model forms them."""
+    """A plain loop: each step, then the loss of the same batch in evaluation mode."""
     model, case, losses = CASES[name].model(0), CASES[name], []
     optimizer = ADAM(model.parameters())
 
@@ -165,11 +165,9 @@ def in_one_process(name: str) -> contract.Trained:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
-        if name == "forces":
-            model.eval()
-            with torch.no_grad():
-                losses.append(float(value(batch)))
-            model.train()
+        model.eval()
+        losses.append(float(value(batch).detach()))
+        model.train()
     return contract.Trained(losses, {key: x.detach().clone() for key, x in model.state_dict().items()})
 
 
@@ -179,8 +177,7 @@ def on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any]) -> cont
     for inputs, targets in batches():
         own = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
         losses.append(engine.step(inputs[own], targets[own]))
-        if case.loss is of_forces:
-            losses.append(engine.evaluate(inputs[own], targets[own]))
+        losses.append(engine.evaluate(inputs[own], targets[own]))
     return contract.Trained(losses, engine.full_state_dict())
 
 
