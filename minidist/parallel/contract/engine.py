@@ -98,6 +98,12 @@ def state_of(*owners: Any) -> State:
     ]
 
 
+def computed(model: nn.Module) -> dict[int, Any]:
+    """What copy.deepcopy shall take for attributes that it refuses, such as pruned weights."""
+    tensors = (x for _, _, x in state_of(model) if isinstance(x, Tensor) and x.grad_fn is not None)
+    return {id(x): x.detach() for x in tensors}
+
+
 _OF_MODULES = {*nn.Module().__dict__}
 """The attributes that torch keeps in every module."""
 

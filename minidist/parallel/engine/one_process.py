@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from minidist.comm.group_table import alone
 from minidist.parallel.contract.batch import call, rows_of
-from minidist.parallel.contract.engine import KeptAttributes, Loss, by_parameters, cells_of, requires_closure
+from minidist.parallel.contract.engine import (
+    KeptAttributes,
+    Loss,
+    by_parameters,
+    cells_of,
+    computed,
+    requires_closure,
+)
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
     names_of,
@@ -75,7 +82,7 @@ class OneProcess:
         parameters = {
             id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
         }
-        copies: dict[int, Any] = dict(parameters)
+        copies: dict[int, Any] = {**computed(model), **parameters}
         self._model = copy.deepcopy(model, copies)
         # A loss that reads the model as a variable of the function around it reads the copy.
         self._cells = [

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.parallel.contract.batch import Path, call, replaced, tensors_in
+from minidist.parallel.contract.engine import computed
 from minidist.parallel.pipeline.model_stage import Argument, LayerCall, LayerTrace, Sent, Sources, StandIn
 
 
@@ -66,7 +67,7 @@ def _copied(model: nn.Module, name: str, meta: bool) -> nn.Module:
     """A copy that shares the parameters. meta: its layers are on the meta device, the rest on the CPU."""
     part = model.get_submodule(name)
     inside = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
-    copies: dict[int, Any] = {}
+    copies = computed(model)
     for tensor in (*model.parameters(), *model.buffers()):
         parameter = isinstance(tensor, nn.Parameter)
         if meta and id(tensor) in inside:

@@ -164,8 +164,13 @@ class _Recomputed:
             if _is_large(value) and self._written is not None and (id(store), name) not in self._written:
                 untouched.append(((store, name, value), value._version))
             else:
-                copies.append((store, name, value.detach().clone() if isinstance(value, Tensor) else value))
+                copies.append((store, name, _copied(value)))
         return copies, untouched
+
+
+def _copied(value: Any) -> Any:
+    """A copy; but a tensor that was computed, such as a pruned weight, itself: it gets a gradient."""
+    return value.detach().clone() if isinstance(value, Tensor) and value.grad_fn is None else value
 
 
 def _is_large(value: Any) -> bool:
@@ -197,7 +202,7 @@ def _again(part: nn.Module, counter: ActivationCounter | None, state: State) -> 
     """While a part computes again, give it copies of its state at its call, and count what it keeps."""
     now = state_of(part)
     for store, name, value in [*now, *state]:
-        store[name] = value.clone() if isinstance(value, Tensor) else value
+        store[name] = _copied(value)
     try:
         with nullcontext() if counter is None else counter.with_other_hooks():
             yield
