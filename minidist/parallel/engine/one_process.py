@@ -35,6 +35,7 @@ from minidist.parallel.contract.training_state import (
     whole_chunks,
 )
 from minidist.parallel.engine.rank_model import Objective, Pair, Weight, weighted
+from minidist.parallel.guards.ownership import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights
 from minidist.parallel.training.precision import Precision
@@ -109,7 +110,7 @@ class OneProcess:
         now = KeptAttributes(self._loss)
         start.of_loss.restore()
         try:
-            with alone():
+            with alone(), untrained():  # the loss may read a model that another engine trains
                 return self._step(start, pieces, given, scale, inside)
         finally:
             now.restore()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,19 @@ def owners(parameters: Iterable[Tensor], kind: str) -> list[Any]:
     """Return the living objects of this kind that train any of the parameters, each once."""
     alive = [each.owner() for p in parameters for each in _claims_on(p) if each.kind == kind]
     return [*{id(owner): owner for owner in alive if owner is not None}.values()]
+
+
+@contextmanager
+def untrained() -> Iterator[None]:
+    """Inside, no parameter that an object trains gets gradients, so that none of the hooks on them runs."""
+    found = [parameter for parameter in [*_claims] if parameter.requires_grad and _claims_on(parameter)]
+    try:
+        for parameter in found:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in found:
+            parameter.requires_grad_(True)
 
 
 def release(parameters: Iterable[Tensor]) -> None:

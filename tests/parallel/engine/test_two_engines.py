@@ -1,0 +1,173 @@
+"""Two models that are trained in turn, each by an engine of its own: a GAN, an actor and a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+
+import minidist as md
+from tests.parallel.engine.test_loops import CLOSE, rows
+
+Clusters = Callable[[int], md.Cluster]
+ADAM = partial(torch.optim.Adam, lr=0.02, betas=(0.5, 0.9))
+
+
+def mlp(seed: int, inputs: int, outputs: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+def drawn(steps: int, *columns: int) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(4)
+    sizes = [(steps, 6, each) for each in columns]
+    of_all = [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
+    return [*zip(*of_all, strict=True)]
+
+
+# The losses. `model` is what an engine trains; the other model is a variable of the function around it.
+
+
+def critic_loss(penalty: bool) -> Callable[[Any, Any], Tensor]:
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        real, fake = batch
+        if not penalty:
+            yes, no = model(real), model(fake)
+            return binary_cross_entropy_with_logits(
+                yes, torch.ones_like(yes)
+            ) + binary_cross_entropy_with_logits(no, torch.zeros_like(no))
+        between = ((real + fake) / 2).requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        distance: Tensor = model(fake).mean() - model(real).mean()
+        return distance + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    return loss
+
+
+def generator_loss(critic: nn.Module, penalty: bool) -> Callable[[Any, Any], Tensor]:
+    def loss(model: Any, noise: Tensor) -> Tensor:
+        score: Tensor = critic(model(noise))
+        return -score.mean() if penalty else binary_cross_entropy_with_logits(score, torch.ones_like(score))
+
+    return loss
+
+
+def gan(layout: md.Layout, penalty: bool, freezes: bool, rehearse: bool) -> list[dict[str, Tensor]]:
+    generator, critic = mlp(md.rank(), 3, 4), mlp(10 + md.rank(), 4, 1)
+    options: Any = {"rehearse": rehearse}
+    of_critic = md.prepare(critic, ADAM, layout, critic_loss(penalty), **options)
+    of_generator = md.prepare(generator, ADAM, layout, generator_loss(critic, penalty), **options)
+    for real, noise in drawn(4, 4, 3):
+        own, own_noise = rows(of_critic, real, noise)
+        with torch.no_grad():
+            fake = generator(own_noise)
+        of_critic.step((own, fake))
+        critic.requires_grad_(not freezes)
+        of_generator.step(own_noise)
+        critic.requires_grad_(True)
+    return [of_generator.full_state_dict(), of_critic.full_state_dict()]
+
+
+def plain_gan(penalty: bool) -> tuple[nn.Module, nn.Module]:
+    generator, critic = mlp(0, 3, 4), mlp(10, 4, 1)
+    of_generator, of_critic = ADAM(generator.parameters()), ADAM(critic.parameters())
+    for real, noise in drawn(4, 4, 3):
+        of_critic.zero_grad()
+        critic_loss(penalty)(critic, (real, generator(noise).detach())).backward()  # type: ignore[no-untyped-call]
+        of_critic.step()
+        of_generator.zero_grad()
+        generator_loss(critic, penalty)(generator, noise).backward()  # type: ignore[no-untyped-call]
+        of_generator.step()
+    return generator, critic
+
+
+LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"]
+
+
+GANS = [
+    *((layout, penalty, True, False) for layout in LAYOUTS for penalty in (False, True)),
+    *((layout, False, False, True) for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=3")),
+]
+
+
+def compare(found: list[list[dict[str, Tensor]]], expected: tuple[nn.Module, nn.Module]) -> None:
+    for of_rank in found:
+        for state, model in zip(of_rank, expected, strict=True):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, **CLOSE)
+
+
+@pytest.mark.parametrize(("layout", "penalty", "freezes", "rehearse"), GANS)
+def test_a_gan(cluster_of: Clusters, layout: str, penalty: bool, freezes: bool, rehearse: bool) -> None:
+    """Also with a gradient penalty; and with gradients that nobody uses, which a rehearsal must not send."""
+    found = cluster_of(2).run(gan, md.Layout.parse(layout), penalty, freezes, rehearse)
+    compare(found, plain_gan(penalty))
+
+
+def test_a_gan_in_a_loop_with_fully_shard(cluster_of: Clusters) -> None:
+    def train() -> list[dict[str, Tensor]]:
+        options: Any = {"lr": 0.02, "betas": (0.5, 0.9)}
+        generator = md.FullyShard(mlp(md.rank(), 3, 4), torch.optim.Adam, **options)
+        critic = md.FullyShard(mlp(10 + md.rank(), 4, 1), torch.optim.Adam, **options)
+        for real, noise in drawn(4, 4, 3):
+            own, own_noise = real[md.rank() :: 2], noise[md.rank() :: 2]
+            critic.zero_grad()
+            critic_loss(False)(critic, (own, generator(own_noise).detach())).backward()  # type: ignore[no-untyped-call]
+            critic.step()
+            generator.zero_grad()
+            generator_loss(critic, False)(generator, own_noise).backward()  # type: ignore[no-untyped-call]
+            generator.step()
+        return [generator.state_dict(), critic.state_dict()]
+
+    compare(cluster_of(2).run(train), plain_gan(False))
+
+
+# PPO: the actor's clipped loss, and the critic's squared error, over the same rollout several times.
+
+
+def actor_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    states, actions, old, advantages = batch
+    chosen = model(states).log_softmax(1).gather(1, actions)
+    ratio = (chosen - old).exp()
+    loss: Tensor = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    return loss
+
+
+def rollout(states: Tensor, rewards: Tensor, actor: nn.Module, critic: nn.Module) -> tuple[Tensor, ...]:
+    """States, actions, their log probabilities and advantages, and returns."""
+    with torch.no_grad():
+        actions = (states[:, :1] > 0).long()
+        old = actor(states).log_softmax(1).gather(1, actions)
+        return states, actions, old, rewards - critic(states), rewards
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_actor_and_a_critic(cluster_of: Clusters, layout: str) -> None:
+    def train() -> list[dict[str, Tensor]]:
+        actor, critic = mlp(md.rank(), 4, 3), mlp(10 + md.rank(), 4, 1)
+        of_actor = md.prepare(actor, ADAM, md.Layout.parse(layout), actor_loss)
+        of_critic = md.prepare(critic, ADAM, md.Layout.parse(layout), mse_loss)
+        for states, rewards in drawn(2, 4, 1):
+            *batch, returns = rollout(*rows(of_actor, states, rewards), actor, critic)
+            for _ in range(3):
+                of_actor.step(tuple(batch))
+                of_critic.step(batch[0], returns)
+        return [of_actor.full_state_dict(), of_critic.full_state_dict()]
+
+    actor, critic = mlp(0, 4, 3), mlp(10, 4, 1)
+    of_actor, of_critic = ADAM(actor.parameters()), ADAM(critic.parameters())
+    for states, rewards in drawn(2, 4, 1):
+        *batch, returns = rollout(states, rewards, actor, critic)
+        for _ in range(3):
+            of_actor.zero_grad()
+            actor_loss(actor, tuple(batch)).backward()  # type: ignore[no-untyped-call]
+            of_actor.step()
+            of_critic.zero_grad()
+            mse_loss(critic(states), returns).backward()  # type: ignore[no-untyped-call]
+            of_critic.step()
+    compare(cluster_of(2).run(train), (actor, critic))
