@@ -84,12 +84,12 @@ class OneProcess:
             id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
         }
         copies: dict[int, Any] = {**computed(model), **parameters}
-        self._model = copy.deepcopy(model, copies)
+        self.model = copy.deepcopy(model, copies)
         # A loss that reads the model as a variable of the function around it reads the copy.
         self._cells = [
             (each, copies[id(x)]) for each in cells_of(loss) if id(x := each.cell_contents) in copies
         ]
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = torch.device("cpu")  # of the engine, once the model has values
         self.last_bit = 0.0  # of the least precise type that a step has computed in
 
     def step(
@@ -197,19 +197,21 @@ class OneProcess:
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
-        model = self._model
-        optimizer = by_parameters(self._make, model, {})(model.parameters())
-        found: list[dict[str, Any]] = optimizer_settings(optimizer, {**names_of(model)})["groups"]
+        optimizer = by_parameters(self._make, self.model, {})(self.model.parameters())
+        found: list[dict[str, Any]] = optimizer_settings(optimizer, {**names_of(self.model)})["groups"]
         return found
 
     def _filled(self, start: TrainingState) -> nn.Module:
         """A copy of the model with the values and modes of the engine's."""
         values = {
-            id(p): parameter_like(p, start.tensors[f"model.{name}"].to(self._device, p.dtype, copy=True))
-            for name, p in self._model.named_parameters()
+            id(p): parameter_like(p, start.tensors[f"model.{name}"].to(self.device, p.dtype, copy=True))
+            for name, p in self.model.named_parameters()
         }
         copies: dict[int, Any] = dict(values)
-        model: nn.Module = copy.deepcopy(self._model, copies)
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_meta and f"model.{name}" in start.tensors:
+                copies[id(buffer)] = start.tensors[f"model.{name}"].to(self.device, copy=True)
+        model: nn.Module = copy.deepcopy(self.model, copies)
         for cell, part in self._cells:
             cell.cell_contents = copies[id(part)]
         for name, part in model.named_modules():
@@ -231,7 +233,7 @@ class OneProcess:
             kind, _, name = full.partition(".")
             if kind == "optimizer":
                 name, _, key = name.rpartition(".")
-                state[name][key] = value.to(self._device if value.dim() else "cpu", copy=True)
+                state[name][key] = value.to(self.device if value.dim() else "cpu", copy=True)
         for name, numbers in start.numbers.items():
             state[name] |= copy.deepcopy(dict(numbers))
         for name, values in state.items():

@@ -96,7 +96,10 @@ class Rehearsal:
     def made(self, engine: EngineState) -> None:
         """Remember the optimizer's groups and the modules' attributes, which will change; a collective."""
         if self._alone is not None:
-            self._attributes = plain_attributes(engine.model)
+            self._alone.device, before = engine.device, plain_attributes(self._alone.model)
+            no_values = {k for k, v in before.items() if isinstance(v, torch.Tensor) and v.is_meta}
+            own = plain_attributes(engine.model).items()
+            self._attributes = {key: value for key, value in own if key not in no_values}
         self._made = [{**group} for group in engine.state_settings()["groups"]]
         with held_back():
             self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]

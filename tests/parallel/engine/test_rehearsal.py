@@ -339,6 +339,51 @@ def test_a_rehearsed_training_is_the_same_to_the_bit(cluster_of: Clusters, layou
         assert all(torch.equal(a[5][name], b[5][name]) for name in b[5])
 
 
+class Masked(nn.Module):
+    """Layers with a buffer that a state_dict has, and one that it has not."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Scaled(persistent), nn.Tanh(), Scaled(persistent)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scaled(nn.Linear):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("scale", torch.empty(8))
+        self.register_buffer("shift", torch.empty(8), persistent)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            torch.nn.init.constant_(self.scale, 0.5)
+            torch.nn.init.constant_(self.shift, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2"])
+def test_a_model_made_on_the_meta_device_is_rehearsed(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str], layout: str
+) -> None:
+    def losses(loss: Any, rehearse: bool) -> list[float]:
+        with torch.device("meta"):
+            model = Masked("pp" in layout)  # rank 0 has no other buffers of other stages
+        options = {"example": torch.zeros(2, 8, **DOUBLE)} if "pp" in layout else {}
+        return train(md.prepare(model, SGD, PARSE(layout), loss, rehearse=rehearse, **options), batches(2))
+
+    assert all(loss > 0 for loss in cluster_of(2).run(losses, functional.mse_loss, True)[0])
+    assert "was not compared" not in capfd.readouterr().err
+
+
 def test_batch_norms_with_their_own_rows_are_no_fault(
     cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
 ) -> None:
