@@ -101,6 +101,8 @@ class Checker:
         with self._failing(record.at()), self._lock:
             if self._ended:
                 self._begin(math.inf)  # of a program that goes on after `launch` under torchrun
+            if self.watch.failure:  # an asynchronous call of another rank may be under way
+                raise CollectiveError(self.watch.failure)
             sequence = self._sequences.setdefault(name, CallSequence(f"{self.watch.run}/{name}/", members))
             key, sequence.made = f"{sequence.name}{sequence.made}", sequence.made + 1
             value = pickle.dumps(record._replace(compared=sequence.compared)).hex()

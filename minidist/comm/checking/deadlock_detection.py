@@ -55,6 +55,7 @@ class Watch:
         for kind in ("note", "at"):
             self.store.delete_key(f"{self.run}/{kind}/{self.rank}")
         self.run, self.last, self._watched = self.run + 1, "", threading.get_ident()
+        self.failure = ""  # of this run
 
     def say(self, left: str = "", awaits: tuple[int, ...] = (), key: str = "") -> None:
         """Renew this rank's note."""
@@ -62,12 +63,13 @@ class Watch:
 
     def fail(self, text: str) -> None:
         """Raise CollectiveError on all ranks, with the text of the first that fails."""
-        raise CollectiveError(self.store.compare_set(f"{self.run}/failure", "", text).decode())
+        self.failure = self.store.compare_set(f"{self.run}/failure", "", text).decode()
+        raise CollectiveError(self.failure)
 
     def look_around(self, call: str, key: str, missing: list[int]) -> None:
         """Raise CollectiveError where a rank has failed, or one of `missing` will not come to `call`."""
         if failure := self._look(f"{self.run}/failure"):
-            raise CollectiveError(failure.decode())
+            self.fail(failure.decode())
         others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
         # Another thread of this rank may be about to make the call for which another rank waits.
         alone = all(thread.name.startswith(OWN_THREAD) for thread in others)

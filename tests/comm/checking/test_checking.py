@@ -898,3 +898,22 @@ def test_swaps_are_looked_for_in_the_latest_rounds_only() -> None:
 def test_calls_that_contradict_each_other() -> None:
     assert not record(1, "ab").contradicts(record(0, "c"))
     assert record(1, "ab").contradicts(record(0, "ab", "max"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_later_calls_raise_a_caught_mismatch_again(asynchronous: bool) -> None:
+    """Else they would meet the call that another rank has begun, and gloo would abort a rank."""
+
+    def train() -> set[str]:
+        said = set()
+        for count in (2 + 1000 * md.rank(), 5, 5):
+            try:
+                done = comm.all_reduce(torch.ones(count), async_op=asynchronous or count != 5)
+                said.add(str(done.wait() if isinstance(done, comm.Work) else done))
+            except md.CollectiveError as error:
+                said.add(str(error))
+        return said
+
+    (one,), (other,) = md.launch(train, 2, timeout=HANG, check=True)
+    assert one == other
+    assert all(f"float32[{count}]" in one for count in (2, 1002)), one
