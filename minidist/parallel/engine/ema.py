@@ -71,7 +71,8 @@ class EMA:
             raise RuntimeError("the engine has the averaged weights now; update after `with ema.applied():`")
         weights = self._weights()
         averages = self._averages = self._cut_as(weights)
-        torch._foreach_lerp_([*averages.values()], [*weights.values()], 1 - self.decay)
+        # In the order of the weights, which changes as parameters are thawed.
+        torch._foreach_lerp_([averages[box] for box in weights], [*weights.values()], 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

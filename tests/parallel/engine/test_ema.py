@@ -124,6 +124,29 @@ def test_complex_parameters_are_averaged(cluster_of: Clusters, layout: str) -> N
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_keep_their_averages_when_others_are_thawed(cluster_of: Clusters) -> None:
+    """In ZeRO 3 a thawed bucket moves among a rank's boxes."""
+
+    def train() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)))
+        model[0].requires_grad_(False)
+        engine = md.prepare(model, SGD, md.Layout(dp=2, zero=3), nn.functional.mse_loss)
+        expected, ema = engine.full_state_dict(), md.EMA(engine, DECAY)
+        for step in range(3):
+            model[0].requires_grad_(step > 0)
+            x = torch.full((2, 3), 1.0 + step, dtype=torch.float64)
+            engine.step(x, x)
+            ema.update()
+            for name, value in engine.full_state_dict().items():
+                expected[name] = DECAY * expected[name] + (1 - DECAY) * value
+        with ema.applied():
+            return engine.full_state_dict(), expected
+
+    for found, expected in cluster_of(2).run(train):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def resumed(layout: md.Layout, folder: Path) -> contract.Trained:
     """Stopped after two steps, and continued by an engine of another seed."""
     engine, ema = prepared(layout)
