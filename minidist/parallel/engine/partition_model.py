@@ -92,7 +92,8 @@ def partition_model(
     whole = Whole(model)
     share = None
     if layout.cp > 1:
-        share = SequenceShare(mesh.group("cp"))
+        # With dp=1 gradients travel between the same ranks while layers are recomputed.
+        share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"))
         if not transformers_models.apply(model, share):
             sequence_share.apply(model, share)
     if layout.tp > 1:

@@ -199,10 +199,10 @@ class CalledModel:
         self._passes = passes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for these inputs."""
+        """The model's outputs for these inputs, with all logits."""
         precision = self._passes.precision
         args, kwargs = precision.inputs((args, kwargs))
-        return precision.outputs(self._passes.strategy.forward(*args, **kwargs))
+        return self._passes.part.whole(precision.outputs(self._passes.strategy.forward(*args, **kwargs)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._passes.part.model, name)

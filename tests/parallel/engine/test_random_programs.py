@@ -1,0 +1,161 @@
+"""Random programs, each played by the ranks of a layout and by one process in plain torch.
+
+A seed that differs is printed, with its program, by
+
+    python -m tests.parallel.engine.test_random_programs SEED [LAST]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minidist as md
+from minidist.parallel.engine import step_executor, training_step
+from minidist.parallel.sharding import data_parallel
+from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Program, draw, play
+
+Clusters = Callable[[int], md.Cluster]
+TOLERANCE = 1e-9
+"""Ten steps of optimizers that divide by small numbers cost more digits than the contract's three."""
+DAILY, DEEP = 8, 240
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+def compare(found: Notes, expected: Notes) -> None:
+    """Fail at the first thing that differs."""
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, value), (_, wanted) in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            value,
+            wanted,
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+            equal_nan=name.endswith("loss"),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def check(program: Program, cluster: md.Cluster, folder: Path) -> None:
+    expected = play(OneProcess, program, folder)
+    for found in cluster.run(play, OnRanks, program, folder):
+        compare(found, expected)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(DAILY), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(DAILY, DEEP))]
+)
+def test_a_random_program_is_that_of_one_process(cluster_of: Clusters, seed: int, tmp_path: Path) -> None:
+    program = draw(seed)
+    check(program, cluster_of(program.layout.ranks), tmp_path)
+
+
+def found(blocks: str, layout: str, loss: str = "none", ranks: int = 1) -> Program:
+    """A program of five steps: ranks use all experts in the first one, and others in each further one."""
+    each = [(seed, ((rows,),) * ranks) for seed, rows in ((6, 12), (13, 1), (20, 1), (27, 1), (34, 1))]
+    steps = [Action("train", seed, sizes, number=0.3) for seed, sizes in each]
+    more, sgd = {"data_parallel": {"bucket_mb": 0}}, {"lr": 0.2}
+    parsed = md.Layout.parse(layout)
+    return Program(
+        0,
+        tuple(blocks.split()),
+        False,
+        False,
+        "SGD",
+        sgd,
+        "all",
+        loss,
+        parsed,
+        more,
+        (*steps, Action("state")),
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(found("attention experts experts", "cp=2,recompute=true"), id="ring attention again"),
+        pytest.param(found("attention experts feed", "dp=2,cp=2,zero=2", "none", 2), id="ring attention"),
+        pytest.param(found("gpt", "tp=2", "model"), id="cut logits"),
+    ],
+)
+def test_what_random_programs_found(cluster_of: Clusters, program: Program, tmp_path: Path) -> None:
+    """Ranks that use other experts meet in collectives of the pass; a loss calls a model with cut logits."""
+    check(program, cluster_of(program.layout.ranks), tmp_path)
+
+
+def every_rows_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_executor.StepExecutor, "counting", lambda *_: None)
+
+
+def no_clipping(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(training_step, "clip_factor", lambda *_: 1.0)
+
+
+def each_ranks_first_values(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(data_parallel, "broadcast_together", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seed"), [(every_rows_count, 24), (no_clipping, 5), (each_ranks_first_values, 0)]
+)
+def test_a_planted_fault_is_caught(
+    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], seed: int, tmp_path: Path
+) -> None:
+    program = draw(seed)
+
+    def faulty() -> Notes:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return play(OnRanks, program, tmp_path)
+
+    found = cluster_of(program.layout.ranks).run(faulty)[0]
+    with pytest.raises(AssertionError, match="not close"):
+        compare(found, play(OneProcess, program, tmp_path))
+
+
+def main(first: int, last: int) -> None:
+    """Play the programs of some seeds, and print those that differ."""
+    wrong, kinds = [], Counter[str]()
+    clusters: dict[int, Any] = {}
+    for seed in range(first, last + 1):
+        program = draw(seed)
+        ranks = program.layout.ranks
+        if ranks not in clusters or clusters[ranks].closed:
+            clusters[ranks] = md.Cluster(ranks, timeout=60, threads=1)
+        kinds[kind_of(program.layout)] += 1
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                check(program, clusters[ranks], Path(folder))
+            except Exception as error:
+                wrong.append(seed)
+                print(f"{program}\n{type(error).__name__}: {short(str(error))}\n", flush=True)
+        if seed % 100 == 99:
+            print(f"{seed - first + 1} played, wrong: {wrong}", flush=True)
+    print(f"{last - first + 1} played, wrong: {wrong}; {dict(kinds.most_common())}")
+
+
+def short(text: str) -> str:
+    """An error without torch's lists of what it has registered."""
+    return "\n".join(line for line in text.splitlines() if "registered at" not in line)[-3000:]
+
+
+def kind_of(layout: md.Layout) -> str:
+    """The axes of a layout."""
+    axes = [axis for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1]
+    return "+".join(axes) + (f" zero={layout.zero}" if layout.zero else "")
+
+
+if __name__ == "__main__":
+    os.environ["MINIDIST_REHEARSE"] = "0"
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[-1]))
