@@ -183,7 +183,8 @@ class OneProcess:
         self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors, closure: Any
     ) -> None:
         """Update with the gradients `given`, clipped. Parameters that have none of their `own` get none."""
-        of_layout = [value for name, value in given.items() if name.startswith("gradient")]
+        # By these names, since a tied parameter's gradient may come under two.
+        of_layout = [given[name] for each in own if (name := f"gradient.{each}") in given]
         factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
         for parameter, name in names.items():
             parameter.grad = None
