@@ -114,6 +114,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give what an operation returns the sources of all that it gets, or the layer that makes it."""
         result = func(*args, **(kwargs or {}))
+        if not self._inside and torch._C._current_graph_task_id() != -1:
+            raise BrokenChain("it takes a gradient itself, and a stage could take only its own layers' part")
         if not self._inside:
             self._add(_storages(result), self._of(args, kwargs))
         else:

@@ -175,15 +175,12 @@ def _aside(hooks: saved_tensors_hooks) -> Iterator[None]:
 
     @contextmanager
     def disabled(message: str) -> Iterator[None]:
-        ours = _current_hooks()[0] == hooks.pack_hook
-        if ours:
-            hooks.__exit__()
-        try:
+        with ExitStack() as stack:
+            if _current_hooks()[0] == hooks.pack_hook:
+                hooks.__exit__()
+                stack.callback(hooks.__enter__)
             with disable(message):
                 yield
-        finally:
-            if ours:
-                hooks.__enter__()
 
     graph.disable_saved_tensors_hooks = disabled  # type: ignore[assignment]
     try:

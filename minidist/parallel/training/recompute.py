@@ -21,8 +21,8 @@ Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sect
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -184,28 +184,22 @@ def _is_empty_cache(value: object) -> bool:
 
 
 class _Again:
-    """A context in which a part computes again: once for each backward pass through its call."""
+    """A context in which a part computes again, with copies of its state at its call, and is counted.
 
-    def __init__(self, *of: Any) -> None:
-        self._of = of
+    It may be entered several times: by a recorded backward pass, and by one through that.
+    """
+
+    def __init__(self, part: nn.Module, counter: ActivationCounter | None, state: State) -> None:
+        self._part, self._counter, self._state = part, counter, state
 
     def __enter__(self) -> None:
-        self._now = _again(*self._of)
-        self._now.__enter__()
+        self._now = state_of(self._part)
+        for store, name, value in [*self._now, *self._state]:
+            store[name] = _copied(value)
+        self._counting = nullcontext() if self._counter is None else self._counter.with_other_hooks()
+        self._counting.__enter__()
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._now.__exit__(*error)
-
-
-@contextmanager
-def _again(part: nn.Module, counter: ActivationCounter | None, state: State) -> Iterator[None]:
-    """While a part computes again, give it copies of its state at its call, and count what it keeps."""
-    now = state_of(part)
-    for store, name, value in [*now, *state]:
-        store[name] = _copied(value)
-    try:
-        with nullcontext() if counter is None else counter.with_other_hooks():
-            yield
-    finally:
-        for store, name, value in now:
+    def __exit__(self, *error: Any) -> None:
+        self._counting.__exit__(*error)
+        for store, name, value in self._now:
             store[name] = value

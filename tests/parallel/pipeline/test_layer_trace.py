@@ -256,6 +256,18 @@ def test_what_a_layer_keeps_in_an_attribute_comes_from_it() -> None:
         find_chain(Net(balanced, Experts), PP, None, ROWS)
 
 
+def with_forces(layers: Any, x: Tensor) -> Tensor:
+    """A gradient with respect to the model's input, which reaches the result on two ways."""
+    y = in_order(layers, x)
+    (slope,) = torch.autograd.grad((y + x.square()).sum(), x, create_graph=True)
+    return y + slope
+
+
+def test_a_model_that_takes_a_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"it takes a gradient itself, .* or use dp or tp"):
+        find_chain(Net(with_forces), PP, None, ROWS)
+
+
 def test_a_layer_that_returns_its_input() -> None:
     net = Net(in_order, nn.Identity)
     assert trace_layers(net, "blocks", ROWS).after == {"after.weight", "after.bias"}
