@@ -61,6 +61,7 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
         launchers.adopt()
     if not any(name in os.environ for name in described):
         return
+    launchers.end_with_launcher()
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(

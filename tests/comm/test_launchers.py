@@ -15,6 +15,7 @@ import minidist as md
 from minidist.comm import launchers
 from minidist.comm.launchers import Started
 from tests.helpers.clocks import HANG
+from tests.helpers.processes import wait_until_gone
 
 ADOPTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = {
@@ -186,3 +187,43 @@ def test_mpirun_starts_an_example_and_the_command() -> None:
     assert mpirun(2, str(example), "2").count("mean squared distance: 0.") == 2  # each rank prints
     said = mpirun(2, "-m", "minidist", "train", "--steps", "3")
     assert said.count("layout dp=2: 3 steps") == 1
+
+
+CHILD = """
+import time
+from minidist.comm import launchers
+launchers.end_with_launcher()
+print("watches", flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("launcher", [{"TORCHELASTIC_RUN_ID": "1"}, OPEN_MPI])
+def test_a_rank_ends_with_a_killed_launcher_that_started_it(launcher: dict[str, str]) -> None:
+    environment = {**os.environ, **launcher, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    with parent:
+        assert parent.stdout is not None
+        said = {parent.stdout.readline().strip() for _ in range(2)}
+        (child,) = map(int, said - {"watches"})
+        parent.kill()
+        parent.wait()
+    wait_until_gone([child])
+
+
+def test_init_watches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched() -> None:
+        raise InterruptedError
+
+    set_all(monkeypatch, OPEN_MPI)
+    monkeypatch.setattr(launchers, "end_with_launcher", watched)
+    with pytest.raises(InterruptedError):
+        md.init()

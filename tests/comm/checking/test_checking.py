@@ -217,6 +217,7 @@ def each_its_own() -> None:
 def asynchronous_in_other_places() -> None:
     """A rank that has to come by for another's asynchronous call to complete does other things first."""
     x = torch.ones(3)
+    comm.barrier()  # a group's first call has to be synchronous on all its ranks, or on none
     if md.rank() == 0:
         work = comm.all_reduce(x, async_op=True)
         comm.send(torch.ones(2), 1)
