@@ -61,7 +61,7 @@ def take(
 ) -> CheckpointState:
     """Return this rank's state. copied: copy it to the CPU's memory, so that training may go on."""
     rank = comm.rank()
-    chunks, own = [*engine.chunks()], {}
+    chunks, own = [chunk for chunk in engine.chunks() if not engine.placement.is_copy(chunk.name)], {}
     buffers = buffer_names(engine)
     for chunk in [chunk for chunk in chunks if chunk.name in buffers]:
         mine = chunk._replace(name=own_name(rank, chunk.name))

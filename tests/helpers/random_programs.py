@@ -528,6 +528,8 @@ def draw(seed: int) -> Program:
     if "batch norm" not in blocks and rng.random() < 0.15:
         blocks = ["gpt"] * min(2, len(blocks))
     tied = rng.random() < 0.35
+    if blocks.count("experts") > 1 and any(mesh.get("zero") == 3 for mesh in meshes):
+        tied = False  # ZeRO 3 refuses a unit that some ranks alone call twice
     sparse = not tied and blocks[0] != "gpt" and rng.random() < 0.2
     flat = (
         bool(axes) or bool({"complex", "scaled"} & {*blocks}) or any(mesh.get("zero") == 3 for mesh in meshes)

@@ -75,6 +75,8 @@ class Placement:
         # and the stage of its first name a tied parameter.
         uncut = own.keys() - self.cuts if mesh.rank("tp") else set()
         self._copies = uncut | {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
+        # Of parameters by their own names, and of the optimizer's state by the first ones.
+        self._copies_of_state = {"model": uncut, "optimizer": {self.first[name] for name in self._copies}}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
     def join(self, strategy: Strategy) -> None:
@@ -155,6 +157,11 @@ class Placement:
                     own = narrowed(chunk.tensor, [f - t for f, t in zip(first, there, strict=True)], sizes)
                     at = tuple(o + f for o, f in zip(offsets, first, strict=True))
                     yield TensorBox(full, tuple(cut.shape), at, own)
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a box's tensor is on another rank too, whose ZeRO may cut it at other places."""
+        kind, _, rest = name.partition(".")
+        return (rest if kind == "model" else rest.rpartition(".")[0]) in self._copies_of_state[kind]
 
     def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters."""
