@@ -155,7 +155,7 @@ class Rehearsal:
             failed = False
         except Exception as error:
             where = failed_layer(engine.model, error) if self._layout.tp > 1 and self._steps == 1 else None
-            if where is None or isinstance(error, comm.CollectiveError):
+            if where is None or isinstance(error, comm.CollectiveError | NotImplementedError):
                 raise
             raise ValueError(
                 f"{where} fails once the plan has cut the model: {error}. If it runs uncut: {CUT}"

@@ -250,7 +250,7 @@ def test_a_recorded_pass_gathers_once_and_reduces_nothing(cluster_of: Clusters) 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2"])
 def test_torch_func_is_refused_where_it_cannot_work(cluster_of: Clusters, layout: str) -> None:
     with pytest.raises(md.RankError) as caught:
-        check(cluster_of, "func", PARSE(layout))
+        check(cluster_of, "func", PARSE(layout), rehearse=True)
     what = "zero=3" if "zero" in layout else "tensor parallelism"
     remedy = "does not work inside it; use torch.autograd.grad(outputs, inputs, create_graph=True), or dp"
     assert (
