@@ -57,7 +57,7 @@ class TrainingState(NamedTuple):
     of_loss: KeptAttributes  # what the loss keeps
     attributes: Mapping[tuple[str, str], Any]  # of modules, that passes have changed
     elsewhere: Sequence[Tensor]  # the engine's own parameters
-    batches: Sequence[Pair]  # of all data ranks
+    batches: Sequence[Sequence[Pair]]  # of each data rank
     threads: int  # of all ranks on this host, which wait while one works alone
 
 

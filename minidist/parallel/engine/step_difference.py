@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,10 @@ def told(
     computed from `start`. replicas: names of tensors of which ranks hold different copies. outputs: of the
     modules for this rank's rows, if they were recorded.
     """
-    batch, trials = whole_batch(start.batches), list[Outcome]()
+    # One process takes the batches of a list one after the other, too.
+    of_all = zip_longest(*start.batches)
+    batch = [joint for each in of_all for joint in whole_batch([pair for pair in each if pair])]
+    trials = list[Outcome]()
     by_one = alone.step(start, batch, found.tensors, scale)
     first = difference(found, by_one, [])
     if first:
@@ -83,7 +87,8 @@ def told(
         first = Difference(replicas[0], f"{name} differs between the ranks that should hold the same")
     if not first:
         return ""
-    pieces = [piece for pair in start.batches for piece in _micro_batches(pair, layout.micro_batches)]
+    cut = [[p for pair in own for p in _micro_batches(pair, layout.micro_batches)] for own in start.batches]
+    pieces = [piece for own in cut for piece in own]
     remedy = "minidist.compare shows the first layer that differs"
     name = first.name.removeprefix("model.")
     if name in start.trained:
@@ -97,8 +102,7 @@ def told(
             remedy = ROWS
     if layout.tp > 1 and remedy not in (OPTIMIZER, UNUSED, BUFFER, ROWS):
         whole: Outputs = defaultdict(list)
-        own = _micro_batches(start.batches[0], layout.micro_batches)
-        alone.step(start, own, found.tensors, scale, partial(recorded, into=whole))
+        alone.step(start, cut[0], found.tensors, scale, partial(recorded, into=whole))
         layer, of_loss = _first_output(whole, outputs), first.name == "the loss"
         remedy = PENALTY if of_loss and not layer else f"The plan makes another model{layer}. {CUT}"
     return (

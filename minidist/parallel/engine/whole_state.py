@@ -99,14 +99,15 @@ def state_before(
         return None
     numbers: dict[str, Any] = {}
     trained: dict[str, bool] = {}
-    batches: list[Pair] = []
+    batches: list[list[Pair]] = []
     threads = 0
     for state, requires_grad, given, (where, own) in found.values:
         numbers |= state
         trained |= requires_grad
         threads += own if where == host else 0
         placed = [(moved(x, engine.device), is_one, y) for x, is_one, y in given]
-        batches += [(x, x if is_one else moved(y, engine.device)) for x, is_one, y in placed]
+        if given or not batches:  # rank 0 comes first, with or without rows
+            batches.append([(x, x if is_one else moved(y, engine.device)) for x, is_one, y in placed])
     now = plain_attributes(engine.model)
     return TrainingState(
         found.whole,

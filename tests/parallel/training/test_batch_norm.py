@@ -58,7 +58,8 @@ def test_rows_that_do_not_count_are_in_no_statistics(cluster_of: Clusters, layou
         return batch[0][rows], batch[1][rows]
 
     def train(fault: bool) -> dict[str, Tensor]:
-        engine = md.prepare(convolutions(md.rank()), SGD, md.Layout.parse(layout), batch_norm="synchronized")
+        options: dict[str, Any] = {"batch_norm": "synchronized", "rehearse": not fault}
+        engine = md.prepare(convolutions(md.rank()), SGD, md.Layout.parse(layout), **options)
         if fault:
             engine.executor.counting = lambda _: None  # type: ignore[method-assign]
         for _ in range(2):
