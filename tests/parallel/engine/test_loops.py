@@ -13,13 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from minidist import comm
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYOUTS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"]
-DEEP = [pytest.param(each, marks=pytest.mark.deep) for each in ("dp=2,tp=2,zero=1", "dp=4,zero=3,shard=2")]
+
+
+def deep(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.deep)
+
+
+DEEP = [deep(each) for each in ("dp=2,tp=2,zero=1", "dp=4,zero=3,shard=2")]
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -156,9 +163,7 @@ def change(model: nn.Module, step: int) -> None:
         layers[0].down.requires_grad_(step == 4)
 
 
-@pytest.mark.parametrize(
-    ("layout", "optimizer"), [*THAWING, *(pytest.param(*each, marks=pytest.mark.deep) for each in MORE)]
-)
+@pytest.mark.parametrize(("layout", "optimizer"), [*THAWING, *(deep(*each) for each in MORE)])
 def test_layers_are_frozen_and_thawed(cluster_of: Clusters, layout: str, optimizer: Any) -> None:
     def train() -> dict[str, Tensor]:
         model = net(md.rank())
@@ -180,7 +185,7 @@ def test_layers_are_frozen_and_thawed(cluster_of: Clusters, layout: str, optimiz
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp=1"])
-@pytest.mark.parametrize("saved_by", ["dp=2,zero=1", pytest.param("dp=2,zero=3", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("saved_by", ["dp=2,zero=1", deep("dp=2,zero=3")])
 def test_the_state_of_a_frozen_parameter_is_saved_and_loaded(
     cluster_of: Clusters, tmp_path: Path, layout: str, saved_by: str
 ) -> None:
@@ -209,7 +214,7 @@ def test_the_state_of_a_frozen_parameter_is_saved_and_loaded(
         same(state, model)
 
 
-@pytest.mark.parametrize("layout", ["dp=1", *LAYOUTS, "pp=2"])
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", *map(deep, ["dp=1", "dp=2,zero=1", "pp=2"])])
 def test_a_growing_net_gets_another_engine(cluster_of: Clusters, layout: str) -> None:
     def train() -> dict[str, Tensor]:
         engine = md.prepare(net(md.rank()), SGD, PARSE(layout), mse)
@@ -284,6 +289,7 @@ class Ascending(PerParameter):
         return grad / torch.stack([g.norm() for g in grads]).norm()
 
 
+ALL_AT_ONCE = "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone"
 LBFGS = partial(torch.optim.LBFGS, lr=0.1, max_iter=3, history_size=3, line_search_fn="strong_wolfe")
 
 
@@ -300,12 +306,12 @@ def evaluate_and_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, cl
     return float(loss.detach())
 
 
-CLOSURES: list[tuple[Any, str]] = [
-    *((PerParameter, layout) for layout in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2", "pp=2")),
-    *((Elementwise, layout) for layout in ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")),
-    (LBFGS, "dp=1"),
+CLOSURES = [
+    *((PerParameter, layout) for layout in ("dp=2", "dp=2,zero=2", "pp=2")),
+    *((Elementwise, layout) for layout in ("dp=2,zero=1", "dp=2,zero=3", "tp=2")),
     (LBFGS, "dp=2"),
-    (Ascending, "dp=2"),
+    *(deep(PerParameter, layout) for layout in ("dp=1", "dp=2,zero=1")),
+    *(deep(*each) for each in ((Elementwise, "dp=2,zero=2"), (LBFGS, "dp=1"), (Ascending, "dp=2"))),
 ]
 
 
@@ -340,22 +346,24 @@ def test_an_optimizer_evaluates_the_loss_itself(
         same(state, model)
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tp=2"])
+def test_an_evaluation_sends_what_a_step_sends(cluster_of: Clusters, layout: str) -> None:
+    def sent(optimizer: Any) -> int:
+        engine = md.prepare(net(), optimizer, PARSE(layout), mse, plan=PLAN if "tp" in layout else None)
+        for x, y in batches(3):
+            with comm.ledger() as ledger:
+                engine.step(*rows(engine, x, y))
+        return ledger.bytes_sent
+
+    for once, twice in zip(*(cluster_of(2).run(sent, each) for each in (SGD, Elementwise)), strict=True):
+        assert twice == 2 * once > 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "layout", "told"),
     [
         (Ascending, "dp=2,zero=1", "looks at several parameters at once"),
-        (
-            LBFGS,
-            "dp=2,zero=1",
-            "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone",
-        ),
-        (
-            LBFGS,
-            "dp=2,zero=3",
-            "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone",
-        ),
-        (LBFGS, "tp=2", "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone"),
-        (LBFGS, "pp=2", "LBFGS, which cannot be shared by parts.*all parameters at once; use dp alone"),
+        *((LBFGS, layout, ALL_AT_ONCE) for layout in ("dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2")),
         (PerParameter, "dp=2,precision=bf16", "precision is 'bf16', and the optimizer's step evaluates"),
     ],
 )
