@@ -653,6 +653,39 @@ def test_a_script_needs_no_main_guard_no_module_and_no_stream(tmp_path: Path) ->
     assert done.stderr.endswith("\n[0, 1]")  # also with no standard output
 
 
+@pytest.mark.parametrize("fault", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_the_supervisor_frees_what_it_has_imported(tmp_path: Path, fault: bool) -> None:
+    """A library may report what is left at exit as leaks. The planted fault: objects that stay frozen."""
+    (tmp_path / "keeper.py").write_text(
+        textwrap.dedent(f"""
+        import gc, os
+
+        class Kept:
+            def __init__(self):
+                self.itself, self.file = self, os.open({str(tmp_path / "freed")!r}, os.O_CREAT | os.O_WRONLY)
+
+            def __del__(self, write=os.write):
+                write(self.file, b"freed")
+
+        kept = Kept()
+        if {fault}:
+            gc.unfreeze = lambda: None
+        """)
+    )
+    script = tmp_path / "script.py"
+    script.write_text("import minidist as md\nprint(md.launch(int, 1))\n")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+        env={**os.environ, "MINIDIST_PRELOAD": "keeper"},
+    )
+    assert done.stdout == "[0]\n", done.stderr
+    assert (tmp_path / "freed").read_text() == ("" if fault else "freed")
+
+
 @pytest.mark.parametrize(
     "context",
     ["spawn", *(pytest.param(each, marks=pytest.mark.deep) for each in ("fork", "forkserver"))],
