@@ -42,7 +42,7 @@ def test_every_package_names_its_files() -> None:
 
 @pytest.mark.parametrize("folder", ["minidist", "kernels", "benchmarks", "lessons/checks"])
 def test_no_file_is_longer_than_250_lines(folder: str) -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert len(lines) > 30
     assert not {name for name, count in lines.items() if count > 250}
 

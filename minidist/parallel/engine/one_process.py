@@ -25,6 +25,7 @@ from minidist.parallel.contract.engine import (
     cells_of,
     computed,
     requires_closure,
+    unchanged,
 )
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
@@ -107,13 +108,9 @@ class OneProcess:
         before its backward pass. inside: makes a context for the passes through a model. What the loss keeps
         in attributes is as at the start, and afterwards as it is now.
         """
-        now = KeptAttributes(self._loss)
-        start.of_loss.restore()
-        try:
-            with alone(), untrained():  # the loss may read a model that another engine trains
-                return self._step(start, pieces, given, scale, inside)
-        finally:
-            now.restore()
+        with unchanged(self._loss), alone(), untrained():  # it may read a model that another engine trains
+            start.of_loss.restore()
+            return self._step(start, pieces, given, scale, inside)
 
     def _step(
         self, start: TrainingState, pieces: Sequence[Pair], given: Tensors, scale: float, inside: Inside
@@ -126,9 +123,8 @@ class OneProcess:
             recompute(model)
         make = by_parameters(self._make, model, {})
         masters: dict[Tensor, Tensor] = {}
-        optimizer: Any
         if precision.master is None:
-            optimizer = make(model.parameters())
+            optimizer: Any = make(model.parameters())
         else:
             with_masters = MasterWeights(model.parameters(), make, precision.master)
             masters = dict(zip(with_masters.parameters, with_masters.masters, strict=True))
@@ -156,8 +152,7 @@ class OneProcess:
                 weight = sum(float(each) for _, each in done)
                 loss: Any = sum(mean * (float(w) / weight) for mean, w in done)
                 (loss * scale).backward()
-            found: Tensor = loss.detach()
-            return found
+            return loss.detach()  # type: ignore[no-any-return]
 
         losses = [evaluate()]
 
@@ -175,8 +170,7 @@ class OneProcess:
         norm = global_norm(gradients.values()) / scale
         found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
         self._update(optimizer, names, gradients, given, closure)
-        chunks = whole_chunks(model, optimizer, masters)
-        found |= {chunk.name: chunk.tensor for chunk in chunks if chunk.name.startswith("model.")}
+        found |= {c.name: c.tensor for c in whole_chunks(model, optimizer, masters) if c.name[:6] == "model."}
         return Outcome(loss, norm, found)
 
     def _update(
@@ -189,8 +183,7 @@ class OneProcess:
         for parameter, name in names.items():
             parameter.grad = None
             if name in own:
-                value = given.get(f"gradient.{name}")
-                value = torch.zeros_like(parameter) if value is None else value
+                value = given[of] if (of := f"gradient.{name}") in given else torch.zeros_like(parameter)
                 grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
                 parameter.grad = (grad * factor).to(parameter.dtype)
         with RandomOff(alone=True):
