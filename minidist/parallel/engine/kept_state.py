@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from minidist.parallel.contract.engine import KeptAttributes
 from minidist.parallel.contract.strategy import TensorBox
@@ -76,3 +77,14 @@ def _copy_common(source: TensorBox, target: TensorBox) -> None:
             for chunk in (target, source)
         )
         there.copy_(here)
+
+
+def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Copies of tensors, numbers and None among modules' attributes and buffers, by module and name."""
+    return {
+        (name, attribute): value.detach().clone() if isinstance(value, Tensor) else value
+        for name, part in model.named_modules()
+        for store in (part._buffers, part.__dict__)
+        for attribute, value in store.items()
+        if isinstance(value, Tensor | int | float | None) and attribute != "training"
+    }

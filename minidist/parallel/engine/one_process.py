@@ -235,16 +235,5 @@ class OneProcess:
                 optimizer.state[by_name[name]] = put_in_lists(values)
 
 
-def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Copies of tensors, numbers and None among modules' attributes and buffers, by module and name."""
-    return {
-        (name, attribute): value.detach().clone() if isinstance(value, Tensor) else value
-        for name, part in model.named_modules()
-        for store in (part._buffers, part.__dict__)
-        for attribute, value in store.items()
-        if isinstance(value, Tensor | int | float | None) and attribute != "training"
-    }
-
-
 def _dense(x: Tensor) -> Tensor:
     return x.to_dense() if x.is_sparse else x.detach().clone()

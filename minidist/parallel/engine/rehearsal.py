@@ -31,12 +31,11 @@ from minidist.kernels.measure.cpu_peaks import available_memory
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.engine_state import EngineState
-from minidist.parallel.engine.kept_state import KeptState
+from minidist.parallel.engine.kept_state import KeptState, plain_attributes
 from minidist.parallel.engine.one_process import (
     OneProcess,
     Outcome,
     TrainingState,
-    plain_attributes,
 )
 from minidist.parallel.engine.rank_model import Pair
 from minidist.parallel.engine.step_difference import (

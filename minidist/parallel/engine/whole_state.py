@@ -14,8 +14,8 @@ from minidist.parallel.contract.batch import mapped, moved
 from minidist.parallel.contract.engine import KeptAttributes, differs
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.engine_state import EngineState
-from minidist.parallel.engine.kept_state import KeptState
-from minidist.parallel.engine.one_process import TrainingState, plain_attributes
+from minidist.parallel.engine.kept_state import KeptState, plain_attributes
+from minidist.parallel.engine.one_process import TrainingState
 from minidist.parallel.engine.rank_model import Pair
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
