@@ -68,6 +68,7 @@ class Outcome(NamedTuple):
     loss: float
     norm: float  # of the gradients, before clipping
     tensors: dict[str, Tensor]  # "gradient.NAME", "model.NAME"
+    bits: dict[str, float]  # the last bits that gradients were computed with
 
 
 class OneProcess:
@@ -169,9 +170,10 @@ class OneProcess:
         gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
         norm = global_norm(gradients.values()) / scale
         found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
+        bits = {f"gradient.{name}": torch.finfo(grad.dtype).eps for name, grad in gradients.items()}
         self._update(optimizer, names, gradients, given, closure)
         found |= {c.name: c.tensor for c in whole_chunks(model, optimizer, masters) if c.name[:6] == "model."}
-        return Outcome(loss, norm, found)
+        return Outcome(loss, norm, found, bits)
 
     def _update(
         self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors, closure: Any
@@ -236,4 +238,6 @@ class OneProcess:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x.to_dense() if x.is_sparse else x.detach().clone()
+    """In 32 bits at least, where gradients without their scale do not underflow."""
+    dense = x.to_dense() if x.is_sparse else x.detach()
+    return dense.to(torch.promote_types(x.dtype, torch.float32), copy=True)

@@ -175,7 +175,7 @@ class Rehearsal:
             if elsewhere:
                 why = f"the model draws random numbers that cannot be switched off: {elsewhere}"
             elif not why and self._alone is not None and start is not None and self._norm is not None:
-                found = Outcome(loss, self._norm, end.whole)
+                found = Outcome(loss, self._norm, end.whole, {})
                 replicas = [] if fixed else end.replicas
                 verdict, why = self._compared(of_cpu, start, found, scale, replicas, outputs)
             verdict, self.why_not = gather_values((verdict, why))[0]

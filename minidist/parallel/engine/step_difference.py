@@ -174,9 +174,8 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], kind: str = ""
 
     trials: the latter with moved results. kind: which tensors to compare, such as "gradient"; "" for all.
     """
-    gradients = [x for name, x in b.tensors.items() if name.startswith("gradient")]
-    largest = max(map(_size, gradients), default=0.0)
-    least = max((torch.finfo(x.dtype).eps for x in gradients), default=0.0)
+    largest = max((_size(x) for name, x in b.tensors.items() if name.startswith("gradient")), default=0.0)
+    least = max(b.bits.values(), default=0.0)
     first: Difference | None = None
     for name in b.tensors:
         if not name.startswith(kind):
@@ -185,7 +184,8 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], kind: str = ""
         if x is None:
             x = torch.zeros_like(y)
         apart, size = _apart(x, y), _size(y)
-        bits = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
+        own = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
+        bits = b.bits.get(name, own)
         most = max((_apart(t.tensors[name], y) for t in trials if name in t.tensors), default=0.0)
         floor = bits * largest if name.startswith("gradient") else 0.0
         explained = MARGIN * max(most, bits * size, floor)
