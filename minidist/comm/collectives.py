@@ -49,7 +49,7 @@ def all_reduce(
         algorithm: "auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "hierarchical"
             (shared memory inside a host, a ring between hosts) or "naive".
         group: the ranks that take part; None for all.
-        async_op: return a `Work` at once.
+        async_op: return a `Work` at once. The same on all ranks in a group's first call.
 
     Returns:
         `x`, or the `Work` whose `wait()` returns it.
