@@ -13,7 +13,7 @@ from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import check, check_batch_norm, put_back_on_error
+from minidist.parallel.engine.prepare_checks import check, check_choices, put_back_on_error
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
@@ -132,14 +132,16 @@ def prepare(
     """
     layout = Layout() if layout is None else layout
     check(model, optimizer, layout, loss, data_parallel, fully_shard, loss_scale, clip_norm)
-    check_batch_norm(batch_norm, layout)
+    check_choices(batch_norm, rehearse, layout)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
     elif layout.zero == 3:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
+    if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
+        rehearse = False
     # Before any other collective: ranks with other layouts would wait in other ones.
-    secondary = (fully_shard or {}).get("secondary")
-    others = {"clip_norm": clip_norm, "secondary": secondary, "batch_norm": batch_norm, "layers": layers}
+    others = {"clip_norm": clip_norm, "secondary": (fully_shard or {}).get("secondary")}
+    others |= {"batch_norm": batch_norm, "layers": layers, "rehearse": rehearse}
     require_alike("md.prepare", {**vars(layout), **others}, None)
     mesh = Mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
     precision = Precision(layout.precision, loss_scale)
@@ -147,8 +149,6 @@ def prepare(
         model = compiled_in_place(model)
         give_memory(model)
         rehearsal = None
-        if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
-            rehearse = False
         if rehearse is not False and (layout.ranks > 1 or layout.micro_batches > 1):
             rehearsal = Rehearsal(rehearse, model, optimizer, loss, layout, clip_norm)
             if (data_parallel or {}).get("compression") is not None:

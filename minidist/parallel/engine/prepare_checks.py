@@ -111,8 +111,12 @@ def require_two_arguments(loss: Loss) -> None:
         ) from None
 
 
-def check_batch_norm(batch_norm: str | None, layout: Layout) -> None:
-    """ValueError if BatchNorms cannot be synchronized as asked."""
+def check_choices(batch_norm: str | None, rehearse: bool | str | None, layout: Layout) -> None:
+    """ValueError if BatchNorms cannot be synchronized as asked, or `rehearse` is unknown."""
+    if rehearse not in (None, True, False, "first"):
+        raise ValueError(
+            f"rehearse is {rehearse!r}; give True, False, 'first', or None to rehearse where memory allows"
+        )
     if batch_norm not in (None, "synchronized"):
         raise ValueError(
             f"batch_norm is {batch_norm!r}; give 'synchronized', or None for each rank's own rows"

@@ -42,6 +42,7 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
             TypeError,
             r"<lambda>\(outputs, targets, weights\), and is called with two .*'weights'\. Give one that",
         ),
+        ({"rehearse": "frist"}, ValueError, "rehearse is 'frist'; give True, False, 'first', or None"),
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
         (
