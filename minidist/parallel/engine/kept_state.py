@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.engine import KeptAttributes
+from minidist.parallel.contract.engine import OF_MODULES, KeptAttributes
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.flat.ranges import narrowed
@@ -80,11 +80,13 @@ def _copy_common(source: TensorBox, target: TensorBox) -> None:
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Copies of tensors, numbers and None among modules' attributes and buffers, by module and name."""
+    """Copies of tensors, numbers, None, lists and dicts among modules' attributes, by module and name."""
     return {
-        (name, attribute): value.detach().clone() if isinstance(value, Tensor) else value
+        (name, attribute): value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
         for name, part in model.named_modules()
         for store in (part._buffers, part.__dict__)
         for attribute, value in store.items()
-        if isinstance(value, Tensor | int | float | None) and attribute != "training"
+        if isinstance(value, Tensor | int | float | None)
+        or (type(value) in (list, dict) and attribute not in OF_MODULES)
+        if attribute != "training"
     }

@@ -113,15 +113,16 @@ def prepare(
             find what it computes before and after its layers. Without values, or memory for that run, its
             layers compute shapes alone. None if the model is nothing but the chain of its `layers`, or
             brings `dummy_inputs`, as transformers' language models do.
-        rehearse: take steps 1, 2, 4, 8 to 1,024, and those after a change of what is trained, beside a single
-            process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss, gradients,
-            parameters or buffers differ by more than rounding, the step raises ValueError on all ranks, names
-            the first difference and a likely cause, and changes nothing (engine/rehearsal.py). None does so
-            if rank 0 has memory for three more copies of the whole state, and the environment has no
-            MINIDIST_REHEARSE=0; True, in any case; "first", in the first step alone; False, never. Where it
-            cannot run, a line on standard error says why. Random numbers are replaced by constants, and such
-            a step is then taken again. BatchNorms that are not synchronized use their running statistics in
-            it. A loss that compares rows, such as a contrastive one, has to gather those of all data ranks:
+        rehearse: take step 1, ten more up to step 800, and those after a change of what is trained, beside a
+            single process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss,
+            gradients, parameters or buffers differ by more than rounding, the step raises ValueError on all
+            ranks, names the first difference and a likely cause, and changes nothing (engine/rehearsal.py).
+            None does so if rank 0 has memory for three more copies of the whole state, and the environment
+            has no MINIDIST_REHEARSE=0; True, in any case; "first", in the first step alone; False, never.
+            Where it cannot run, a line on standard error says why. Random numbers are replaced by constants,
+            and such a step is then taken again. BatchNorms that are not synchronized use their running
+            statistics in it. A loss that compares rows, such as a contrastive one, has to gather those of all
+            data ranks:
             `minidist.parallel.tensor_parallel.gather_sequence(features, 0, group=engine.data_group)`.
 
     Raises:

@@ -5,7 +5,7 @@ all parameters at once, a buffer that each rank writes for itself, a plan that c
 such causes never end. One comparison sees them all: rank 0 takes the step alone, in plain torch, on the whole
 batch (one_process.py). Loss, gradients, parameters and buffers have to agree up to rounding.
 
-The first step is rehearsed, and steps 2, 4, 8 up to 1,024. Random numbers are switched off on both sides. If
+The first step is rehearsed, and ten more up to step 800. Random numbers are switched off on both sides. If
 there were any, or if the steps differ, the engine gets its state back; otherwise the step counts.
 """
 
@@ -53,8 +53,9 @@ from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.training.batch_norm import fixed_batch_norms
 from minidist.parallel.training.random_off import RandomOff
 
-LAST = 1024
-"""The last step that is rehearsed."""
+STEPS = 1, 2, 4, 6, 12, 25, 50, 101, 200, 401, 800
+"""The steps that are rehearsed: each comes about twice as late. Among them are multiples of 3, 5, 10 and 100,
+counted from 0 and from 1: what a training does now and then often goes by these."""
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
@@ -112,12 +113,13 @@ class Rehearsal:
         self._steps += 1
         if self._when == "first":
             return self._steps == 1
-        if self._steps <= LAST and not self._steps & (self._steps - 1):
+        if self._steps in STEPS:
             return True
         if self._layout.pp > 1:
             return False
         trained = [p.requires_grad for p in engine.model.parameters()]
-        now = trained, [len(group["params"]) for group in engine.optimizer.param_groups]
+        groups = () if engine.strategy.gathers else engine.optimizer.param_groups  # there of a rank's slices
+        now = trained, [len(group["params"]) for group in groups]
         known, self._known = self._known, now
         return known not in (None, now)
 
@@ -227,7 +229,7 @@ class Rehearsal:
 
     def _stop(self) -> None:
         """Rehearse no more, and say why."""
-        self._when, self._steps = "first", LAST
+        self._when, self._steps = "first", STEPS[-1]
         if comm.rank() == 0:
             told = f"minidist: a step was not compared with one process, since {self.why_not}"
             print(told, file=sys.stderr)

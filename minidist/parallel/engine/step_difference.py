@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.batch import joined, rows_of, split, tensors
+from minidist.parallel.contract.batch import tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState
-from minidist.parallel.engine.rank_model import Pair
+from minidist.parallel.engine.whole_state import micro_batches, whole_batch
 from minidist.parallel.training.moved_results import MARGIN, forward_hooks, move, moved_results
 
 Outputs = dict[str, list[Tensor]]
@@ -29,12 +29,18 @@ ROWS = (
     "the other. So the loss, or the model, is no mean over rows. Let the loss return the mean over rows, or "
     "(mean, weight) with the number that it is a mean over, such as that of the tokens that are not ignored. "
     "What compares rows, such as a contrastive loss, has to gather those of all ranks. And the first "
-    "dimension of a batch's tensors has to be its rows"
+    "dimension of a batch's tensors has to be its rows. Or the model or the loss keeps something from one "
+    "micro-batch or rank to the next, as a counter or a running mean does"
 )
 OPTIMIZER = (
     "The gradients agree, and the update does not. So the optimizer looks at several parameters at once, as "
     "for a norm over all gradients, and each rank has only some. Use one that treats every parameter alone, "
     "or a layout in which each rank updates whole parameters: dp without zero"
+)
+STATE = (
+    "The gradients agree, and the update does not. Either the model writes its parameters itself, or the "
+    "optimizer keeps something outside its `state`, which the single process does not know: if that is all, "
+    "rehearse=False is safe"
 )
 UNUSED = "It has a gradient in one of them, and in the other no loss has used it"
 BUFFER = (
@@ -87,20 +93,23 @@ def told(
         first = Difference(replicas[0], f"{name} differs between the ranks that should hold the same")
     if not first:
         return ""
-    cut = [[p for pair in own for p in _micro_batches(pair, layout.micro_batches)] for own in start.batches]
+    cut = [[p for pair in own for p in micro_batches(pair, layout.micro_batches)] for own in start.batches]
     pieces = [piece for own in cut for piece in own]
     remedy = "minidist.compare shows the first layer that differs"
     name = first.name.removeprefix("model.")
     if name in start.trained:
         gradient = f"gradient.{name}"
-        remedy = OPTIMIZER if (gradient in found.tensors) == (gradient in by_one.tensors) else UNUSED
+        whole_state = layout.zero + layout.pp + layout.tp == 2  # each rank updates all parameters
+        remedy = STATE if whole_state else OPTIMIZER
+        if (gradient in found.tensors) != (gradient in by_one.tensors):
+            remedy = UNUSED
     elif first.name.startswith("model."):
         remedy = BUFFER
     elif len(pieces) > 1:
         alike = alone.step(start, pieces, found.tensors, scale)
         if not difference(found, alike, trials, kind="gradient"):
-            remedy = ROWS
-    if layout.tp > 1 and remedy not in (OPTIMIZER, UNUSED, BUFFER, ROWS):
+            remedy = ROWS if layout.micro_batches == 1 else f"{ROWS}. What gathers needs micro_batches=1"
+    if layout.tp > 1 and not remedy.startswith((OPTIMIZER, UNUSED, BUFFER, ROWS)):
         whole: Outputs = defaultdict(list)
         alone.step(start, cut[0], found.tensors, scale, partial(recorded, into=whole))
         layer, of_loss = _first_output(whole, outputs), first.name == "the loss"
@@ -136,30 +145,6 @@ def failed_layer(model: nn.Module, error: Exception) -> str | None:
     names = {id(part): name or "the model" for name, part in model.named_modules()}
     owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((names[each] for each in reversed([*owners]) if each in names), None)
-
-
-def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:
-    """The pieces of a batch as one, if their rows can be joined; or else the pieces."""
-    first = pieces[0]
-    alike = all(_form(each) == _form(first) for each in pieces)
-    if len(pieces) == 1 or not alike:
-        return [*pieces]
-    inputs = joined([x for x, _ in pieces])
-    return [(inputs, inputs if first[0] is first[1] else joined([y for _, y in pieces]))]
-
-
-def _form(pair: Pair) -> list[Any]:
-    return [(name, x.dtype, x.shape[1:]) for name, x in tensors(pair)]
-
-
-def _micro_batches(pair: Pair, parts: int) -> list[Pair]:
-    """The rows of a batch as an engine cuts them."""
-    inputs, targets = pair
-    parts = min(parts, rows_of(inputs))
-    if parts <= 1:
-        return [pair]
-    cut = split(inputs, parts)
-    return [*zip(cut, cut if targets is inputs else split(targets, parts), strict=True)]
 
 
 class Difference(NamedTuple):

@@ -97,7 +97,15 @@ class StepExecutor(ABC):
                 "the loss has no gradient, and the outputs that it was given have one; compute it from them "
                 "with torch's operations, without .detach(), .item(), .data or torch.no_grad()"
             )
-        return found
+        return self._without_nan(found, outputs)
+
+    @staticmethod
+    def _without_nan(found: tuple[Tensor, Weight], outputs: Any) -> tuple[Tensor, Weight]:
+        """A mean over nothing as a 0: the gradient of 0 / 0 would be NaN, even times its weight, 0."""
+        mean, weight = found
+        if not mean.requires_grad or float(weight):
+            return found
+        return (_zero(outputs), 0.0) if any(x.requires_grad for _, x in tensors(outputs)) else found
 
     @property
     def _tokens(self) -> int:
@@ -149,7 +157,9 @@ class WholePasses(StepExecutor):
         """A loss or a metric that takes the model and the batch, and its weight."""
         is_one = self.objective.takes_model  # then inputs and targets are the batch
         batch = piece.inputs if is_one else (piece.inputs, piece.targets)
-        return weighted(function(self._called, batch), piece.weight)
+        found = weighted(function(self._called, batch), piece.weight)
+        outputs, self._called._outputs = self._called._outputs, []
+        return self._without_nan(found, outputs) if outputs else found
 
     @cached_property
     def _called(self) -> CalledModel:
@@ -197,12 +207,16 @@ class CalledModel:
 
     def __init__(self, passes: WholePasses) -> None:
         self._passes = passes
+        self._outputs: list[Any] = []  # of the calls in one loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for these inputs, with all logits."""
         precision = self._passes.precision
         args, kwargs = precision.inputs((args, kwargs))
-        return self._passes.part.whole(precision.outputs(self._passes.strategy.forward(*args, **kwargs)))
+        found = precision.outputs(self._passes.strategy.forward(*args, **kwargs))
+        if torch.is_grad_enabled():
+            self._outputs.append(found)
+        return self._passes.part.whole(found)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._passes.part.model, name)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.transport.hosts import this_process
-from minidist.parallel.contract.batch import mapped, moved
-from minidist.parallel.contract.engine import KeptAttributes, differs
+from minidist.parallel.contract.batch import joined, mapped, moved, rows_of, split, tensors
+from minidist.parallel.contract.engine import KeptAttributes, differs, forwards
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.engine.kept_state import KeptState, plain_attributes
@@ -115,12 +115,47 @@ def state_before(
         numbers,
         trained,
         {name: part.training for name, part in engine.model.named_modules()},
-        KeptAttributes(engine.loss),
+        KeptAttributes(engine.loss, *forwards(engine.model)),
         {key: value for key, value in now.items() if key not in known or differs(value, known[key])},
         [*engine.model.parameters()],
         batches,
         threads,
     )
+
+
+def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:
+    """The pieces of a batch as one if their rows can be joined; else each row, or with objects the pieces."""
+    first = pieces[0]
+    if len(pieces) == 1 or any(_others(each) != _others(first) for each in pieces):
+        return [*pieces]
+    if any(_form(each) != _form(first) for each in pieces):  # the rows of other ranks have other lengths
+        return [row for piece in pieces for row in micro_batches(piece, rows_of(piece[0]))]
+    inputs = joined([x for x, _ in pieces])
+    return [(inputs, inputs if first[0] is first[1] else joined([y for _, y in pieces]))]
+
+
+def _others(value: Any) -> list[Any]:
+    """What is no tensor in a batch, such as a graph or strings, and goes along uncut."""
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [each for part in parts for each in _others(part)]
+    if isinstance(value, Tensor) or any(tensors(value)):  # a dataclass
+        return []
+    return [value if isinstance(value, str | int | float | None) else id(value)]
+
+
+def _form(pair: Pair) -> list[Any]:
+    return [(name, x.dtype, x.shape[1:]) for name, x in tensors(pair)]
+
+
+def micro_batches(pair: Pair, parts: int) -> list[Pair]:
+    """The rows of a batch as an engine cuts them."""
+    inputs, targets = pair
+    parts = min(parts, rows_of(inputs))
+    if parts <= 1:
+        return [pair]
+    cut = split(inputs, parts)
+    return [*zip(cut, cut if targets is inputs else split(targets, parts), strict=True)]
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Unit:
         self.held = False  # they stay: a recorded backward pass has used them, and the one through it will
         self.recomputed = False  # it lies in a part that the backward pass computes again
         self.calls = 0  # in the running forward pass
+        self._versions: list[int] = []  # of the parameters, as they were shown
         self.first, self.last = -1, -1  # when its calls began and ended, among the events of the pass
 
     def gather(self, ahead: bool = False) -> None:
@@ -53,7 +54,7 @@ class Unit:
         if not self.shown:
             for bucket in self.buckets:
                 bucket.show()
-            self.shown = True
+            self.shown, self._versions = True, self._versions_now()
 
     def free(self, held: bool = False) -> None:
         """Give the gathered parameters' memory back; that of held ones with `held` alone."""
@@ -63,8 +64,20 @@ class Unit:
                 bucket.free()
             self.present = self.shown = False
 
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for bucket in self.buckets for parameter in bucket.parameters]
+
     def lasting(self, _: nn.Module, __: Any, outputs: Any) -> Any:
-        """A call's outputs, with copies of parameters and their views, whose memory `free` gives back."""
+        """A call's outputs, with copies of parameters and their views, whose memory `free` gives back.
+
+        RuntimeError where the call has written to a parameter: the next gather would bring the old value.
+        """
+        if self.shown and self._versions_now() != self._versions:
+            raise RuntimeError(
+                f"{self.name or 'the model'} writes to its own parameters in its forward pass, and in ZeRO's "
+                "stage 3 they are freed after it; keep what it writes in buffers, or write between steps, "
+                "inside summon()"
+            )
         own = [bucket.values for bucket in self.buckets]
         return mapped(lambda x: outside(x, own), outputs)
 

@@ -131,7 +131,8 @@ class _OwnHeads:
         loras: Any = [
             x for x in part.modules() if isinstance(base_of(x), ColumnParallelLinear) and x not in cut
         ]
-        adapters = [y for x in loras for y in (*x.lora_dropout.children(), *x.lora_A.children())]
+        parts = [getattr(x, name, nn.Module()) for x in loras for name in ("lora_dropout", "lora_A")]
+        adapters = [each for part in parts for each in part.children()]
         ours = {parameter for layer in (*cut, *adapters) for parameter in layer.parameters()}
         # A norm of the input has parameters as wide as the input, and needs all of it.
         self._narrows = all(p.shape[-1:] != (layers[0].in_features,) for p in {*part.parameters()} - ours)

@@ -118,7 +118,7 @@ def _with_adapters(name: str, module: nn.Module, style: str) -> dict[str, str]:
     else:
         return styles
     for part, each in beside.items():
-        for adapter, inner in getattr(module, part).items():
+        for adapter, inner in getattr(module, part, {}).items():
             if not isinstance(inner, nn.Identity):  # no dropout
                 styles[f"{name}.{part}.{adapter}"] = each
     return styles

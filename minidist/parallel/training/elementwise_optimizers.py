@@ -58,5 +58,6 @@ def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
         raise ValueError(
             f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat shards; "
             "use dp without zero, or Layout(zero=1) if it looks at one parameter at a time, as Adafactor "
-            f"does, or one of {', '.join(sorted(ELEMENTWISE))}"
+            f"does, or one of {', '.join(sorted(ELEMENTWISE))}; if it treats every element alone, give its "
+            "class the attribute elementwise = True"
         )
