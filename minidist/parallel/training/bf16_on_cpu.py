@@ -17,20 +17,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import hashlib
 import importlib.metadata
-import json
 import os
-import platform
 import signal
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from minidist.kernels.cache_folder import cache_folder
+from minidist.kernels.tried_once import child, fault, remembered
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,10 +33,7 @@ VARIABLE, CURE = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 NAMES = (VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN reads the second where the first is not set
 PROGRAM = f"import sys; sys.path[:] = {{!r}}; from {__name__} import products; products()"
 LIMIT = 60.0  # seconds of a child, most of which import torch
-# Others, such as SIGKILL when memory runs out, come from outside and say nothing about the CPU.
-FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 REFUSED = "could not create a primitive"
-CPU_FIELDS = ("model name", "cpu family", "model", "stepping", "microcode", "flags", "CPU part", "Features")
 
 
 class Outcome(NamedTuple):
@@ -74,27 +65,11 @@ def products(backward: bool = True) -> None:
 @functools.cache
 def outcome() -> Outcome | None:
     """Return the outcome on this machine, remembered or tried now; None if it could not be tried."""
-    file = cache_folder() / f"bf16-{_identity()}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Outcome(**json.loads(file.read_text()))
-    try:
-        import fcntl
-
-        file.parent.mkdir(parents=True, exist_ok=True)
-        opened = file.open("a+")
-    except (ImportError, OSError):
-        return _try()
-    with opened:
-        with contextlib.suppress(OSError):
-            fcntl.flock(opened, fcntl.LOCK_EX)  # ranks ask at the same time, and the first tries for all
-        opened.seek(0)
-        with contextlib.suppress(ValueError, TypeError):
-            return Outcome(**json.loads(opened.read()))
-        found = _try()
-        if found is not None:
-            opened.truncate(0)
-            opened.write(json.dumps(found._asdict()))
-        return found
+    builds: tuple[str, ...] = ()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        builds = (importlib.metadata.version("torch"),)
+    found = remembered("bf16-products", builds, _try)
+    return None if found is None else Outcome(*found)
 
 
 def avoid() -> Outcome | None:
@@ -144,18 +119,9 @@ def _try() -> Outcome | None:
 def _child(variable: dict[str, str]) -> str | None:
     """Of what a child with these products died; "" if it survived, None if it failed in another way."""
     inherited = {name: value for name, value in os.environ.items() if name not in NAMES}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM.format([entry for entry in sys.path if isinstance(entry, str)])],
-            env={**inherited, "CUDA_VISIBLE_DEVICES": "", **variable},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=LIMIT,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if -done.returncode in FAULTS:
-        return signal.Signals(-done.returncode).name
+    done = child(PROGRAM, {**inherited, "CUDA_VISIBLE_DEVICES": "", **variable}, LIMIT)
+    if done is None or fault(done.returncode):
+        return fault(done.returncode) if done else None
     if REFUSED in done.stderr.decode(errors="replace"):
         return REFUSED
     return None if done.returncode else ""
@@ -186,17 +152,3 @@ def _survives() -> bool:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
-
-
-def _identity() -> str:
-    """Letters and digits for the CPU, its microcode and torch's build."""
-    told = [platform.machine(), platform.processor()]
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
-        for line in lines:
-            key, separator, value = line.partition(":")
-            if not separator:
-                break  # the first CPU speaks for all
-            told += [value.strip()] if key.strip() in CPU_FIELDS else []
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        told.append(importlib.metadata.version("torch"))
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
