@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.bench_cpu_matmul import beside_blas
+from minidist.benchmarks.bench_cpu_matmul import LADDER, beside_blas
 from minidist.benchmarks.harness.formats import binary_size
 from minidist.benchmarks.harness.steps.collective_timing import enter as enter_collective
 from minidist.benchmarks.harness.steps.collective_timing import time_against_torch
 from minidist.benchmarks.harness.strategy_table.strategies import Pair, Work, pairs
 from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, Worlds, enter, measure
 from minidist.benchmarks.harness.turns import Benchmark, compared
-from minidist.kernels import CPU_LADDER, Rung
+from minidist.kernels import Rung
 
 SIZE = 128  # three Python loops take half a second here, and four seconds at the next size
 LAST = 1024  # for the last two rungs, which need room for their blocks and threads
@@ -36,7 +36,7 @@ WORK = Work("byte-small", rows=4)
 
 @pytest.mark.parametrize(
     ("step", "size"),
-    [*((step, SIZE) for step in CPU_LADDER[:-1]), *((step, LAST) for step in CPU_LADDER[-2:])],
+    [*((step, SIZE) for step in LADDER[:-1]), *((step, LAST) for step in LADDER[-2:])],
     ids=lambda value: value.name if isinstance(value, Rung) else str(value),
 )
 @compared("Headline: a product of two matrices, beside NumPy")

@@ -66,6 +66,7 @@ class Rung:
     cores: Literal["one", "all"] = "one"  # how many cores of a CPU it uses
     aligned: bool = True  # whether it is faster if the rows of a new out start on a cache line
     tf32: bool = False  # whether it rounds float32 factors to TF32, for tensor cores
+    factors: float = 0.0  # the largest relative error with which it takes float32 factors in other formats
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""The CPU ladder: seven ways to multiply two matrices, each with one idea more than the one before.
+"""The CPU ladder: eight ways to multiply two matrices, each with one idea more than the one before.
 
 A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file and
 name it in RUNGS; nothing else in the project lists rungs.
@@ -12,6 +12,7 @@ name it in RUNGS; nothing else in the project lists rungs.
 | s5_cache_blocks | blocks of b stay in the first cache |
 | s6_register_tile | a tile of the result stays in registers |
 | s7_threads | all cores share the work |
+| s8_matrix_unit | one instruction multiplies pairs of bf16 numbers, or tiles of them |
 | support/ | what the upper rungs build on |
 """
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ..rung import Rung
 
     CPU_LADDER: tuple[Rung, ...]
-    """The seven rungs on a CPU: from three Python loops to all cores."""
+    """The eight rungs on a CPU: from three Python loops to the matrix unit."""
 
 RUNGS = (
     "s1_python_loops",
@@ -34,6 +35,7 @@ RUNGS = (
     "s5_cache_blocks",
     "s6_register_tile",
     "s7_threads",
+    "s8_matrix_unit",
 )
 
 

@@ -16,6 +16,7 @@ times at 1024 (20 ms and 10.5 ms, 205 GFLOP/s).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -117,21 +118,19 @@ def compute(a: Array, b: Array, out: Array) -> None:
             shared, space = memory("b of all threads", kind, elements), memory("product", kind, size.memory)
             seats = min(threads, parts[1] * parts[2])
             _post(a, strip, target, shared, at, how, seats, *parts)
-            thread_pool.wake(seats - 1, lambda: _serve(kind))
+            thread_pool.wake(seats - 1, thread_pool.serve)
             _work(space, at, thread_pool.latest() - 1, 1)
             thread_pool.clear()
     finally:
         thread_pool.end()
 
 
-def _serve(kind: str) -> None:
-    """Work in a worker for what is posted, until nothing is for a while."""
-    board, at, other = thread_pool.board, thread_pool.address(), -1
-    while other:
-        seen = max(0, thread_pool.latest() - 1)
-        other = _work(memory("product", kind, blocks(kind).memory), at, seen, 0)
-        kind = "f" if board[thread_pool.ELEMENT] == 4 else "d"
+def _help(kind: str, seen: int) -> int:
+    """Work in a worker for what is posted after product number `seen`, until nothing is for a while."""
+    return _work(memory("product", kind, blocks(kind).memory), thread_pool.address(), seen, 0)
 
+
+thread_pool.HELP.update({4: functools.partial(_help, "f"), 8: functools.partial(_help, "d")})
 
 RUNG = Rung(
     number=7,

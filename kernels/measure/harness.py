@@ -55,12 +55,20 @@ def reference(a: Array, b: Array) -> Array:
 
 
 def assert_product(
-    c: Array, a: Array, b: Array, message: str = "", *, sums: DTypeLike | None = None, tf32: bool = False
+    c: Array,
+    a: Array,
+    b: Array,
+    message: str = "",
+    *,
+    sums: DTypeLike | None = None,
+    tf32: bool = False,
+    factors: float = 0.0,
 ) -> None:
     """Raise AssertionError unless c (m, n) is a (m, k) times b (k, n), up to rounding.
 
     `sums` is the dtype in which the products were added, by default c's own; `tf32` says that float32 factors
-    were rounded to TF32. A NaN or an infinity in c never passes; a and b have to be finite.
+    were rounded to TF32, `factors` how large the relative error of another rounding is. A NaN or an infinity
+    in c never passes; a and b have to be finite.
     """
     k = a.shape[1]
     expected = reference(a, b)
@@ -71,7 +79,7 @@ def assert_product(
     scale[scale == 0] = 1
     added = numpy_dtype(c.dtype if sums is None else sums)
     # Add the reference's own bound: it is rounded too, which counts if c is float64 itself.
-    tolerance = error_bound(k, a.dtype, added, tf32) + _gamma(k, unit_roundoff(np.float64))
+    tolerance = error_bound(k, a.dtype, added, tf32, factors) + _gamma(k, unit_roundoff(np.float64))
     rounding = 0.0
     if added != c.dtype:  # each sum is rounded once more, or to a subnormal number
         rounding = unit_roundoff(c.dtype)
@@ -86,7 +94,7 @@ def assert_product(
     )
 
 
-def error_bound(k: int, dtype: DTypeLike, sums: DTypeLike, tf32: bool = False) -> float:
+def error_bound(k: int, dtype: DTypeLike, sums: DTypeLike, tf32: bool = False, factors: float = 0.0) -> float:
     """Return the largest error of a sum of k products of factors of `dtype`, over the sum of their sizes.
 
     If `sums` is the factors' own dtype that is gamma_k. Tensor cores, which take factors of 2 bytes and TF32,
@@ -98,10 +106,12 @@ def error_bound(k: int, dtype: DTypeLike, sums: DTypeLike, tf32: bool = False) -
     partial sums are at most the sum of the sizes, times 1 + gamma.
 
     TF32 keeps 10 bits of each factor's fraction: cut off instead of rounded, it loses less than 2**-10.
+    `factors` is what another format loses of a factor.
     """
-    if not tf32 and numpy_dtype(sums) == numpy_dtype(dtype):
+    if not tf32 and not factors and numpy_dtype(sums) == numpy_dtype(dtype):
         return _gamma(k, unit_roundoff(sums))
-    factors = 2 * 2.0**-10 + 2.0**-20 if tf32 else 0.0
+    each = 2.0**-10 if tf32 else factors
+    factors = 2 * each + each**2
     return factors + (1 + factors) * _gamma(k + 1, 2.0**-23)
 
 
@@ -151,7 +161,7 @@ def check(
     for x, before in zip((a, b), inputs(m, n, k, dtype, seed), strict=True):
         np.testing.assert_array_equal(x, before, err_msg=f"{message}: an input was changed")
     tf32 = rung.tf32 and dtype == np.float32
-    assert_product(c, a, b, message, sums=rung.sums(dtype.name), tf32=tf32)
+    assert_product(c, a, b, message, sums=rung.sums(dtype.name), tf32=tf32, factors=rung.factors)
 
 
 def flops(m: int, n: int, k: int) -> int:

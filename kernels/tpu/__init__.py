@@ -1,4 +1,4 @@
-"""A TPU's matrix unit, cycle by cycle, and a GPU's tensor core, to the last bit. Start with `systolic.py`.
+"""The matrix units of a TPU (cycle by cycle), a GPU (to the last bit) and a CPU. Start with `systolic.py`.
 
 | File | Holds |
 |---|---|
@@ -7,4 +7,5 @@
 | weight_stationary, output_stationary | the two dataflows |
 | cost_formulas | cycles and memory accesses, as formulas |
 | tensor_core | how tensor cores sum and round |
+| tiles | the eight tiles of AMX, the matrix unit in a CPU |
 """

@@ -73,7 +73,8 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
 
     assert step.matmul(a_view, b_view, out=out) is out
 
-    harness.assert_product(out, a, b, f"{step.name} {sizes} {dtype} {layouts} seed={seed}")
+    message = f"{step.name} {sizes} {dtype} {layouts} seed={seed}"
+    harness.assert_product(out, a, b, message, factors=step.factors)
     np.testing.assert_array_equal(a_base, inputs_before[0])
     np.testing.assert_array_equal(b_base, inputs_before[1])
     # What surrounds out is NaN still: nothing was written outside of it.
@@ -81,6 +82,6 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
     assert np.isnan(out_base).all(), "written outside of out"
     again = step.matmul(a_view, b_view)
     if step.number > 5 and min(m, n) <= FEW:
-        harness.assert_product(again, a, b, "laid out differently")
+        harness.assert_product(again, a, b, "laid out differently", factors=step.factors)
     else:
         np.testing.assert_array_equal(again, step.matmul(a, b))

@@ -35,8 +35,8 @@ SEATS, PACKS, DOWN, ACROSS, HOW, SHARED, FLAGS = range(ELEMENT + 1, ELEMENT + 8)
 
 
 @intrinsic
-def _at(context: Any, address: Any, like: Any) -> Any:
-    """_at(address, like): the address, as a pointer to an element of the array `like`."""
+def elements(context: Any, address: Any, like: Any) -> Any:
+    """elements(address, like): the address, as a pointer to elements of `like`, an array or a dtype."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -78,14 +78,14 @@ def array(at: int, place: int, like: Any) -> Any:
     start = ARRAY * place
     shape = (number(at, start + 1), number(at, start + 2))
     strides = (number(at, start + 3), number(at, start + 4))
-    first = carray(_at(number(at, start), like), (1, 1))
+    first = carray(elements(number(at, start), like), (1, 1))
     return np.lib.stride_tricks.as_strided(first, shape, strides)
 
 
 @njit(boundscheck=False)
 def cut(at: int, like: Any) -> tuple[int, int, int, int, Any]:
     """Return how the product is multiplied, its parts of b, of out down and across, and where b is packed."""
-    packed = _at(number(at, SHARED), like)
+    packed = elements(number(at, SHARED), like)
     return number(at, HOW), number(at, PACKS), number(at, DOWN), number(at, ACROSS), packed
 
 

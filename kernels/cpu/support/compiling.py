@@ -22,15 +22,17 @@ KernelFunction = TypeVar("KernelFunction", bound=Callable[..., Any])
 
 
 def compiled(
-    layouts: str, *, uses: tuple[str, ...] = (), **options: Any
+    layouts: str, *, uses: tuple[str, ...] = (), variant: Callable[[], str] | None = None, **options: Any
 ) -> Callable[[KernelFunction], KernelFunction]:
     """Decorate `kernel(array, ...)`, so that its first call with each dtype compiles it.
 
     `layouts` has one letter for each array, all of one dtype: "C" promises the compiler that rows are
-    contiguous and follow each other, "A" stands for any strides. So there is one machine code for each dtype,
-    whatever strides callers bring. Parameters after the arrays are integers. `uses` names modules of this
-    folder whose compiled functions the kernel calls; they import Numba, so they are imported when the kernel
-    is compiled. `options` go to `numba.njit` (`nogil`, ...).
+    contiguous and follow each other, "A" stands for any strides. So there is one machine code for each
+    dtype, whatever strides callers bring. Parameters after the arrays are integers. `uses` names modules of
+    this folder whose compiled functions the kernel calls; they import Numba, so they are imported when the
+    kernel is compiled. `variant` names what else the machine code depends on: Numba keeps it apart for each
+    CPU and its features, but not for what this machine lets a program use. `options` go to `numba.njit`
+    (`nogil`, ...).
     """
 
     def decorate(kernel: KernelFunction) -> KernelFunction:
@@ -56,6 +58,8 @@ def compiled(
             # under which the machine code is kept holds a checksum of all of them.
             named = FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__)
             named.__qualname__ = f"{kernel.__qualname__}_{_checksum():08x}"
+            if variant is not None:
+                named.__qualname__ += f"_{variant()}"
             try:
                 dispatcher = numba.njit(cache=True, **options)(named)
             except RuntimeError:  # no folder is writable

@@ -55,7 +55,7 @@ def _multiply(
         # Each shape of the tile has its own function: the sums are registers, and registers have no index.
         rows, width, depth = cgutils.unpack_tuple(builder, arguments[0])
         done = builder.append_basic_block("done")
-        widths = (lanes(a.dtype) // 2, lanes(a.dtype), VECTORS * lanes(a.dtype))
+        widths = [lanes(a.dtype) * half // 2 for half in (1, 2, 4)][2 * (a.dtype is types.uint32) :]
         kind = rows  # and ROWS times the number of the width
         for narrower in widths[:-1]:
             wider = builder.zext(builder.icmp_signed(">", width, ir.Constant(INT64, narrower)), INT64)
@@ -65,23 +65,24 @@ def _multiply(
             for count in range(1, ROWS + 1):
                 with builder.goto_block(builder.append_basic_block()):
                     choice.add_case(ir.Constant(INT64, number * ROWS + count), builder.block)
-                    builder.call(_tile(builder.module, a.dtype, count, most), (depth, *arguments[1:]))
+                    tile = _tile(builder.module, a.dtype, count, most)
+                    given = zip((depth, *arguments[1:]), tile.args, strict=True)
+                    builder.call(tile, [builder.bitcast(x, y.type) for x, y in given])
                     builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     integer = types.intp
-    return types.void(types.UniTuple(integer, 3), *[a, integer] * 3, integer), generate
+    return types.void(types.UniTuple(integer, 3), a, integer, a, integer, c, integer, integer), generate
 
 
 @njit(boundscheck=False, inline="always")
 def multiply(shape: Any, a: Any, a_pitch: int, b: Any, b_pitch: int, c: Any, c_pitch: int, add: int) -> None:
     """A tile of c = a b, or of c += a b with `add`; shape is (rows, width, depth).
 
-    a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance from a row to the next. Half
-    a vector, one or two are read and written in each row: the least that holds `width` columns.
-
-    It is inlined, as its callers are: Numba makes other functions' machine code anew with all that they call.
+    a: 1 to ROWS rows; b: `depth` rows; c: as many as a. A pitch is the distance from a row to the next. The
+    least of half a vector, one and two that hold `width` columns is read and written; of bf16, two. It is
+    inlined, as its callers are: Numba makes other functions' machine code anew with all that they call.
     """
     _multiply(shape, a, a_pitch, b, b_pitch, c, c_pitch, add)
 

@@ -22,9 +22,12 @@ from ...rung import empty
 
 LINE = 8  # words of the board in a cache line; each counter has a line of its own
 BELL, DOOR, OPEN, PACKED, TAKEN, NUMBERS = range(0, 6 * LINE, LINE)  # words of the board
-ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board
+ELEMENT = NUMBERS + 15  # bytes of an element of the product on the board; its key in HELP
 SEATS = ELEMENT + 1  # threads that its parts suffice for
 PATIENCE = 1_000_000  # looks at a counter, of a cycle or two each: some 0.3 ms
+
+# Rungs enter here who works in a worker for products with this ELEMENT: see `serve`.
+HELP: dict[int, Callable[[int], int]] = {}
 
 board = empty(1, NUMBERS + 4 * LINE, np.int64)[0]
 board[:] = 0
@@ -73,6 +76,15 @@ def begin(helpers: int) -> bool:
         _posting.release()
         raise
     return True
+
+
+def serve() -> None:
+    """Work in a worker for what is posted, until nothing is for a while.
+
+    A rung's help for products after number `seen` returns 0 then, and -1 for a product of another ELEMENT.
+    """
+    while HELP[int(board[ELEMENT])](max(0, latest() - 1)):
+        pass
 
 
 def wake(helpers: int, serve: Callable[[], None]) -> None:

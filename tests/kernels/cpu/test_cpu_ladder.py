@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from minidist.kernels import CPU_LADDER, cpu
+from minidist.kernels.cpu.support import matrix_unit
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out
 
@@ -21,6 +22,19 @@ FIRST_FOUR = CPU_LADDER[:4]
 
 every_rung = pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+# bfloat16 has tests of its own: test_s8_matrix_unit.py.
+PAIRS = [(step, dtype) for step in CPU_LADDER for dtype in step.dtypes if dtype != "bfloat16"]
+every_rung_and_dtype = pytest.mark.parametrize(
+    ("step", "dtype"), PAIRS, ids=lambda value: getattr(value, "name", value)
+)
+
+
+@pytest.fixture(autouse=True)
+def _instructions(request):
+    """Skip the last rung on a CPU that has no bf16 products."""
+    step = getattr(request.node, "callspec", None) and request.node.callspec.params.get("step")
+    if step is CPU_LADDER[-1] and not matrix_unit.matrix_unit():
+        pytest.skip(matrix_unit.NONE)
 
 
 @every_rung
@@ -29,22 +43,20 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_any_size_any_strides_any_dtype(step, data):
     sizes = st.integers(0, LARGEST.get(step.name, 90))
     m, n, k = data.draw(sizes), data.draw(sizes), data.draw(sizes)
-    dtype = data.draw(st.sampled_from(step.dtypes))
+    dtype = data.draw(st.sampled_from([dtype for dtype in step.dtypes if dtype != "bfloat16"]))
     layouts = [data.draw(st.sampled_from(list(LAYOUTS))) for _ in range(3)]
     seed, read_only = data.draw(st.integers(0, 2**32)), data.draw(st.booleans())
     check_laid_out(step, (m, n, k), dtype, layouts, seed, read_only)
 
 
-@every_rung
-@every_dtype
+@every_rung_and_dtype
 def test_check_passes_at_ragged_sizes(step, dtype):
     rng = np.random.default_rng()
     for m, n, k in harness.shapes(rng, 12, LARGEST.get(step.name, 200)):
         harness.check(step, m, n, k, dtype, rng)
 
 
-@every_rung
-@every_dtype
+@every_rung_and_dtype
 def test_nan_and_infinity_travel_as_in_blas(step, dtype):
     rng = np.random.default_rng()
     a, b = harness.inputs(12, 13, 11, dtype, int(rng.integers(2**32)))

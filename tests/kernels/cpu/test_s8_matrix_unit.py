@@ -1,0 +1,242 @@
+"""Rung 8: its modes, its edges, what it refuses; and the loop over AMX's tiles on a model of them."""
+
+from types import FunctionType
+
+import numpy as np
+import pytest
+import torch
+
+from minidist.kernels import rung
+from minidist.kernels.cpu import s8_matrix_unit
+from minidist.kernels.cpu.s8_matrix_unit import MODES
+from minidist.kernels.cpu.support import matrix_unit
+from minidist.kernels.measure import harness
+from minidist.kernels.rung import empty
+from minidist.kernels.tpu.tiles import TileUnit
+from tests.helpers.products import LAYOUTS, laid_out
+
+STEP = rung("s8_matrix_unit")
+PITCH, SIDE = 784, 16
+
+
+@pytest.fixture
+def unit():
+    """This CPU's matrix unit; the tests of rung 8 itself need one."""
+    if not matrix_unit.matrix_unit():
+        pytest.skip(matrix_unit.NONE)
+
+
+def bf16(x):
+    """float32 x, rounded to bf16."""
+    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
+
+
+def rms(c, exact):
+    return np.sqrt(((c - exact) ** 2).mean() / (exact**2).mean())
+
+
+@pytest.mark.parametrize(("mode", "most"), [("bf16", 3e-3), ("bf16x3", 5e-6), ("bf16x6", 6e-7)])
+def test_each_mode_has_its_error(unit, mode, most):
+    rng = np.random.default_rng()
+    for m, n, k in [(1, 1, 1), (45, 70, 33), (64, 96, 1700)]:
+        a, b = harness.inputs(m, n, k, "float32", int(rng.integers(2**32)))
+        c = STEP.matmul(a, b, mode=mode)
+        harness.assert_product(c, a, b, mode, factors=MODES[mode][1])
+        assert rms(c, harness.reference(a, b)) < most
+    if mode == "bf16":
+        np.testing.assert_allclose(c, harness.reference(bf16(a), bf16(b)), rtol=1e-4, atol=1e-3)
+
+
+def test_bf16_numbers_of_torch_and_as_bits(unit):
+    torch.manual_seed(0)
+    a, b = torch.randn(37, 50).bfloat16(), torch.randn(50, 41).bfloat16()
+    exact = a.double() @ b.double()
+    c = STEP.matmul(a, b)
+    assert c.dtype == torch.bfloat16
+    torch.testing.assert_close(c.double(), exact, rtol=2**-8, atol=1e-5)
+    wide = torch.empty(37, 41)
+    assert STEP.matmul(a, b, out=wide) is wide
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-5)
+    bits = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+    np.testing.assert_array_equal(STEP.matmul(*bits), c.view(torch.int16).numpy().view(np.uint16))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_bf16_numbers_may_lie_anyhow(unit, layout):
+    """The layouts of float32 are those of every rung: see test_cpu_ladder.py."""
+    x = (harness.inputs(70, 70, 70, "float32", 1)[0].view(np.uint32) >> 16).astype(np.uint16)
+    view = laid_out(np.ones((70, 70), np.float32), layout)[0]
+    base = np.full(view.base.shape if view.base is not None else view.shape, 0x7FC0, np.uint16)
+    there = LAYOUTS[layout](70, 70)[1](base)
+    there[...] = x
+    np.testing.assert_array_equal(STEP.matmul(there, there), STEP.matmul(x, x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_at_the_ends_of_the_range(unit, mode):
+    tiny, huge = np.float32(1e-40), np.float32(3.4e38)
+    one = np.eye(2, dtype=np.float32)
+    c = STEP.matmul(np.array([[huge, tiny], [-huge, 1]], np.float32), one, mode=mode)
+    if mode == "bf16":  # it rounds to infinity, and inf * 0 is NaN
+        np.testing.assert_array_equal(c, [[np.inf, np.nan], [-np.inf, np.nan]])
+    else:  # computed again in float32
+        np.testing.assert_array_equal(c, [[huge, tiny], [-huge, 1]])
+    assert STEP.matmul(np.array([[tiny]], "f"), np.array([[2**20]], "f"), mode=mode) == 0
+    payload = np.array([[0x7FFFFFFF]], np.uint32).view(
+        np.float32
+    )  # a NaN that rounding must not turn into -0
+    assert np.isnan(STEP.matmul(payload, np.ones((1, 1), "f"), mode=mode))
+
+
+def test_all_cores_and_many_strips(unit, monkeypatch):
+    monkeypatch.setattr(s8_matrix_unit, "LEAST_WORK", 1)
+    monkeypatch.setattr(s8_matrix_unit, "SHARED", 1)  # a panel at a time
+    monkeypatch.setattr(s8_matrix_unit.thread_pool, "threads", lambda: 3)
+    a, b = harness.inputs(90, 100, 40, "float32", 3)
+    for mode in MODES:
+        harness.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
+    a[3, 4] = np.inf
+    assert np.isinf(STEP.matmul(a, b, mode="bf16x3")[3]).all()
+
+
+def test_fresh_memory_is_arbitrary(unit, monkeypatch):
+    memory = s8_matrix_unit.memory
+
+    def garbage(purpose, kind, elements):
+        found = memory(purpose, kind, elements)
+        found[...] = -7
+        return found
+
+    monkeypatch.setattr(s8_matrix_unit, "memory", garbage)
+    a, b = harness.inputs(9, 10, 35, "float32", 3)
+    for mode in MODES:
+        harness.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
+
+
+def test_without_a_unit_it_says_so(monkeypatch):
+    monkeypatch.setattr(matrix_unit, "matrix_unit", lambda: "")
+    with pytest.raises(RuntimeError, match=r"no bf16 products: s8_matrix_unit needs AMX or .* take rung s7"):
+        STEP.matmul(np.ones((2, 2), "f"), np.ones((2, 2), "f"))
+    with pytest.raises(ValueError, match="mode is 'tf32': pass 'bf16', 'bf16x3'"):
+        STEP.matmul(np.ones((2, 2), "f"), np.ones((2, 2), "f"), mode="tf32")
+
+
+DIE, RIGHT, WRONG = "import os; os.kill(os.getpid(), 4)", "pass", "raise SystemExit(1)"
+
+
+@pytest.mark.parametrize(
+    ("amx", "vectors", "granted", "found"),
+    [
+        (DIE, RIGHT, True, "AVX512_BF16"),
+        (RIGHT, RIGHT, True, "AMX"),
+        (RIGHT, RIGHT, False, "AVX512_BF16"),  # Linux has refused this process
+        (DIE, WRONG, True, ""),
+    ],
+)
+def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, granted, found):
+    monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(matrix_unit.platform, "machine", lambda: "x86_64")
+    note = f"open({str(tmp_path / 'tried')!r}, 'a').write('x'); "
+    program = f"name = NAME; {note}exec({{{{'AMX': {amx!r}, 'AVX512_BF16': {vectors!r}}}}}[name])"
+    monkeypatch.setattr(matrix_unit, "PROGRAM", program)
+    monkeypatch.setattr(matrix_unit, "ask_for_tiles", lambda: granted)
+    for _ in range(2):
+        assert matrix_unit.matrix_unit.__wrapped__() == found
+    assert (tmp_path / "tried").read_text() == "xx"
+
+
+# The loop over tiles, as Python, on the model.
+
+
+def on_model(unit, mistake=("", "")):
+    """`tile_registers.add_products` with the model's instructions in the place of the CPU's."""
+    from minidist.kernels.cpu.support import tile_registers as registers
+
+    def instruction(name, *tiles):
+        return lambda *arguments: getattr(unit, name)(*tiles, *arguments)
+
+    calls = {f"{name}{t}": instruction(name, t) for name in ("zero", "load", "store") for t in range(8)}
+    calls |= {f"add{i}": instruction("multiply", i, 4 + i // 2, 6 + i % 2) for i in range(4)}
+    kernel = registers.add_products.py_func
+    return FunctionType(kernel.__code__, {**kernel.__globals__, **calls})
+
+
+def packed(x, transposed, part):
+    """Words of a part of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
+    from minidist.kernels.cpu.support import bf16_words
+
+    rows, k = x.shape
+    depth = -(-k // (2 * SIDE)) * SIDE
+    to = np.zeros((depth, 32) if transposed else (32, PITCH), np.uint32)
+    by = (1, 32) if transposed else (PITCH, 1)
+    own = np.empty(SIDE * SIDE, np.uint32)
+    where = (x.ctypes.data, rows, k, *x.strides, 4)
+    bf16_words.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
+    return to
+
+
+def multiply_on_model(parts=1, k=70, rows=16, pair=True, release=True, permission=True, skip=None):
+    """A product of 32 x k by k x 32 on the model; the unit, the result, and a and b."""
+    from minidist.kernels.cpu.support.tile_registers import configuration
+
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((32, k), np.float32), rng.standard_normal((k, 32), np.float32)
+    packed_a = np.stack([packed(a, False, part) for part in range(parts)])
+    packed_b = np.stack([packed(b.T, True, part) for part in range(parts)])
+    if not pair:
+        halves = packed_b.view(np.uint16)
+        packed_b = np.ascontiguousarray(halves.reshape(*halves.shape[:-1], 32, 2).swapaxes(-1, -2)).view(
+            np.uint32
+        )
+        packed_b = packed_b.reshape(parts, -1, 32)
+    if skip is not None:
+        packed_a[skip] = 0
+    c = np.full((32, 32), np.nan, np.float32)
+    unit = TileUnit([packed_a, packed_b, c], permission)
+    unit.configure(configuration(rows))
+    depth = packed_b.shape[1]
+    sizes = (32, depth), parts, packed_a.ctypes.data, 32 * PITCH, packed_b.ctypes.data, depth * 32
+    multiply = on_model(unit)
+    multiply(*sizes, c.ctypes.data, 32, 0)
+    multiply(*sizes, c.ctypes.data, 32, 1)  # and once more on top of it
+    if release:
+        unit.release()
+    return unit, c / 2, a, b
+
+
+@pytest.mark.parametrize(("parts", "most"), [(1, 3e-3), (2, 5e-6), (3, 6e-7)])
+def test_tiles_multiply_on_the_model(parts, most):
+    unit, c, a, b = multiply_on_model(parts)
+    assert rms(c, harness.reference(a, b)) < most
+    products = (1, 3, 6)[parts - 1] * 3  # of parts, for three steps of 16 words
+    assert (unit.loads, unit.stores, unit.products) == (2 * 4 * products + 4, 8, 2 * 4 * products)
+    assert unit.released
+    # Two by two tiles keep the unit busy but for the first loads and the last sums.
+    assert 16 * unit.products <= unit.cycles < 16 * unit.products + 200
+
+
+def test_one_tile_of_sums_waits_for_each_product():
+    unit = TileUnit([])
+    unit.configure(bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8))
+    for _ in range(10):
+        unit.multiply(0, 4, 6)
+    assert unit.cycles == 10 * 52
+
+
+def test_mistakes_on_tiles_are_found():
+    with pytest.raises(ValueError, match="as many words as b has rows"):
+        multiply_on_model(rows=15)
+    with pytest.raises(PermissionError, match="ask Linux"):
+        multiply_on_model(permission=False)
+    assert not multiply_on_model(release=False)[0].released
+    _, c, a, b = multiply_on_model(pair=False)
+    assert rms(c, harness.reference(a, b)) > 0.5
+    for part, least in ((1, 1e-3), (2, 1e-6)):  # forgotten
+        _, c, a, b = multiply_on_model(part + 1, skip=part)
+        assert rms(c, harness.reference(a, b)) > least
+    unit = TileUnit([empty(1, 4, np.float32)])
+    with pytest.raises(RuntimeError, match="no tile is configured"):
+        unit.zero(0)
+    unit.configure(bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8))
+    with pytest.raises(IndexError, match="outside the memory"):
+        unit.load(0, unit.memory[0].ctypes.data, 64)
