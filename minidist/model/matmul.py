@@ -67,7 +67,8 @@ class Linear(nn.Module):
 
     weight (out_features, in_features) and bias (out_features,) are drawn as torch.nn.Linear draws them,
     uniformly within 1 / sqrt(in_features), by `generator` if given. rung: a rung, or its name as for
-    `kernels.rung`. Raises ValueError for a negative size or an unknown name.
+    `kernels.rung`; "s8_matrix_unit" rounds float32 to bf16, so an element of y or a gradient is off by up to
+    1/128 of the sum of its products' sizes. Raises ValueError for a negative size or an unknown name.
     """
 
     weight: Tensor
@@ -134,6 +135,6 @@ class _Product(torch.autograd.Function):
 
 
 def _multiply(rung: Rung, a: Tensor, b: Tensor) -> Tensor:
-    if rung.device == "cuda":
+    if rung.device == "cuda" or a.dtype == torch.bfloat16:  # NumPy has no bf16: rung 8 takes tensors
         return rung.matmul(a.detach(), b.detach())
     return torch.from_numpy(rung.matmul(a.detach().numpy(), b.detach().numpy()))

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from minidist.kernels.cpu.support import block_sizes, one_thread
+from minidist.kernels.cpu.support import block_sizes, matrix_unit, one_thread
 from minidist.kernels.cpu.support.caches import Caches
 from minidist.kernels.measure import harness
 
@@ -14,6 +14,17 @@ every_cache = pytest.mark.parametrize(
     ("l2", "l3"),
     [(256 * KIB, 4 * MIB), (512 * KIB, 0), (MIB, 32 * MIB), (2 * MIB, 512 * MIB), (4 * MIB, 16 * MIB)],
 )
+
+
+def runs_here(step):
+    """Whether this CPU has the instructions of a rung of the CPU ladder."""
+    return "bfloat16" not in step.dtypes or bool(matrix_unit.matrix_unit())
+
+
+def skip_unless_it_runs(step):
+    """Skip a test of a rung that this CPU can't run."""
+    if not runs_here(step):
+        pytest.skip(matrix_unit.NONE)
 
 
 @contextlib.contextmanager

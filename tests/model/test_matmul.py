@@ -11,10 +11,14 @@ from torch import nn
 from torch.autograd.gradcheck import GradcheckError
 
 from minidist.kernels import CPU_LADDER, CUDA_LADDER, Rung, rung
+from minidist.kernels.measure import harness
 from minidist.model.matmul import Linear, matmul
+from tests.helpers.products import skip_unless_it_runs
 
-every_rung = pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
-S4 = rung("s4_loop_order")
+# Rung 8 rounds to bf16, so its products and layers are held to its bound, below.
+EXACT = [step for step in CPU_LADDER if not step.factors]
+every_exact_rung = pytest.mark.parametrize("step", EXACT, ids=lambda step: step.name)
+S4, S8 = rung("s4_loop_order"), rung("s8_matrix_unit")
 
 
 class Counting:
@@ -42,7 +46,7 @@ def random(*shape, grad=True):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
 
 
-@every_rung
+@every_exact_rung
 def test_gradients_are_those_of_the_product(step):
     for x, w in [
         (random(3, 4), random(4, 5)),
@@ -76,11 +80,84 @@ def compare_with_torch(ours, x):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
 
-@every_rung
+@every_exact_rung
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7), (2, 0, 7), (0, 7), (2, 1, 3, 7)])
 def test_linear_equals_torchs(step, bias, shape):
     compare_with_torch(Linear(7, 6, bias, rung=step, dtype=torch.float64), random(*shape))
+
+
+def hold_to_the_bound(c, a, b, added=None):
+    """Fail unless c is a b + added, but for rung 8's rounding of float32 factors, its sums and c's dtype."""
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    factors = S8.factors if c.dtype == torch.float32 else 0.0
+    most = harness.error_bound(a.shape[1], "float16", "float32", factors=factors) * sizes
+    added = torch.zeros(c.shape[1]) if added is None else added
+    most += torch.finfo(c.dtype).eps * (exact.abs() + most + added.double().abs())
+    assert ((c.double() - exact - added.double()).abs() <= most).all()
+
+
+def check_bounded(step, dtype, x_shape, outs, bias=True, seed=0):
+    """Check the output and all gradients of a layer on `step` against the bound of rung 8."""
+    torch.manual_seed(seed)
+    layer = Linear(x_shape[-1], outs, bias, rung=step, dtype=dtype)
+    x = torch.randn(x_shape, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    g = torch.randn_like(y)
+    y.backward(g)
+    assert y.shape == (*x_shape[:-1], outs)
+    assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
+    w, (xs, ys, gs, x_grads) = (
+        layer.weight,
+        (t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (x, y, g, x.grad)),
+    )
+    hold_to_the_bound(ys, xs, w.T, layer.bias)
+    hold_to_the_bound(x_grads, gs, w)
+    hold_to_the_bound(w.grad, gs.T, xs)
+    if bias:
+        torch.testing.assert_close(layer.bias.grad, gs.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_on_the_matrix_unit_stays_within_its_bound(dtype, bias):
+    skip_unless_it_runs(S8)
+    for shape in [(7,), (5, 7), (2, 3, 7), (2, 0, 7), (0, 7), (2, 1, 3, 7), (70, 33)]:
+        check_bounded(S8, dtype, shape, 6, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_views_on_the_matrix_unit_stay_within_its_bound(dtype):
+    skip_unless_it_runs(S8)
+    for x, w in [
+        (torch.randn(4, 3).T, torch.randn(4, 6)[:, ::2]),
+        (torch.randn(3, 1), torch.randn(1, 1)),
+        (torch.randn(5, 4), torch.randn(7, 4).T),
+    ]:
+        x, w = (t.to(dtype).detach().requires_grad_() for t in (x, w))
+        y = matmul(x, w, S8)
+        y.sum().backward()  # an expanded gradient: strides of 0
+        ones = torch.ones(y.shape)
+        hold_to_the_bound(y, x, w)
+        hold_to_the_bound(x.grad, ones, w.T)
+        hold_to_the_bound(w.grad, x.T, ones)
+
+
+def six_bits(x):
+    return (x.view(np.uint32) & np.uint32(0xFFFC_0000)).view(np.float32)
+
+
+@pytest.mark.parametrize("fault", ["one element", "six bits"])
+def test_coarser_products_are_out_of_the_bound(fault):
+    def compute(a, b, out):
+        if fault == "six bits":
+            a, b = six_bits(np.ascontiguousarray(a)), six_bits(np.ascontiguousarray(b))
+        S4.compute(a, b, out)
+        out[-1, -1] += 0.5 * (fault == "one element")
+
+    check_bounded(S4, torch.float32, (5, 7), 6)
+    with pytest.raises(AssertionError):
+        check_bounded(dataclasses.replace(S4, name="s0_coarse", compute=compute), torch.float32, (5, 7), 6)
 
 
 @pytest.mark.parametrize(("ins", "outs"), [(0, 3), (3, 0), (1, 1), (40, 17)])

@@ -81,9 +81,8 @@ class Vectors:
         if self.pairs:  # VDPBF16PS: both products of each pair
             kind, name = ir.VectorType(INT32, self.lanes), f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
             dot = self._function(name, self.type, [self.type, kind, kind])
-            return self.builder.call(
-                dot, [total, self.builder.bitcast(x, kind), self.builder.bitcast(y, kind)]
-            )
+            pairs = [self.builder.bitcast(factor, kind) for factor in (x, y)]
+            return self.builder.call(dot, [total, *pairs])
         if not vector_unit().fused:  # LLVM would call a function for every element
             return self.builder.fadd(self.builder.fmul(x, y), total)
         fma = self._function(f"llvm.fma.v{self.lanes}f{8 * self.bytes}", self.type, [self.type] * 3)
