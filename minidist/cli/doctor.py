@@ -110,7 +110,7 @@ def compiler_cache() -> MachinePart:
     except RuntimeError as error:
         off, _, remedy = str(error).rpartition(": ")
         return MachinePart(
-            "compiler cache", False, off, "rungs 3 to 7 and the CUDA ladder refuse to run", remedy
+            "compiler cache", False, off, "rungs 3 to 8 and the CUDA ladder refuse to run", remedy
         )
     package = Path(kernels.__file__).parent / "cpu" / "support" / "__pycache__"
     named = os.environ.get("NUMBA_CACHE_DIR")

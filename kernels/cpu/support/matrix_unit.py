@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 
+from ...rung import require_numba
 from ...tried_once import child, fault, remembered
 
 AMX, AVX512_BF16 = "AMX", "AVX512_BF16"  # the better first
@@ -31,7 +32,11 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-6
 
 @functools.cache
 def matrix_unit() -> str:
-    """Return AMX or AVX512_BF16, which this process may use from now on; "" if this CPU has neither."""
+    """Return AMX or AVX512_BF16, which this process may use from now on; "" if this CPU has neither.
+
+    Raises RuntimeError where Numba compiles nothing: no trial would be right, and its answer would be kept.
+    """
+    require_numba()
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ""
     target = tuple(os.environ.get(f"NUMBA_CPU_{name}", "") for name in ("NAME", "FEATURES"))

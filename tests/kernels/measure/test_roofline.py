@@ -11,9 +11,11 @@ import pytest
 
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cache_folder import cache_folder
+from minidist.kernels.cpu.support import matrix_unit
 from minidist.kernels.measure import peaks_file, points, roofline
 from minidist.kernels.measure.peaks import Peaks, Roof
 from tests.helpers.clocks import HANG, Clock
+from tests.helpers.products import runs_here
 
 ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
 ALL = Roof("4 cores", {"float32": 400e9, "float64": 200e9}, 40e9)
@@ -223,7 +225,7 @@ def test_a_time_from_elsewhere_is_placed_too():
 
 
 def test_every_rung_can_be_placed():
-    for rung in CPU_LADDER:
+    for rung in filter(runs_here, CPU_LADDER):
         point = roofline.place(rung, 5, 7, 3, peaks=PEAKS, seconds=0)
         assert point.name == rung.name
         assert 0 < point.share < 100
@@ -248,6 +250,12 @@ def test_the_command_prints_the_peaks_and_the_points(measured, capsys, tmp_path)
     assert measured == [1]
     assert roofline.main(["--fresh"]) == 0
     assert measured == [1, 2]
+
+
+def test_the_command_says_which_rung_this_cpu_cannot_run(measured, monkeypatch, capsys):
+    monkeypatch.setattr(matrix_unit, "matrix_unit", lambda: "")
+    assert roofline.main(["--place", "s8", "2"]) == 2
+    assert capsys.readouterr().err.startswith("this CPU has no bf16 products")
 
 
 def test_the_command_places_a_rung_in_a_dtype_that_it_takes(measured, monkeypatch, capsys):
