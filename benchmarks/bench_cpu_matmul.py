@@ -25,7 +25,7 @@ from minidist.kernels.rung import Array, empty
 LARGEST = {1: (64, 128), 2: (256, 512), 6: (2048, 4096)}
 LARGEST_COMPILED = (512, 1024)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-# Rung 8 multiplies in bf16: it has a benchmark of its own.
+# Rung 8 rounds float32 to bf16, so NumPy's product is no measure for it.
 LADDER = tuple(step for step in CPU_LADDER if "bfloat16" not in step.dtypes)
 ONE_CORE = tuple(step for step in LADDER if step.cores == "one")
 # Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.

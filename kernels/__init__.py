@@ -14,7 +14,7 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | rung.py | what a rung is, and the checks that all rungs share |
 | tried_once.py | what this CPU can do, found by trying in a child process; starts processes, writes files |
 | cache_folder.py | the user's folder for measured peaks and compiled kernels; writes files there |
-| cpu/ | the CPU ladder, s1 to s7 |
+| cpu/ | the CPU ladder, s1 to s8 |
 | cuda/ | the CUDA ladder, s1 to s10 |
 | emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
 | tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
