@@ -187,7 +187,7 @@ class Rehearsal:
             if verdict or again:
                 kept.restore()
             if verdict:
-                raise ValueError(verdict)
+                raise ValueError(f"in step {self._steps} {verdict}")
         calls.release()  # those of a first step: a second one need not agree on buckets
         if not again:
             return loss
