@@ -26,7 +26,7 @@ from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Pr
 Clusters = Callable[[int], md.Cluster]
 TOLERANCE = 1e-9
 """Ten steps of optimizers that divide by small numbers cost more digits than the contract's three."""
-DAILY, DEEP = 8, 240
+DAILY, DEEP = 8, 64
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
