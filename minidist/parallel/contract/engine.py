@@ -199,7 +199,11 @@ def unchanged(*owners: Any) -> Iterator[None]:
 
 
 def differs(value: Any, old: Any) -> bool:
-    """Whether a tensor has other values than before, or anything else is another object."""
+    """Whether a tensor has other values than before, a list or dict other items, all else is another object."""
+    if type(value) is type(old) is list:
+        return len(value) != len(old) or any(x is not y for x, y in zip(value, old, strict=True))
+    if type(value) is type(old) is dict:
+        return value.keys() != old.keys() or any(value[key] is not old[key] for key in value)
     if not isinstance(value, Tensor) or not isinstance(old, Tensor):
         return value is not old
     try:

@@ -24,6 +24,7 @@ from minidist.parallel.contract.engine import (
     by_parameters,
     cells_of,
     computed,
+    forwards,
     requires_closure,
     unchanged,
 )
@@ -109,7 +110,8 @@ class OneProcess:
         before its backward pass. inside: makes a context for the passes through a model. What the loss keeps
         in attributes is as at the start, and afterwards as it is now.
         """
-        with unchanged(self._loss), alone(), untrained():  # it may read a model that another engine trains
+        kept = unchanged(self._loss, *forwards(self.model))
+        with kept, alone(), untrained():  # the loss may read a model that another engine trains
             start.of_loss.restore()
             return self._step(start, pieces, given, scale, inside)
 
@@ -215,7 +217,8 @@ class OneProcess:
             for store in (part._buffers, part.__dict__):
                 for attribute in store:
                     if (name, attribute) in start.attributes:
-                        store[attribute] = copy.deepcopy(start.attributes[name, attribute])
+                        value = start.attributes[name, attribute]
+                        store[attribute] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
         return model
 
     def _load(self, optimizer: Any, names: Mapping[Tensor, str], start: TrainingState) -> None:

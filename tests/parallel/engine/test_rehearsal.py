@@ -700,13 +700,17 @@ class Counting(nn.Module):
 
     def __init__(self, trained: bool = False) -> None:
         super().__init__()
-        self.inner, self.seen = net(), []
+        self.inner, self.seen, self.results = net(), [], []
+        self.parts = [*self.inner]  # a list of its own modules
 
     def forward(self, x: Tensor) -> Tensor:
         global CALLS
         CALLS += 1
         self.seen.append(CALLS)
-        y: Tensor = self.inner(x) * (1 + len(self.seen) % 3) * (1 + CALLS % 2)
+        for part in self.parts:
+            x = part(x)
+        self.results.append(x)
+        y: Tensor = x * (1 + len(self.seen) % 3) * (1 + CALLS % 2)
         return y
 
 
