@@ -147,7 +147,7 @@ def _stores(owners: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 _COPIED = int, float, itertools.count
-"""What a global is put back as, a copy; lists and dicts get their items back."""
+"""A global of these types is put back as a copy. Lists and dicts get their items back."""
 
 
 class KeptAttributes:
@@ -199,7 +199,7 @@ def unchanged(*owners: Any) -> Iterator[None]:
 
 
 def differs(value: Any, old: Any) -> bool:
-    """Whether a tensor has other values than before, a list or dict other items, all else is another object."""
+    """Whether a tensor has other values than before, a list or dict other items; or it is another object."""
     if type(value) is type(old) is list:
         return len(value) != len(old) or any(x is not y for x, y in zip(value, old, strict=True))
     if type(value) is type(old) is dict:

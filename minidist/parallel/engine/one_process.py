@@ -107,8 +107,8 @@ class OneProcess:
 
         given: the gradients to update with, as in `Outcome.tensors`. With those of a layout, the update is
         the layout's but for rounding, whatever rounding did to its gradients. scale: the factor on the loss
-        before its backward pass. inside: makes a context for the passes through a model. What the loss keeps
-        in attributes is as at the start, and afterwards as it is now.
+        before its backward pass. inside: makes a context for the passes through a model. The loss starts with
+        the attributes that it had before the step, and afterwards has those of now.
         """
         kept = unchanged(self._loss, *forwards(self.model))
         with kept, alone(), untrained():  # the loss may read a model that another engine trains

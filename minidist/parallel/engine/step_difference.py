@@ -76,7 +76,7 @@ def told(
     computed from `start`. replicas: names of tensors of which ranks hold different copies. outputs: of the
     modules for this rank's rows, if they were recorded.
     """
-    # One process takes the batches of a list one after the other, too.
+    # One process, too, takes the batches of a list one after the other.
     of_all = zip_longest(*start.batches)
     batch = [joint for each in of_all for joint in whole_batch([pair for pair in each if pair])]
     trials = list[Outcome]()
