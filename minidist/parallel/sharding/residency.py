@@ -1,7 +1,7 @@
 """Who holds what: the table that data parallelism and ZeRO follow from.
 
-Between steps a rank keeps parameters, gradients and optimizer state either whole, or only its share of them: an
-n-th of the elements, of which it is the owner.
+Between steps a rank keeps parameters, gradients and optimizer state either whole, or only its share of them:
+the n-th of the elements that it owns.
 
 | | parameters | gradients | optimizer state |
 |---|---|---|---|
@@ -16,8 +16,8 @@ What a step does follows from its row:
   micro-batch. Otherwise every backward pass reduces them, and whole ones are thrown away.
 - They are reduced to all ranks (all-reduce) where every rank updates everything, and to the owners
   (reduce-scatter) where each updates its share.
-- **Parameters** that are whole are published after an update of shares: one all-gather. Those that are not are
-  gathered, unit by unit, before each use, and thrown away after it: a forward pass is a collective.
+- **Parameters** that are whole are published after an update of shares: one all-gather. Those that are not
+  are gathered, unit by unit, before each use, and thrown away after it: a forward pass is a collective.
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5 and 7 (the stages, and what each sends).
 """
@@ -38,11 +38,12 @@ class Residency:
     def __post_init__(self) -> None:
         if self.state and not (self.parameters and self.gradients):
             raise ValueError(
-                f"{self} keeps the optimizer's state whole, and not the parameters and gradients that its step needs"
+                f"{self} has whole optimizer state, whose step needs whole parameters and gradients; keep "
+                "those whole too, or the state in shares"
             )
 
     def held(self, whole: int, share: int) -> tuple[int, int, int]:
-        """How many elements of parameters, gradients and state a rank keeps, of `whole` that all ranks share."""
+        """Elements of parameters, gradients and state that a rank keeps; of `whole` it owns `share`."""
         parameters, gradients, state = (
             whole if each else share for each in (self.parameters, self.gradients, self.state)
         )
