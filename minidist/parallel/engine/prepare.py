@@ -21,8 +21,8 @@ from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
-from minidist.parallel.sharding.data_parallel_strategy import Replicated
-from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
+from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import recompute
@@ -136,7 +136,7 @@ def prepare(
     check_choices(batch_norm, rehearse, layout)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
-    elif layout.zero == 3:
+    elif not ROWS[layout.zero].parameters:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
         rehearse = False
@@ -168,7 +168,7 @@ def prepare(
             precision,
             fully_shard,
         )
-        if layout.zero < 3:  # whose units keep to one order
+        if ROWS[layout.zero].parameters:  # units keep to one order
             strategy.gradient_comm.meets = layout.cp > 1 or batch_norm is not None
         fill_masters(strategy, exact, part.placement.own)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
@@ -212,14 +212,10 @@ def _strategy(
     model, master, group = part.model, precision.master, part.mesh.group("dp_cp")
     if layout.tp * layout.pp > 1:
         optimizer = checked(optimizer, layout)
-    gradient_comm = GradientComm(group)
-    if layout.owners < layout.dp * layout.cp:
+    row, gradient_comm = ROWS[layout.zero], GradientComm(group)
+    if layout.owners < layout.dp * layout.cp and not row.state:
         gradient_comm.hybrid = part.mesh.blocks("dp_cp", layout.owners)
-    if layout.zero == 3:
-        fully_shard = dict(fully_shard or {})
-        if secondary := fully_shard.pop("secondary", None):
-            gradient_comm.secondary, _ = part.mesh.blocks("dp_cp", secondary)
-        return FullySharded(model, optimizer, fully_shard, master, gradient_comm)
-    if layout.zero:
-        return ShardedState(model, optimizer, layout.zero, data_parallel, master, gradient_comm)
-    return Replicated(model, optimizer, data_parallel, master, group)
+    options = dict((data_parallel if row.parameters else fully_shard) or {})
+    if secondary := options.pop("secondary", None):
+        gradient_comm.secondary, _ = part.mesh.blocks("dp_cp", secondary)
+    return Sharded(model, optimizer, row, options, master, gradient_comm)

@@ -47,7 +47,7 @@ class Bucket(BucketLayout):
         gradients, views: (n share,), this rank's own gradients, and each parameter's part of them. Other
             numbers may be sent along at the end. holds: whether there is memory for them now.
         reduced: (share,), this rank's part of the gradients, summed over the ranks.
-        op: "mean" or "sum", over the ranks. messages: reduces in another way, as `Reduction.run` does.
+        op: "mean" or "sum", over the ranks. reduction: reduces in another way, as `Reduction.run` does.
         secondary, is_fresh: this rank's part of a second copy that the ranks of a host share, and whether it
             has the present values.
         begun: whether the next gradients are added to `reduced`, instead of replacing it.
@@ -59,7 +59,7 @@ class Bucket(BucketLayout):
     views: list[Tensor]
     reduced: Tensor | None = None
     secondary: Tensor | None = None
-    messages: Callable[[], Iterator[PendingMessage]] | None = None
+    reduction: Callable[[], Iterator[PendingMessage]] | None = None
     op = "mean"
     begun = holds = is_fresh = False
 
@@ -111,12 +111,16 @@ class Bucket(BucketLayout):
         else:  # it cannot be waited for, or still lacks some, as gradients come in another order than before
             self.hold(torch.zeros(self.length, dtype=self.dtype, device=self.device))
 
-    def reduce(self) -> Messages:
-        """Launch the reduction of the gradients to their owners: a reduce-scatter."""
-        self._sending = Messages((self.messages or self._scatter)())
+    def reduce(self, blocking: bool = False) -> Messages:
+        """Launch the reduction of the gradients: to their owners, unless `reduction` does it otherwise.
+
+        blocking: complete the first message at once; see `GradientComm.start`.
+        """
+        self._sending = Messages(self.reduction() if self.reduction else self._reduce_to_owners(blocking))
         return self._sending
 
-    def _scatter(self) -> Iterator[PendingMessage]:
+    def _reduce_to_owners(self, blocking: bool) -> Iterator[PendingMessage]:
+        """A reduce-scatter; with hybrid sharding an all-reduce over the owners of this share follows."""
         if not self.length:
             return
         assert self.reduced is not None
@@ -125,14 +129,22 @@ class Bucket(BucketLayout):
         out = self.reduced if direct else own
         over, op = self.comm, self.op
         if self.ranks > 1:
-            yield over.start(comm.reduce_scatter, self.gradients, op, over.algorithm, over.share_group, out)
+            scatter = comm.reduce_scatter, self.gradients, op, over.algorithm, over.share_group, out
+            yield over.start(*scatter, blocking=blocking)
         elif out is not own:
             out.copy_(own)
-        if over.hybrid is not None:  # sum this share over the ranks that own it
+        if over.hybrid is not None:
             yield over.start(comm.all_reduce, out, op, over.algorithm, over.hybrid[1])
         if out.data_ptr() != self.reduced.data_ptr():
             self.reduced.add_(out.to(self.reduced.device)) if self.begun else self.reduced.copy_(out)
         self.begun = True
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Let go of the whole gradients: what other ranks own of them is with their owners now.
+
+        Memory that was lent goes to the next bucket; memory that `hold` was given stays.
+        """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False
             if self._memory.holder is self:
@@ -187,8 +199,11 @@ class Bucket(BucketLayout):
         self.shard.copy_(self.values[self.own])
         self.free()
 
-    def gather(self) -> None:
-        """Launch the all-gather of the shares into `values`; a rank sends n - 1 times its share's bytes."""
+    def gather(self, blocking: bool = False) -> None:
+        """Launch the all-gather of the shares into `values`; a rank sends n - 1 times its share's bytes.
+
+        blocking: complete it at once; see `GradientComm.start`.
+        """
         if self.frees:
             self._storage.resize_(self._bytes)
         elif self.ranks == 1 or not self.share:
@@ -196,7 +211,8 @@ class Bucket(BucketLayout):
         over, share, group = self.comm, self.shard.to(self.device), self.comm.share_group
         if self.secondary is not None and self.is_fresh:
             share, group = self.secondary, over.secondary
-        self._gathering = over.start(comm.all_gather, share, over.algorithm, group, self.values)
+        gather = comm.all_gather, share, over.algorithm, group, self.values
+        self._gathering = over.start(*gather, blocking=blocking)
 
     def wait(self) -> None:
         """Complete the all-gather."""

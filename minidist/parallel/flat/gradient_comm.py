@@ -57,7 +57,6 @@ class GradientComm:
 
     group: Group
     algorithm: str = "auto"  # a name that the collectives take
-    blocking: bool = False  # nothing is left to compute: handing a message to a thread only costs time
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
     meets: bool = False  # whether ranks wait for each other in the backward pass for other reasons, too
@@ -92,20 +91,24 @@ class GradientComm:
         last = messages.message if self.hybrid is None else None
         return not self.meets or isinstance(last, Done) or (last is not None and last.done())
 
-    def start(self, collective: Callable[..., Any], *args: Any) -> PendingMessage:
-        """Start a collective, in this thread where nothing is left to compute."""
-        if self.blocking:
+    def start(self, collective: Callable[..., Any], *args: Any, blocking: bool = False) -> PendingMessage:
+        """Start a collective.
+
+        blocking: complete it in this thread. Where nothing is left to compute, handing a message to another
+        thread only costs time.
+        """
+        if blocking:
             return Done(collective(*args))
         message: PendingMessage = collective(*args, async_op=True)
         return message
 
-    def all_reduce(self, x: Tensor) -> PendingMessage:
+    def all_reduce(self, x: Tensor, blocking: bool = False) -> PendingMessage:
         """Start to sum `x` over the ranks, in place."""
-        return self.start(comm.all_reduce, x, "sum", self.algorithm, self.group)
+        return self.start(comm.all_reduce, x, "sum", self.algorithm, self.group, blocking=blocking)
 
-    def all_gather(self, x: Tensor) -> PendingMessage:
+    def all_gather(self, x: Tensor, blocking: bool = False) -> PendingMessage:
         """Start to gather `x`, (k, ...), from all ranks: the result is (n k, ...)."""
-        return self.start(comm.all_gather, x, self.algorithm, self.group)
+        return self.start(comm.all_gather, x, self.algorithm, self.group, blocking=blocking)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group = None) -> Tensor:
         """Flat memory for messages. A collective: on a CPU the ranks of `group`, or the owners, share it."""

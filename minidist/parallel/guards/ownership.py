@@ -93,14 +93,14 @@ def require_free(named: Iterable[tuple[str, Tensor]], shared_with: Sequence[str]
 
 
 def refuse_other_optimizers(owner: Any) -> None:
-    """Let no optimizer but `owner.optimizer` step on `owner.parameters()`: RuntimeError before it would."""
+    """Let no optimizer but `owner.optimizer` step on `owner.pieces()`: RuntimeError before it would."""
     itself = weakref.ref(owner)
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         alive = itself()
         if alive is None or optimizer is alive.optimizer:
             return
-        own = {id(parameter) for parameter in alive.parameters()}
+        own = {id(parameter) for parameter in alive.pieces()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__} was to step on the shards of a FullyShard, whose gradients only "

@@ -11,29 +11,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.sharding.partition import Partition
+from minidist.parallel.sharding.whole_parameters import WholeParameters
 
 RangeState = tuple[int, int, dict[str, Any]]
 """A parameter index, the first element of a range of that parameter, and the range's state."""
 
 
-def consolidated(partition: Partition, to: int) -> dict[str, Any] | None:
+def consolidated(partition: WholeParameters, to: int) -> dict[str, Any] | None:
     """The state dict of a plain optimizer at rank `to` of the group; None on the others. A collective."""
     states = _collect(partition, to)
     if states is None:
         return None
-    number_of: dict[Tensor, int] = {p: number for number, p in enumerate(partition.parameters)}
+    number_of: dict[Tensor, int] = {p: number for number, p in enumerate(_in_groups(partition))}
     whole = {
         number_of[parameter]: _copied(state)  # of parameters that are in no bucket yet
-        for parameter, state in partition.inner.state.items()
+        for parameter, state in partition.slices.optimizer.state.items()
         if parameter in number_of
     }
     for param_index, state in states.items():
-        parameter = partition.trained[param_index]
+        parameter = partition.parameters[param_index]
         whole[number_of[parameter]] = {
             key: value.view(parameter.shape) if partition.slices.is_cut(key, value) else value
             for key, value in state.items()
@@ -42,7 +42,7 @@ def consolidated(partition: Partition, to: int) -> dict[str, Any] | None:
     return {"state": dict(sorted(whole.items())), "param_groups": groups}
 
 
-def load(partition: Partition, state_dict: Mapping[str, Any]) -> None:
+def load(partition: WholeParameters, state_dict: Mapping[str, Any]) -> None:
     """Take the state of a plain optimizer. A collective; see `ZeroOptimizer.load_state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
@@ -61,21 +61,26 @@ def load(partition: Partition, state_dict: Mapping[str, Any]) -> None:
     for group, values in zip(partition.groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
         numbers = [number for group in saved for number in group["params"]]
-    parameter_of = dict(zip(numbers, partition.parameters, strict=True))
+    parameter_of = dict(zip(numbers, _in_groups(partition), strict=True))
     states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
-    partition.inner.state.clear()
+    partition.slices.optimizer.state.clear()
     partition.masters.clear()
     waiting = {*partition.waiting}  # their state stays whole until a backward pass deals them
     dealt = {}
-    for param_index, parameter in enumerate(partition.trained):
+    for param_index, parameter in enumerate(partition.parameters):
         if parameter in states and param_index in waiting:
-            partition.inner.state[parameter] = dict(states[parameter])
+            partition.slices.optimizer.state[parameter] = dict(states[parameter])
         elif parameter in states:
             dealt[param_index] = states[parameter]
     partition.slices.take(dealt)
 
 
-def _collect(partition: Partition, to: int) -> dict[int, dict[str, Any]] | None:
+def _in_groups(partition: WholeParameters) -> list[nn.Parameter]:
+    """The whole parameters, as the groups number them."""
+    return [parameter for group in partition.groups for parameter in group["params"]]
+
+
+def _collect(partition: WholeParameters, to: int) -> dict[int, dict[str, Any]] | None:
     """Each parameter's state at rank `to`, with cut tensors flat; None on the others. A collective.
 
     The other ranks send the bytes of their states, and some for each tensor's description.

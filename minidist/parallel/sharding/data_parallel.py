@@ -17,9 +17,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,12 +28,13 @@ from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import MB, broadcast_together, give_memory, require_same
-from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, require_free
+from minidist.parallel.flat.joined_messages import give_memory
+from minidist.parallel.guards.ownership import ZERO, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
 from minidist.parallel.sharding.arguments import check_bucket_mb
-from minidist.parallel.sharding.bucket_assignment import BucketAssignment, trainable
 from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.sharding.residency import DATA_PARALLEL
+from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
 
 
 class DataParallel(nn.Module):
@@ -94,87 +93,43 @@ class DataParallel(nn.Module):
         require_free(module.named_parameters(), shared_with=[ZERO])
         refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
         give_memory(module)
-        self.module = module
-        self.group, self.bucket_mb, self.overlap = group, bucket_mb, overlap
+        self.module, self.group = module, group
         self.compression = compression_of(compression)
-        self.broadcast_buffers = broadcast_buffers
-        self.gradient_comm = GradientComm(group, algorithm)
         self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
-        self.reducer: Reducer[BucketAssignment] | None = None  # None in a group of one
-        if self.gradient_comm.ranks > 1:
+        over = GradientComm(group, algorithm)
+        if over.ranks > 1:
             refuse_renormed(module)
-            state = [*module.named_parameters(), *module.named_buffers()]
-            require_same("parameters and buffers", state, group)
-            broadcast_together([tensor for _, tensor in state], group)
-        self._attach()
+            start_equal(module, over)
+        self.shared = WholeParameters(
+            module.named_parameters,
+            DATA_PARALLEL,
+            over,
+            module=module,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            compression=self.compression,
+            broadcast_buffers=broadcast_buffers,
+        )
 
-    def _attach(self) -> None:
-        """Put the hooks on the parameters that get gradients now."""
-        self._parts = [*self.module.modules()]
-        self._parameters_seen = set(map(id, self.module.parameters()))
-        self._trained = self._trained_now()
-        claim(self, DATA_PARALLEL, trainable(self.module))
-        syncing = self.reducer is None or self.reducer.syncing
-        self.reducer = None
-        if self.gradient_comm.ranks > 1:
-            named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-            assign = partial(
-                BucketAssignment,
-                named,
-                gradient_comm=GradientComm(self.group, self.gradient_comm.algorithm),  # never `blocking`
-                bucket_bytes=int(self.bucket_mb * MB),
-                compression=self.compression,
-            )
-            self.reducer = Reducer(named, self.gradient_comm, self.overlap, assign)
-            self.reducer.syncing = syncing
-
-    def _trained_now(self) -> list[Any]:
-        """Values that change where a module or parameter is added, thawed, or converted to another dtype."""
-        # self.module.parameters() would take 0.1 ms for a small transformer, and every step looks here.
-        parameters = [p for part in self._parts for p in part._parameters.values() if p is not None]
-        children = [id(child) for part in self._parts for child in part._modules.values()]
-        return [(id(p), p.dtype, p.device) for p in parameters if p.requires_grad] + children
-
-    def _follow_changes(self) -> None:
-        """Make new hooks and buckets, since other parameters get gradients than before."""
-        for name, parameter in self.module.named_parameters():
-            if id(parameter) not in self._parameters_seen:
-                raise ValueError(
-                    f"the parameter {name} was added after the DataParallel was made, which would not "
-                    "synchronize it; del it, and make a new DataParallel of the module"
-                )
-        assert self.reducer is not None
-        self.reducer.detach()
-        self._attach()
+    @property
+    def reducer(self) -> Reducer | None:
+        """What reduces the gradients; None in a group of one."""
+        return self.shared.reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch."""
-        self.ready()
-        return self.module(*args, **kwargs)
+        return self.shared.forward(*args, **kwargs)
 
     def ready(self) -> None:
         """Prepare a pass as `forward` does, for loops that call parts of the module themselves."""
-        if self.reducer is not None and torch.is_grad_enabled():
-            self.reducer.recover()
-            if self._trained_now() != self._trained:
-                self._follow_changes()
-            if self.broadcast_buffers and self.training and self.reducer.syncing:
-                broadcast_together([*self.module.buffers()], self.group)
+        self.shared.ready()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside, `backward` adds up gradients on this rank and sends nothing.
 
         Use it for all micro-batches but the last; its `backward`, or `synchronize`, then sends the sum.
         """
-        before = self.reducer is None or self.reducer.syncing
-        try:
-            if self.reducer is not None:
-                self.reducer.syncing = False
-            yield
-        finally:
-            if self.reducer is not None:  # perhaps another: `requires_grad` may have changed
-                self.reducer.syncing = before
+        return self.shared.no_sync()
 
     def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
@@ -216,16 +171,7 @@ class DataParallel(nn.Module):
                 f"rows is {own:g}, and over all ranks {total:g}; give each rank's number of rows"
             )
         # What compression has kept back belongs to sums over rows, as the next step's gradients will.
-        self.rescale_gradients(self.gradient_comm.ranks / total, kept=False)
-
-    def rescale_gradients(self, factor: float, kept: bool = True) -> None:
-        """Multiply all gradients; with `kept` also what compression has kept back of them."""
-        if self.reducer is not None and self.reducer.assignment is not None:
-            self.reducer.assignment.rescale(factor, kept)
-            return
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        self.shared.rescale(self.shared.gradient_comm.ranks / total, kept=False)
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step, by the formulas, once a first step has settled the buckets.
@@ -234,11 +180,7 @@ class DataParallel(nn.Module):
         P + 2 counts for P parameters that get gradients: in the last bucket's dtype if that bucket is not
         compressed and is float32 or float64, else in float64. Sparse gradients, rows and buffers come on top.
         """
-        if self.reducer is None:
-            return 0
-        if self.reducer.assignment is None:
-            raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        return self.reducer.assignment.bytes_sent()
+        return self.shared.bytes_per_step()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DataParallel cannot be copied or pickled; save its state_dict(), or its .module")

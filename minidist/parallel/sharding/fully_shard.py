@@ -18,21 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.transport.algorithm_choice import choose
 from minidist.comm.work import Group
-from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import broadcast_together, give_memory, require_same
-from minidist.parallel.guards.ownership import FULLY_SHARD, claim, refuse_other_optimizers, require_free
+from minidist.parallel.flat.joined_messages import give_memory
+from minidist.parallel.guards.ownership import require_free
 from minidist.parallel.guards.refusals import refuse_renormed
 from minidist.parallel.sharding.arguments import check_arguments
-from minidist.parallel.sharding.cut_into_units import Units, build
+from minidist.parallel.sharding.cut_into_units import Units
 from minidist.parallel.sharding.memory_source import memory_source
-from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
-from minidist.parallel.sharding.unit_sharding import UnitSharding
-from minidist.parallel.training.clipping import check_max_norm, clip_grad_norm
+from minidist.parallel.sharding.residency import ZERO_3
+from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.training.elementwise_optimizers import require_elementwise
 
 
@@ -102,31 +98,20 @@ class FullyShard(nn.Module):
         require_free(module.named_parameters())
         refuse_renormed(module)
         give_memory(module)
-        gradient_comm = GradientComm.over(group)
-        self.module, self.group, self.share_group = module, gradient_comm.group, gradient_comm.share_group
-        if gradient_comm.ranks > 1:
-            state = [*module.named_parameters(), *module.named_buffers()]
-            require_same("parameters and buffers", state, self.group)
-        memory = memory_source(offload)
-        self.groups = FlatParameterGroups(optimizer_class, module, defaults)
-        require_elementwise(type(self.groups.optimizer))
-        self.units = build(module, units, gradient_comm, initialize, memory, master)
-        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
-        for parameter in module.parameters():
-            parameter.grad = None  # the first step would add to an old one
-        broadcast_together([*module.buffers()], self.group)
-        buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
-        for bucket in buckets:
-            if not bucket.frozen:
-                self.slices.add(bucket, self.groups.of)
-        self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
-        self.optimizer: torch.optim.Optimizer = self.slices.optimizer
-        if prefetch is None:
-            how = {choose("all_gather", "auto", self.share_group, each.values, True) for each in buckets}
-            prefetch = how != {"shared_memory"}
-        self.sharding = UnitSharding(self.units, self.slices, self.groups, gradient_comm, prefetch)
-        refuse_other_optimizers(self)
+        self.module = module
+        self.sharding = ShardedParameters(
+            module,
+            optimizer_class,
+            ZERO_3,
+            GradientComm.over(group),
+            memory_source(offload),
+            units=units,
+            initialize=initialize,
+            prefetch=prefetch,
+            master=master,
+            **defaults,
+        )
+        self.group, self.optimizer = self.sharding.group, self.sharding.optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch. Every rank takes part."""
@@ -139,21 +124,18 @@ class FullyShard(nn.Module):
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards with names that number them."""
-        yield from ((f"shard.{number}", each.tensor) for number, each in enumerate(self.slices.all))
+        yield from ((f"shard.{number}", piece) for number, piece in enumerate(self.sharding.pieces()))
 
     def named_shards(self) -> Iterator[tuple[str, range, Tensor]]:
         """This rank's part of each parameter: its name, which elements of it, flattened, and their values.
 
         To write values use `summon`.
         """
-        names = [name for name, _ in self.module.named_parameters()]
-        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
-            for at, span in bucket.ranges():
-                yield names[span.param_index], range(span.start, span.stop), bucket.shard[at : at + len(span)]
+        yield from self.sharding.named_ranges()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.sharding.zero_grad()
+        self.sharding.forget()
 
     def synchronize(self, *totals: float | Tensor) -> list[float]:
         """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
@@ -161,14 +143,14 @@ class FullyShard(nn.Module):
         Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
         parameters.
         """
-        return self.sharding.synchronize(totals)
+        return self.sharding.sum_over_ranks(totals)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers the result.
 
         closure: computes the gradients anew, for an optimizer that requires one.
         """
-        self.sharding.step(closure)
+        self.sharding.update(closure)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.
@@ -178,9 +160,7 @@ class FullyShard(nn.Module):
 
         max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
         """
-        check_max_norm("max_norm", max_norm)
-        self.sharding.complete()
-        return clip_grad_norm([*self.parameters()], max_norm, True, self.share_group, norm_type)
+        return self.sharding.clip_grad_norm(max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -193,20 +173,8 @@ class FullyShard(nn.Module):
 
         Each rank takes its own shard back, so write the same values, in place, on all ranks.
         """
-        self.sharding.runtime.gather_all()
-        try:
+        with self.sharding.summon():
             yield self.module
-        finally:
-            try:
-                with torch.no_grad():
-                    for bucket in (bucket for unit in self.units for bucket in unit.buckets):
-                        bucket.refuse_reassigned()
-                        written = bucket.values[bucket.own].to(bucket.shard.device)
-                        self.slices.overwrite(bucket, written)
-                self.sharding.runtime.forget_copies()
-            finally:
-                for unit in self.units:
-                    unit.free()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, in full, under the module's names. A collective."""
@@ -236,15 +204,4 @@ class FullyShard(nn.Module):
         2 (n - 1) / n 8 (P + 2) for all n ranks. The first pass, which settles the order, sends 48 (n - 1) / n
         a unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it again.
         """
-        sent = 0
-        for unit in self.units:
-            for bucket in unit.buckets:
-                again = passes * (2 - (unit is self.units[0])) - 1
-                near = bucket.gather_bytes()
-                if bucket.secondary is not None:
-                    near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
-                sent += bucket.gather_bytes() + again * near
-                sent += 0 if bucket.frozen else passes * bucket.reduce_bytes()
-        return sent + all_reduce_bytes(
-            8 * (len(self.sharding.gradients.used) + 2), self.sharding.gradients.gradient_comm.ranks
-        )
+        return self.sharding.bytes_per_step(passes)

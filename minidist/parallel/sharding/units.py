@@ -43,8 +43,7 @@ class Unit:
         """Launch the all-gathers, unless they were. ahead: while something else computes."""
         if not self.present:
             for bucket in self.buckets:
-                bucket.comm.blocking = not ahead
-                bucket.gather()
+                bucket.gather(blocking=not ahead)
             self.present = True
 
     def show(self, hold: bool = False) -> None:

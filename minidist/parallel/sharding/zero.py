@@ -1,4 +1,5 @@
-"""ZeRO, stages 1 and 2: each rank keeps the optimizer's state only for its share of the parameters.
+"""ZeRO, stages 1 and 2, for a loop that the user writes: each rank keeps the optimizer's state only for its
+share.
 
 Every rank has the whole model and computes on its rows, as in data parallelism. But a rank updates only the
 n-th of the parameters that it owns: a reduce-scatter brings it that share of the gradients, summed; it
@@ -12,28 +13,29 @@ share of them.
 | stage 1 | 4 | 4 | 8 / n |
 | stage 2 | 4 | 4 / n | 8 / n |
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 5.1, 5.2 and 7.1.
+The work is done in whole_parameters.py. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models", sections 5.1, 5.2 and 7.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from minidist._arguments import is_whole
 from minidist.comm.work import Group
-from minidist.parallel.contract.engine import requires_closure
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.guards.refusals import require_optimizer
+from minidist.parallel.flat.joined_messages import broadcast_together, require_same
+from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, require_free
+from minidist.parallel.guards.refusals import refuse_meta, require_optimizer
 from minidist.parallel.sharding.arguments import check_zero_arguments
 from minidist.parallel.sharding.consolidated_state import consolidated, load
-from minidist.parallel.sharding.partition import Partition
-from minidist.parallel.sharding.reduce_to_owner import ShardAssignment
-from minidist.parallel.sharding.reducer import Reducer
-from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.sharding.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute
 
@@ -98,28 +100,53 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(params, **defaults)
         require_optimizer(self.inner, "optimizer_class")
         refuse_unshareable(type(self.inner))
-        gradient_comm = GradientComm.over(group)
-        self.stage, self.group = stage, gradient_comm.group
+        over, row = GradientComm.over(group), ROWS[stage]
+        self.stage, self.group = stage, over.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self.partition = Partition(self.inner, self.param_groups, gradient_comm, stage, bucket_mb, master)
+        self._join(self._named(), over)
+        self.partition = WholeParameters(
+            self._named,
+            row,
+            over,
+            OptimizerSlices(self.inner, master),
+            self.param_groups,
+            bucket_mb=bucket_mb,
+            leaves_grad=row.gradients,
+        )
         self._consolidated: dict[str, Any] | None = None
-        self._is_reduced = False  # the optimizer has the sums of this step's gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; they get rank 0's values. A collective."""
         super().add_param_group(param_group)
         if hasattr(self, "partition"):  # torch's own __init__ calls this too
-            added = self.param_groups[-1]
-            self.inner.add_param_group({**added})
-            self.partition.add(added["params"])
+            self.inner.add_param_group({**self.param_groups[-1]})
+            added = len(self.param_groups[-1]["params"])
+            self._join(self._named()[-added:], self.partition.gradient_comm)
+            self.partition.reattach()
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """The groups' parameters, with names for messages."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return [(f"number {i} of params, of shape {tuple(p.shape)},", p) for i, p in enumerate(parameters)]
+
+    @staticmethod
+    def _join(named: Sequence[tuple[str, nn.Parameter]], over: GradientComm) -> None:
+        """Give new parameters rank 0's values, if they may be shared."""
+        for _, parameter in named:
+            if parameter.layout is not torch.strided:
+                raise ValueError(
+                    f"params has one of layout {parameter.layout}, which cannot be dealt out; "
+                    "give dense parameters (their gradients may be sparse)"
+                )
+        require_free(named, shared_with=[DATA_PARALLEL, ZERO])
+        refuse_meta("params", named)
+        if over.ranks > 1:
+            require_same("parameters", named, over.group)
+            broadcast_together([parameter for _, parameter in named], over.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and in stage 2 their sums."""
-        self._is_reduced = False
-        self.partition.slices.drop_gradients()
-        self.partition.reducer.recover()
-        if self.partition.reducer.assignment is not None:
-            self.partition.reducer.assignment.begin()
+        self.partition.forget_sums()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -130,39 +157,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         calls it itself; each call but the first then also sends the all-gather. options: further arguments
         of the optimizer's own `step`.
         """
-        own, calls, self._consolidated = closure is not None and requires_closure(self.inner), 0, None
-
-        def evaluate() -> Any:
-            nonlocal calls
-            if calls:  # the optimizer has changed this rank's share since
-                self.partition.updated()
-            calls += 1
-            return self._sum(closure)
-
-        loss = None if own else self._sum(closure)
-
-        # Update this rank's share.
-        self.partition.give_options()
-        returned = self.partition.slices.step(**options, **({"closure": evaluate} if own else {}))
-
-        # Publish it: an all-gather of each bucket (`Bucket.gather`).
-        self.partition.updated()
-        self.partition.slices.drop_gradients()
-        self.partition.reducer.settled().begin()
-        return returned if own else loss
-
-    def _sum(self, closure: Callable[[], Any] | None) -> Any:
-        """Sum the gradients: a reduce-scatter of each bucket brings this rank its share (`Bucket.reduce`)."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        if not self._is_reduced:
-            self.take(self.reducer().synchronize())
-        elif self.partition.reducer.pending:
-            raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
-        self._is_reduced = False
+        self._consolidated = None
+        self.give_options()
+        loss = self.partition.update(closure, **options)
+        self.take_options()
         return loss
 
-    @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.
 
@@ -171,40 +171,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
         """
-        check_max_norm("max_norm", max_norm)
-        check_norm_type(norm_type)
-        if not self._is_reduced:
-            self.synchronize()
-        gradients = self.partition.slices.gradients()
-        norm = global_norm(gradients, True, self.partition.gradient_comm.share_group, norm_type)
-        if (factor := clip_factor(norm, max_norm)) != 1:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return norm
+        return self.partition.clip_grad_norm(max_norm, norm_type)
 
     def synchronize(self) -> None:
         """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
-        self.take(self.reducer().synchronize())
-
-    def take(self, assignment: ShardAssignment) -> None:
-        """Give the optimizer this rank's share of the summed gradients, for the next `step`."""
-        self.partition.slices.give_gradients(assignment.used.tolist())
-        self._is_reduced = True
-
-    def reducer(self) -> Reducer[ShardAssignment]:
-        """The reducer of the parameters that get gradients now."""
-        if self.partition.replaced:
-            raise RuntimeError(
-                "this ZeroOptimizer's parameters have been given to another since; step with that one"
-            )
-        self.partition.follow_changes()
-        return self.partition.reducer
-
-    def __getattr__(self, name: str) -> Any:
-        if "partition" not in vars(self):  # torch's own __init__ asks
-            raise AttributeError(name)
-        self.partition.give_options()
-        return own_attribute(self.inner, name, self.partition.updated)
+        self.partition.give_gradients(self.partition.current().synchronize())
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all. A collective."""
@@ -218,10 +189,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used, and totals. In stage 2 each further backward pass sends all but the all-gather. For hybrid
         sharding see `FullyShard.bytes_per_step`.
         """
-        assignment = self.partition.reducer.assignment
-        if assignment is None:
-            raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        return assignment.bytes_sent() + sum(bucket.gather_bytes() for bucket in self.partition.buckets)
+        return self.partition.bytes_per_step()
+
+    # Options go to the optimizer of this rank's slices, and what it sets comes back.
+
+    def give_options(self) -> None:
+        """Give the optimizer the options of the groups."""
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            its.update({key: value for key, value in mine.items() if key != "params"})
+
+    def take_options(self) -> None:
+        """Take the options that the optimizer has set."""
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({key: value for key, value in its.items() if key != "params"})
+
+    def __getattr__(self, name: str) -> Any:
+        if "partition" not in vars(self):  # torch's own __init__ asks
+            raise AttributeError(name)
+        self.give_options()
+
+        def after() -> None:
+            self.take_options()
+            self.publish()
+
+        return own_attribute(self.inner, name, after)
 
     # To save and to load: the state of a plain optimizer of the same parameters.
 

@@ -11,7 +11,7 @@ copies and Adam's two moments take: Rajbhandari et al. 2020, "ZeRO", section 3.1
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -38,6 +38,37 @@ def own_attribute(optimizer: torch.optim.Optimizer, name: str, then: Callable[[]
     return call
 
 
+def master_of(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    """A copy of a parameter in another dtype; itself if it has that dtype, or no floating-point one."""
+    if dtype in (None, parameter.dtype) or not parameter.is_floating_point():
+        return parameter
+    return parameter_like(parameter, parameter.detach().to(dtype))
+
+
+def optimizer_of_masters(
+    parameters: Sequence[nn.Parameter], make: MakeOptimizer, dtype: torch.dtype | None
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """The optimizer that `make` makes of the parameters' masters, and these; without a dtype themselves."""
+    masters = [master_of(parameter, dtype) for parameter in parameters]
+    optimizer = make(masters)
+    require_optimizer(optimizer)
+    known = set(map(id, masters))
+    if dtype and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer did not use the parameters that it was called with, which are float32 copies of "
+            "the model's; give a function of its parameters, such as "
+            "functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    return optimizer, masters
+
+
+def follow_own_methods(optimizer: torch.optim.Optimizer, then: Callable[..., object]) -> None:
+    """Call `then` after each method that is the optimizer's own, such as a schedule-free one's `train`."""
+    for name in {*dir(type(optimizer))} - {*dir(torch.optim.Optimizer)}:
+        if not name.startswith("_"):
+            setattr(optimizer, name, own_attribute(optimizer, name, then))
+
+
 class MasterWeights(torch.optim.Optimizer):
     """An optimizer whose parameters are copies, in another dtype, of the model's parameters.
 
@@ -58,25 +89,10 @@ class MasterWeights(torch.optim.Optimizer):
         self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, dtype: torch.dtype = torch.float32
     ) -> None:
         self.parameters, self._dtype = [*parameters], dtype
-        self.masters = [self._master(parameter, dtype) for parameter in self.parameters]
         self.factor = 1.0  # the next step multiplies the cast gradients by this, then resets it to 1
-        self.inner = make(self.masters)
-        require_optimizer(self.inner)
+        self.inner, self.masters = optimizer_of_masters(self.parameters, make, dtype)
         super().__init__(self.masters or [{"params": []}], {})
         self._follow()
-        known = set(map(id, self.masters))
-        if any(id(p) not in known for group in self.param_groups for p in group["params"]):
-            raise ValueError(
-                "optimizer did not use the parameters that it was called with, which are float32 copies of "
-                "the model's; give a function of its parameters, such as "
-                "functools.partial(torch.optim.AdamW, lr=3e-4)"
-            )
-
-    @staticmethod
-    def _master(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-        if not parameter.is_floating_point() or parameter.dtype == dtype:
-            return parameter
-        return parameter_like(parameter, parameter.detach().to(dtype))
 
     def __getattr__(self, name: str) -> Any:
         if "inner" not in vars(self):
@@ -137,7 +153,7 @@ class MasterWeights(torch.optim.Optimizer):
             return  # torch calls this from its constructor, when the wrapped optimizer already has its groups
         given: Any = param_group["params"]
         parameters: list[Any] = [given] if isinstance(given, Tensor) else [*given]
-        masters = [self._master(parameter, self._dtype) for parameter in parameters]
+        masters = [master_of(parameter, self._dtype) for parameter in parameters]
         self.inner.add_param_group({**param_group, "params": masters})
         self.parameters += parameters
         self.masters += masters

@@ -1,0 +1,241 @@
+"""`Sharded`: how an engine's data-parallel ranks train one model together, whatever each of them keeps.
+
+The table decides (residency.py): data parallelism and ZeRO 1 to 3 are this one strategy with four rows. It
+tells the parameters which backward pass is a step's last, sums weight and loss, and lets the optimizer update
+this rank's slices. How gradients become sums is in whole_parameters.py, or, where parameters are not whole,
+in sharded_parameters.py; where each part of the state lies is in state_by_name.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
+from minidist.parallel.contract.training_state import model_tensors, names_of
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.sharding.arguments import check_bucket_mb
+from minidist.parallel.sharding.memory_source import memory_source
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.sharding.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.shared_parameters import SharedParameters
+from minidist.parallel.sharding.state_by_name import StateByName
+from minidist.parallel.sharding.units import weakly
+from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
+from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
+from minidist.parallel.training.master_weights import follow_own_methods, optimizer_of_masters
+
+Options = Mapping[str, Any]
+
+
+class Sharded(Strategy):
+    """Trains a model over the ranks of a group, each of which keeps what a row of the table says.
+
+    residency: the row. options: where parameters are whole, of `DataParallel` (bucket_mb, overlap,
+    compression, algorithm, broadcast_buffers); otherwise of `FullyShard`, such as offload. master: the dtype
+    in which the optimizer updates copies of the parameters; None for no copies. gradient_comm: the ranks;
+    None for all.
+
+    Attributes:
+        shared: the parameters and the way they are shared. slices: this rank's part of them for the
+        optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: MakeOptimizer,
+        residency: Residency,
+        options: Options | None = None,
+        master: torch.dtype | None = None,
+        gradient_comm: GradientComm | None = None,
+    ) -> None:
+        self.model, self.residency = model, residency
+        self.gradient_comm = over = gradient_comm or GradientComm(None)
+        self.group, self.sharded, self.gathers = over.group, not residency.state, not residency.parameters
+        if self.sharded:
+            self.share_group, self.owners = over.share_group, over.owners
+        make = self._share_whole if residency.parameters else self._share_shards
+        self.shared: SharedParameters
+        self.shared, group_names = make(optimizer, options or {}, master)
+        self.slices = self.shared.slices
+        self.optimizer = self.slices.optimizer
+        self._state = StateByName(model, self.shared, group_names)
+
+    def _share_whole(
+        self, make: MakeOptimizer, options: Options, master: torch.dtype | None
+    ) -> tuple[WholeParameters, list[list[str]]]:
+        """Share parameters that stay whole, and the names in each of the optimizer's groups."""
+        if self.sharded and options.get("compression") is not None:
+            raise ValueError(
+                f"compression is {options['compression']!r} and the optimizer's state is shared, so "
+                "gradients are reduced to their owners as they are; use zero=0 for compressed ones"
+            )
+        model, over = self.model, self.gradient_comm
+        over.algorithm = options.get("algorithm", "auto")
+        check_bucket_mb(bucket_mb := options.get("bucket_mb", 25))
+        start_equal(model, over)
+        # An owner of everything gives the optimizer the parameters, or their masters; a share comes later.
+        parameters = [*model.parameters()]
+        optimizer, masters = optimizer_of_masters(parameters, make, master if self.residency.state else None)
+        slices = OptimizerSlices(optimizer, master, whole=self.residency.state)
+        if self.residency.state:
+            slices.own(parameters, masters)
+        else:
+            refuse_unshareable(type(optimizer))
+        names = dict(zip(masters, map(names_of(model).__getitem__, parameters), strict=True))
+        shared = WholeParameters(
+            model.named_parameters,
+            self.residency,
+            over,
+            slices,
+            [{"params": [*group["params"]]} for group in optimizer.param_groups],
+            model,
+            bucket_mb,
+            options.get("overlap", True),
+            compression_of(options.get("compression")),
+            broadcast_buffers=options.get("broadcast_buffers", False),
+            average=False,  # the engine weights them
+        )
+        if self.sharded or master is not None:
+            follow_own_methods(optimizer, weakly(shared.publish))
+        return shared, [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+    def _share_shards(
+        self, make: MakeOptimizer, options: Options, master: torch.dtype | None
+    ) -> tuple[ShardedParameters, list[list[str]]]:
+        """Share parameters of which each rank keeps its shards, and the names in each of the groups."""
+        rest = dict(options)
+        memory = memory_source(rest.pop("offload", False))
+        shared = ShardedParameters(
+            self.model, make, self.residency, self.gradient_comm, memory, master=master, average=False, **rest
+        )
+        return shared, shared.groups.names
+
+    # The passes of a step.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's rows: a collective where its parameters are gathered."""
+        return self.shared.forward(*args, **kwargs)
+
+    def ready(self) -> None:
+        """Prepare a pass, as `forward` does."""
+        self.shared.ready()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self.shared.forget()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients add up on this rank and nothing is sent, where the row keeps them whole."""
+        return self.shared.no_sync()
+
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Have the next backward pass complete the gradients, and sum weight and loss over the ranks."""
+        self.shared.begin_final_backward((weight, loss_sum), waits)
+
+    def synchronize(self) -> tuple[float, float]:
+        """Complete the gradients; return weight and loss, summed over the ranks."""
+        return self.shared.synchronize()
+
+    # The gradients, and the update.
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradients; in flat tensors where it is a share."""
+        return self.slices.gradients()
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each parameter's gradient, a share flat; none of parameters that no rank
+        used."""
+        return self._state.named_gradients()
+
+    def gradient_boxes(self) -> Iterator[TensorBox]:
+        """Boxes of this rank's part of the gradients."""
+        return self._state.gradient_boxes()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply this rank's part of the gradients, and what compression has kept back of them."""
+        self.shared.rescale(factor)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients that `update` takes, but not what compression has kept back of them."""
+        self.shared.rescale(factor, kept=False)
+
+    def drop(self) -> None:
+        """Forget the gradients of a step that is skipped, and what compression has kept back of them."""
+        self.zero_grad()
+        self.shared.clear()
+
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update this rank's slices; afterwards every rank computes with everyone's."""
+        self.shared.update(closure)
+
+    def bytes_per_step(self) -> int:
+        """Bytes that a rank sends in a step with one pass; see the class that has the options."""
+        return self.shared.bytes_per_step()
+
+    # The state.
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under all its names, then the buffers; a collective where parameters are
+        gathered."""
+        if not isinstance(self.shared, ShardedParameters):
+            yield from super().whole()
+            return
+        aliases: dict[Tensor, list[str]] = {}
+        others = []
+        own = {*self.model.parameters()}
+        for name, value in model_tensors(self.model).items():
+            if value in own:
+                aliases.setdefault(value, []).append(name)
+            else:
+                others.append((name, value.detach()))
+        for parameter in self.shared.whole():
+            for alias in aliases[parameter]:
+                yield alias, parameter.detach().clone()  # its unit's memory is given back
+        yield from others
+
+    def held(self) -> ResidentTensors:
+        """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
+        rounds = self.shared.rounds
+        own = [p.grad for p in self.model.parameters() if p.grad is not None]
+        state = self.optimizer.state.values()
+        return ResidentTensors(
+            self.shared.resident(),
+            [*own, *(rounds.tensors() if rounds is not None else [])],
+            [
+                *self.slices.masters(),
+                *self._state.masters.values(),
+                *(v for each in state for v in each.values() if isinstance(v, Tensor)),
+            ],
+            [*self.model.buffers()],
+        )
+
+    def chunks(self) -> Iterator[TensorBox]:
+        """Boxes of this rank's part of the training state."""
+        return self._state.boxes()
+
+    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
+        """Let masters begin with these values, whole where a backward pass has yet to deal the parameters."""
+        self._state.begin_masters(exact)
+        if not self._state.waiting():
+            super().begin_masters(exact)
+
+    def settings(self) -> dict[str, Any]:
+        """The optimizer's groups, the numbers in its state, and the gradients' order once it is known."""
+        return self._state.settings()
+
+    def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the groups of `settings`, and make room for the optimizer state."""
+        self._state.load_settings(settings, state)
+
+    def loaded(self) -> None:
+        """Publish what was loaded, and join slices whose state agrees."""
+        self._state.loaded()

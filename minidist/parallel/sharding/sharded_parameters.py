@@ -1,0 +1,337 @@
+"""Parameters of which each rank keeps an n-th: gathered unit by unit, reduced as the backward pass leaves
+units.
+
+The model is cut into units (cut_into_units.py), such as transformer blocks, and a unit's parameters are whole
+only while it is used (unit_runtime.py). The gradients of shards are complete only once all ranks know which
+parameters were used. And in half precision, units are gathered from rounded copies of what the optimizer
+updates. A loop may call the optimizer's own `step` and `zero_grad`, so hooks on them do both.
+
+Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import group_table
+from minidist.comm.errors import CollectiveError
+from minidist.comm.transport.algorithm_choice import choose
+from minidist.parallel.compression.compressor import all_reduce_bytes
+from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm, Messages
+from minidist.parallel.flat.joined_messages import broadcast_together, require_same
+from minidist.parallel.guards.ownership import FULLY_SHARD, claim, refuse_other_optimizers
+from minidist.parallel.sharding.cut_into_units import Units, build
+from minidist.parallel.sharding.gradient_rounds import GradientRounds
+from minidist.parallel.sharding.memory_source import MemorySource
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.sharding.shared_parameters import SharedParameters
+from minidist.parallel.sharding.unit_runtime import UnitRuntime
+from minidist.parallel.sharding.units import Unit, weakly
+from minidist.parallel.training.clipping import guard
+from minidist.parallel.training.elementwise_optimizers import require_elementwise
+from minidist.parallel.training.master_weights import follow_own_methods
+
+
+class ShardedParameters(SharedParameters):
+    """A model of which this rank keeps its shards, and the optimizer that updates them.
+
+    Making it is a collective, and takes the values of the module's parameters. The arguments are those of
+    `FullyShard`. average: gradients become means over the ranks, and not sums.
+    """
+
+    rounds: GradientRounds
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: type[torch.optim.Optimizer] | MakeOptimizer,
+        residency: Residency,
+        gradient_comm: GradientComm,
+        memory: MemorySource,
+        *,
+        units: Units = None,
+        initialize: Callable[[nn.Module], object] | None = None,
+        prefetch: bool | None = None,
+        master: torch.dtype | None = None,
+        average: bool = True,
+        **defaults: Any,
+    ) -> None:
+        self.residency, self.gradient_comm, self.group = residency, gradient_comm, gradient_comm.group
+        if gradient_comm.ranks > 1:
+            state = [*module.named_parameters(), *module.named_buffers()]
+            require_same("parameters and buffers", state, self.group)
+        self.groups = FlatParameterGroups(make_optimizer, module, defaults)
+        require_elementwise(type(self.groups.optimizer))
+        self.units = build(module, units, gradient_comm, initialize, memory, master)
+        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
+        for parameter in module.parameters():
+            parameter.grad = None  # the first step would add to an old one
+        broadcast_together([*module.buffers()], self.group)
+        self.parameters = [*module.parameters()]
+        self._names = [name for name, _ in module.named_parameters()]
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
+        for bucket in self.buckets:
+            if not bucket.frozen:
+                self.slices.add(bucket, self.groups.of)
+        self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
+        self.optimizer: torch.optim.Optimizer = self.slices.optimizer
+        if prefetch is None:
+            values = (bucket.values for bucket in self.buckets)
+            how = {choose("all_gather", "auto", gradient_comm.share_group, each, True) for each in values}
+            prefetch = how != {"shared_memory"}
+        self.waiting, self.masters, self.orders = [], {}, None
+        self._op = "mean" if average else "sum"
+        self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
+        self._accumulates = False  # whole gradients add up on this rank, in `grad`
+        self.is_complete = False  # all ranks know which were used, and no backward pass has come since
+        self.used = bytearray(len(self.parameters))  # for each parameter: has it had a gradient on this rank?
+        self.rounds = self._new_rounds()
+        called = weakly(self.reduce), weakly(self.wait), weakly(self.follow_changes)
+        self.runtime = UnitRuntime(self.units, *called, self.group, prefetch)
+        self._stepping = False  # the optimizer's step is called from here
+        self._watch(self.optimizer)
+        self.slices.guarded_by(weakly(self._why_not_clipped))
+        guard(self.parameters, weakly(self._why_hidden))
+        refuse_other_optimizers(self)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer's own methods complete the gradients before, and publish after."""
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_own_method))
+        optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
+        follow_own_methods(optimizer, weakly(self._after_own_method))
+
+    def pieces(self) -> list[nn.Parameter]:
+        """This rank's shards as the optimizer takes them, including those that it leaves out."""
+        return [each.tensor for each in self.slices.all]
+
+    def name_of(self, param_index: int) -> str:
+        """A parameter's name in the module."""
+        return self._names[param_index]
+
+    # The runtime calls these: before a pass, and as the backward pass leaves units.
+
+    def follow_changes(self) -> None:
+        """Begin with gradients of parameters that were frozen when this was made."""
+        if group_table.is_alone:
+            raise RuntimeError("it calls a model of which ZeRO 3 keeps parts on the other ranks")
+        frozen = [bucket for bucket in self.buckets if bucket.frozen]
+        self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])
+
+    def thaw(self, buckets: Sequence[Bucket]) -> None:
+        """Make room for the gradients and the optimizer state of frozen buckets. A collective."""
+        if buckets:
+            for bucket in buckets:
+                dtype, device = self.slices.master or bucket.dtype, bucket.shard.device
+                bucket.frozen, bucket.reduced = False, self.slices.memory.zeros(bucket.share, dtype, device)
+                self.slices.add(bucket, self.groups.of)
+            self.groups.begin((each.group, each.tensor) for each in self.slices.all)
+            self.wait()
+            self.rounds = self._new_rounds()
+
+    def _new_rounds(self) -> GradientRounds:
+        """Rounds, with memory for the gradients of the buckets that are not frozen. A collective."""
+        trained = [bucket for bucket in self.buckets if not bucket.frozen]
+        return GradientRounds(self.parameters, trained, self.gradient_comm, self.residency, self._op)
+
+    def reduce(self, unit: Unit, ahead: bool) -> None:
+        """Launch the round of a unit's buckets, which are complete. ahead: while something else computes."""
+        if self._accumulates:
+            return
+        self.is_complete, over = False, self.gradient_comm
+        for bucket in unit.buckets:
+            if bucket.frozen:
+                continue
+            self._fill(bucket)
+            messages = bucket.reduce(blocking=not ahead)
+            if over.hybrid is not None:  # do not wait for the sum over copies
+                (self._last if ahead else messages).advance()
+                self._last = messages
+            elif not ahead:
+                messages.complete()
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Move the gradients of the parameters to the bucket."""
+        bucket.complete()
+        bucket.borrow()
+        views, grads = [], []
+        for view, parameter, index in zip(bucket.views, bucket.parameters, bucket.param_indices, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                view.zero_()
+                continue
+            views.append(view)
+            grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
+            self.used[index] |= self.gradient_comm.counts
+            parameter.grad = None
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def wait(self) -> None:
+        """Wait for all reductions."""
+        for bucket in self.rounds.buckets:
+            bucket.complete()
+
+    # A step.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, whose units are gathered as it calls them. A collective."""
+        try:
+            return self.runtime.root.module(*args, **kwargs)
+        except BaseException:
+            with suppress(CollectiveError):  # if a peer is gone, the first error says so
+                self.runtime.abandon()
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, whole gradients add up on this rank, if the residency keeps them whole."""
+        self._accumulates = self.residency.gradients
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
+        """Keep the totals for `synchronize`, which sums them."""
+        self._own = totals
+
+    def synchronize(self) -> tuple[float, float]:
+        """Complete the gradients; returns the totals, summed over the ranks."""
+        weight, loss = self.sum_over_ranks(self._own)
+        return weight, loss
+
+    def sum_over_ranks(self, totals: Sequence[float | Tensor] = ()) -> list[float]:
+        """Complete the gradients, with up to two numbers that are summed too; see
+        `FullyShard.synchronize`."""
+        self.runtime.finish()
+        rounds = self.rounds
+        unused = [index for index, used in enumerate(self.used) if not used]
+        rounds.fill_tail(unused, [*totals, 0.0, 0.0][:2])
+        rounds.send_tail().complete()
+        counted: list[float] = rounds.tail.tolist()
+        self.slices.give_gradients(counted[:-2])
+        self.is_complete = True
+        return counted[-2:]
+
+    def complete(self, steps: bool = False) -> None:
+        """Complete the gradients, unless no backward pass has come since they were."""
+        if not self.is_complete:
+            self.sum_over_ranks()
+
+    def publish(self) -> None:
+        """Round masters to the shards, which the next pass gathers."""
+        self.slices.round_masters()
+        self.runtime.changed()
+
+    def updated(self) -> None:
+        """Keep the gradients: `zero_grad` forgets them."""
+
+    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """See `SharedParameters.update`."""
+        self._stepping = True
+        try:
+            return super().update(closure, **options)
+        finally:
+            self._stepping = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as the optimizer's method of this name does."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradients; the next ones are the first."""
+        self.wait()
+        self.rounds.begin()
+        self.used, self.is_complete = bytearray(len(self.used)), False
+        self.runtime.forget_copies()
+        self.slices.drop_gradients()
+
+    def resident(self) -> list[Tensor]:
+        """The shards, and what is gathered now."""
+        parts = ((bucket.shard, bucket.values, bucket.secondary) for bucket in self.buckets)
+        return [tensor for part in parts for tensor in part if tensor is not None]
+
+    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
+        """Make room for the state of parameters that are frozen."""
+        frozen = [bucket for bucket in self.buckets if bucket.frozen]
+        self.thaw([b for b in frozen if any(self.name_of(i) in saved for i in b.param_indices)])
+
+    def bytes_per_step(self, passes: int = 1) -> int:
+        """Bytes that this rank sends in a step of so many passes; see `FullyShard.bytes_per_step`."""
+        sent = 0
+        for unit in self.units:
+            for bucket in unit.buckets:
+                again = passes * (2 - (unit is self.units[0])) - 1
+                near = bucket.gather_bytes()
+                if bucket.secondary is not None:
+                    near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
+                sent += bucket.gather_bytes() + again * near
+                sent += 0 if bucket.frozen else self.residency.reductions(passes) * bucket.reduce_bytes()
+        return sent + all_reduce_bytes(8 * len(self.rounds.tail), self.gradient_comm.ranks)
+
+    # The whole model, between steps.
+
+    def whole(self) -> Iterator[Tensor]:
+        """Every parameter, gathered one unit at a time. A collective."""
+        for unit in self.units:
+            unit.show()
+            try:
+                yield from (parameter for bucket in unit.buckets for parameter in bucket.parameters)
+            finally:
+                unit.free()
+
+    @contextmanager
+    def summon(self) -> Iterator[None]:
+        """Inside, all parameters are whole; what is written to this rank's shares stays. A collective."""
+        self.runtime.gather_all()
+        try:
+            yield
+        finally:
+            try:
+                with torch.no_grad():
+                    for bucket in self.buckets:
+                        bucket.refuse_reassigned()
+                        written = bucket.values[bucket.own].to(bucket.shard.device)
+                        self.slices.overwrite(bucket, written)
+                self.runtime.forget_copies()
+            finally:
+                for unit in self.units:
+                    unit.free()
+
+    # What a loop around the optimizer may do with it.
+
+    def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping:
+            return
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise RuntimeError("the optimizer of shards takes no closure; give it to the FullyShard's step()")
+        if self.slices.memory.longest is not None:
+            raise RuntimeError(
+                "the optimizer's state lies on disk, and its own step() would bring all of it to memory; "
+                "call the FullyShard's step()"
+            )
+        self.complete()
+
+    def _after_own_method(self, *_: Any) -> None:
+        if not self._stepping:
+            self.publish()
+
+    def _why_not_clipped(self, whole: bool) -> str | None:
+        """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
+        if not self.is_complete:
+            return "parameters has shards of a FullyShard, whose gradients are not complete"
+        return "parameters has shards of a FullyShard, and sharded is False" if whole else None
+
+    def _why_hidden(self, whole: bool) -> str:
+        return "parameters has a module's inside a FullyShard, which get no gradients"
