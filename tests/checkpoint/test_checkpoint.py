@@ -19,7 +19,7 @@ import minidist as md
 from minidist.checkpoint import state_dict
 from minidist.cli import train
 from minidist.model import MLP
-from minidist.parallel.sharding import reduce_to_owner
+from minidist.parallel.sharding import gradient_rounds
 from minidist.parallel.sharding.units import Unit
 from tests.helpers import contract
 
@@ -161,7 +161,7 @@ def train_backwards(
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Three steps, saved at `stop` or resumed there; and the most buckets beyond the two that have memory."""
     more = 0
-    view = reduce_to_owner.ShardAssignment.view
+    view = gradient_rounds.GradientRounds.view
 
     def watched(self: Any, param_index: int) -> Tensor:
         nonlocal more
@@ -173,7 +173,7 @@ def train_backwards(
     engine = md.prepare(Backwards(9 * resume), contract.ADAMW, layout, data_parallel=buckets)
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_to_owner.ShardAssignment, "view", watched)
+        patch.setattr(gradient_rounds.GradientRounds, "view", watched)
         if resume:
             md.load(engine, path)
         for step in range(3):

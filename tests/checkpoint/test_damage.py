@@ -23,7 +23,7 @@ import minidist as md
 from minidist.checkpoint import checkpoints, folders, index, state, state_dict, writing
 from minidist.model import MLP, Sampler
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.sharding.sharded import Sharded
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
@@ -485,8 +485,8 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
             if fault == "full":  # like a full disk: a file cannot grow
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
             elif fault == "missing":
-                chunks = Replicated.chunks
-                patch.setattr(Replicated, "chunks", lambda self: list(moved(chunks(self))))
+                chunks = Sharded.chunks
+                patch.setattr(Sharded, "chunks", lambda self: list(moved(chunks(self))))
             elif fault == "forgotten":
                 write = writing.write_boxes
 

@@ -22,16 +22,15 @@ from minidist.checkpoint import folders, writing
 from minidist.cli.train import TrainConfig, train
 from minidist.comm.launching.launch import launch
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.sharding.data_parallel_strategy import Replicated
-from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
+from minidist.parallel.sharding.sharded import Sharded
 
 PLACES = {
     "step": (Engine, "step"),
     "time": (Engine, "step"),
-    "backward 0": (Replicated, "begin_final_backward"),
-    "backward 1": (ShardedState, "begin_final_backward"),
-    "backward 2": (ShardedState, "begin_final_backward"),
-    "backward 3": (FullySharded, "begin_final_backward"),
+    "backward 0": (Sharded, "begin_final_backward"),
+    "backward 1": (Sharded, "begin_final_backward"),
+    "backward 2": (Sharded, "begin_final_backward"),
+    "backward 3": (Sharded, "begin_final_backward"),
     "write": (writing, "write_boxes"),
     "rename": (folders, "put_in_place"),
 }

@@ -18,7 +18,7 @@ from minidist import comm
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.engine import parameter_placement
 from minidist.parallel.flat.gradient_comm import Done, GradientComm
-from minidist.parallel.sharding.sharded_strategies import FullySharded, ShardedState
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.training.clipping import global_norm
 from tests.helpers import contract
@@ -187,9 +187,9 @@ def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
         sent[call.group] += call.bytes_sent
     strategy: Any = engine.strategy
     sharded = layout.zero == 3
-    formula = strategy.parallel.bytes_per_step(layout.micro_batches) if sharded else 0
+    formula = strategy.bytes_per_step(layout.micro_batches) if sharded else 0
     formula = formula or strategy.optimizer.bytes_per_step()
-    buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.buckets]
+    buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.shared.buckets]
     return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.parameters))
 
 
@@ -278,9 +278,9 @@ def test_secondary_shares_take_an_nth_more(cluster_of: Clusters) -> None:
 def without_the_sum_over_the_copies(patch: pytest.MonkeyPatch) -> None:
     start = GradientComm.start
 
-    def wrong(self: GradientComm, collective: Any, *arguments: Any) -> Any:
+    def wrong(self: GradientComm, collective: Any, *arguments: Any, **options: Any) -> Any:
         over_copies = self.hybrid is not None and arguments[-1] is self.hybrid[1]
-        return Done(arguments[0]) if over_copies else start(self, collective, *arguments)
+        return Done(arguments[0]) if over_copies else start(self, collective, *arguments, **options)
 
     patch.setattr(GradientComm, "start", wrong)
 
@@ -292,8 +292,7 @@ def with_every_copys_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_every_copys_norm_on_a_mesh(patch: pytest.MonkeyPatch) -> None:
-    for kind in (ShardedState, FullySharded):
-        patch.setattr(kind, "owners", property(lambda _: 99, lambda *_: None))
+    patch.setattr(Sharded, "owners", property(lambda _: 99, lambda *_: None))
 
 
 def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
 from minidist.parallel.engine import parameter_placement, partition_model, staged_passes, training_step
-from minidist.parallel.sharding import data_parallel_strategy
+from minidist.parallel.sharding import sharded
 from minidist.parallel.tensor import column_parallel
 from tests.helpers import contract
 
@@ -133,7 +133,7 @@ def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
 def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
     """Before gradients are summed over the data-parallel ranks, each stage in an order of its own."""
     begin_final_backward, train = (
-        data_parallel_strategy.Replicated.begin_final_backward,
+        sharded.Sharded.begin_final_backward,
         staged_passes.StagedPasses.train,
     )
     engines: list[staged_passes.StagedPasses] = []
@@ -146,7 +146,7 @@ def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         staged_passes.StagedPasses, "train", lambda self, *a: (engines.append(self), train(self, *a))[1]
     )
-    patch.setattr(data_parallel_strategy.Replicated, "begin_final_backward", first)
+    patch.setattr(sharded.Sharded, "begin_final_backward", first)
     patch.setattr(staged_passes.StagedPasses, "summed", lambda _: None)
 
 

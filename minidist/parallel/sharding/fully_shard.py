@@ -99,7 +99,7 @@ class FullyShard(nn.Module):
         refuse_renormed(module)
         give_memory(module)
         self.module = module
-        self.sharding = ShardedParameters(
+        self.shared = ShardedParameters(
             module,
             optimizer_class,
             ZERO_3,
@@ -111,11 +111,11 @@ class FullyShard(nn.Module):
             master=master,
             **defaults,
         )
-        self.group, self.optimizer = self.sharding.group, self.sharding.optimizer
+        self.group, self.optimizer = self.shared.group, self.shared.optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch. Every rank takes part."""
-        return self.sharding.forward(*args, **kwargs)
+        return self.shared.forward(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's shards, including those that the optimizer leaves out."""
@@ -124,18 +124,18 @@ class FullyShard(nn.Module):
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards with names that number them."""
-        yield from ((f"shard.{number}", piece) for number, piece in enumerate(self.sharding.pieces()))
+        yield from ((f"shard.{number}", piece) for number, piece in enumerate(self.shared.pieces()))
 
     def named_shards(self) -> Iterator[tuple[str, range, Tensor]]:
         """This rank's part of each parameter: its name, which elements of it, flattened, and their values.
 
         To write values use `summon`.
         """
-        yield from self.sharding.named_ranges()
+        yield from self.shared.named_ranges()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.sharding.forget()
+        self.shared.forget()
 
     def synchronize(self, *totals: float | Tensor) -> list[float]:
         """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
@@ -143,14 +143,14 @@ class FullyShard(nn.Module):
         Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
         parameters.
         """
-        return self.sharding.sum_over_ranks(totals)
+        return self.shared.sum_over_ranks(totals)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """The optimizer's step on this rank's shards; the next pass gathers the result.
 
         closure: computes the gradients anew, for an optimizer that requires one.
         """
-        self.sharding.update(closure)
+        self.shared.update(closure)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.
@@ -160,7 +160,7 @@ class FullyShard(nn.Module):
 
         max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
         """
-        return self.sharding.clip_grad_norm(max_norm, norm_type)
+        return self.shared.clip_grad_norm(max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class FullyShard(nn.Module):
 
         Each rank takes its own shard back, so write the same values, in place, on all ranks.
         """
-        with self.sharding.summon():
+        with self.shared.summon():
             yield self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -204,4 +204,4 @@ class FullyShard(nn.Module):
         2 (n - 1) / n 8 (P + 2) for all n ranks. The first pass, which settles the order, sends 48 (n - 1) / n
         a unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it again.
         """
-        return self.sharding.bytes_per_step(passes)
+        return self.shared.bytes_per_step(passes)

@@ -23,7 +23,7 @@ from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.sharding.residency import ROWS, Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.state_by_name import StateByName
@@ -74,9 +74,10 @@ class Sharded(Strategy):
     ) -> tuple[WholeParameters, list[list[str]]]:
         """Share parameters that stay whole, and the names in each of the optimizer's groups."""
         if self.sharded and options.get("compression") is not None:
+            zero = next(number for number, row in ROWS.items() if row == self.residency)
             raise ValueError(
-                f"compression is {options['compression']!r} and the optimizer's state is shared, so "
-                "gradients are reduced to their owners as they are; use zero=0 for compressed ones"
+                f"compression is {options['compression']!r} with zero={zero} in the layout, which reduces "
+                "gradients to their owners as they are; use zero=0 for compressed ones"
             )
         model, over = self.model, self.gradient_comm
         over.algorithm = options.get("algorithm", "auto")
@@ -177,9 +178,9 @@ class Sharded(Strategy):
         """Update this rank's slices; afterwards every rank computes with everyone's."""
         self.shared.update(closure)
 
-    def bytes_per_step(self) -> int:
-        """Bytes that a rank sends in a step with one pass; see the class that has the options."""
-        return self.shared.bytes_per_step()
+    def bytes_per_step(self, passes: int = 1) -> int:
+        """Bytes that a rank sends in a step of so many passes; see the class that has the options."""
+        return self.shared.bytes_per_step(passes)
 
     # The state.
 

@@ -92,6 +92,7 @@ class ShardedParameters(SharedParameters):
         self.waiting, self.masters, self.orders = [], {}, None
         self._op = "mean" if average else "sum"
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
+        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
         self.is_complete = False  # all ranks know which were used, and no backward pass has come since
         self.used = bytearray(len(self.parameters))  # for each parameter: has it had a gradient on this rank?
@@ -200,7 +201,8 @@ class ShardedParameters(SharedParameters):
         try:
             yield
         finally:
-            self._accumulates = False
+            self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._accumulates = False
 
     def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
         """Keep the totals for `synchronize`, which sums them."""

@@ -23,7 +23,7 @@ from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.residency import Residency
-from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_gradients
 
 
 class SharedParameters(ABC):
@@ -98,8 +98,8 @@ class SharedParameters(ABC):
             gradient.mul_(factor)
 
     @abstractmethod
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step with one pass."""
+    def bytes_per_step(self, passes: int = 1) -> int:
+        """Bytes that this rank sends in a step of so many forward and backward passes."""
 
     # What the state asks for.
 
@@ -152,7 +152,6 @@ class SharedParameters(ABC):
         self.updated()
         return loss
 
-    @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; returns the norm before.
 
@@ -161,13 +160,8 @@ class SharedParameters(ABC):
         check_max_norm("max_norm", max_norm)
         check_norm_type(norm_type)
         self.complete()
-        gradients = self.slices.gradients()
-        is_shared = not self.residency.state
-        norm = global_norm(gradients, is_shared, self.gradient_comm.share_group, norm_type)
-        if (factor := clip_factor(norm, max_norm)) != 1:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return norm
+        is_shared, over = not self.residency.state, self.gradient_comm.share_group
+        return clip_gradients(self.slices.gradients(), max_norm, is_shared, over, norm_type)
 
     def named_ranges(self) -> Iterator[tuple[str, range, Tensor]]:
         """This rank's part of each parameter: its name, which elements of it, flattened, and their values."""

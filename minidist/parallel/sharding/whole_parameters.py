@@ -78,6 +78,7 @@ class WholeParameters(SharedParameters):
         self.replaced = False  # another set has been made of the same parameters
         self.reducer: Reducer | None = None  # None where there is nobody to share with
         self._before: GradientRounds | None = None  # the next rounds continue it
+        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._is_reduced = False  # the slices have the sums of this step's gradients
         self._attach()
 
@@ -405,7 +406,7 @@ class WholeParameters(SharedParameters):
         """The parameters, whole."""
         return [parameter for _, parameter in self._named()]
 
-    def bytes_per_step(self) -> int:
+    def bytes_per_step(self, passes: int = 1) -> int:
         """Bytes that this rank sends in a step with one backward pass, once a first one has made the
         buckets."""
         if self.reducer is None:
@@ -413,7 +414,7 @@ class WholeParameters(SharedParameters):
         if self.reducer.rounds is None:
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
         published = 0 if self.residency.state else sum(bucket.gather_bytes() for bucket in self.buckets)
-        return self.reducer.rounds.bytes_sent() + published
+        return self.residency.reductions(passes) * self.reducer.rounds.bytes_sent() + published
 
 
 def agree_on_order(

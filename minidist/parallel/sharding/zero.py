@@ -20,6 +20,7 @@ Training Trillion Parameter Models", sections 5.1, 5.2 and 7.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,9 +104,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         over, row = GradientComm.over(group), ROWS[stage]
         self.stage, self.group = stage, over.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        self._join(self._named(), over)
-        self.partition = WholeParameters(
-            self._named,
+        _join(_named(self.param_groups), over)
+        self.shared = WholeParameters(
+            partial(_named, self.param_groups),  # not a method: hooks would keep this alive
             row,
             over,
             OptimizerSlices(self.inner, master),
@@ -118,35 +119,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; they get rank 0's values. A collective."""
         super().add_param_group(param_group)
-        if hasattr(self, "partition"):  # torch's own __init__ calls this too
+        if hasattr(self, "shared"):  # torch's own __init__ calls this too
             self.inner.add_param_group({**self.param_groups[-1]})
             added = len(self.param_groups[-1]["params"])
-            self._join(self._named()[-added:], self.partition.gradient_comm)
-            self.partition.reattach()
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """The groups' parameters, with names for messages."""
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return [(f"number {i} of params, of shape {tuple(p.shape)},", p) for i, p in enumerate(parameters)]
-
-    @staticmethod
-    def _join(named: Sequence[tuple[str, nn.Parameter]], over: GradientComm) -> None:
-        """Give new parameters rank 0's values, if they may be shared."""
-        for _, parameter in named:
-            if parameter.layout is not torch.strided:
-                raise ValueError(
-                    f"params has one of layout {parameter.layout}, which cannot be dealt out; "
-                    "give dense parameters (their gradients may be sparse)"
-                )
-        require_free(named, shared_with=[DATA_PARALLEL, ZERO])
-        refuse_meta("params", named)
-        if over.ranks > 1:
-            require_same("parameters", named, over.group)
-            broadcast_together([parameter for _, parameter in named], over.group)
+            _join(_named(self.param_groups)[-added:], self.shared.gradient_comm)
+            self.shared.reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and in stage 2 their sums."""
-        self.partition.forget_sums()
+        self.shared.forget_sums()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -159,7 +140,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._consolidated = None
         self.give_options()
-        loss = self.partition.update(closure, **options)
+        loss = self.shared.update(closure, **options)
         self.take_options()
         return loss
 
@@ -171,15 +152,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
         """
-        return self.partition.clip_grad_norm(max_norm, norm_type)
+        return self.shared.clip_grad_norm(max_norm, norm_type)
 
     def synchronize(self) -> None:
         """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
-        self.partition.give_gradients(self.partition.current().synchronize())
+        self.shared.give_gradients(self.shared.current().synchronize())
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all. A collective."""
-        self.partition.publish()
+        self.shared.publish()
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step with one backward pass, once a first one has made the buckets.
@@ -189,7 +170,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used, and totals. In stage 2 each further backward pass sends all but the all-gather. For hybrid
         sharding see `FullyShard.bytes_per_step`.
         """
-        return self.partition.bytes_per_step()
+        return self.shared.bytes_per_step()
 
     # Options go to the optimizer of this rank's slices, and what it sets comes back.
 
@@ -204,7 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             mine.update({key: value for key, value in its.items() if key != "params"})
 
     def __getattr__(self, name: str) -> Any:
-        if "partition" not in vars(self):  # torch's own __init__ asks
+        if "shared" not in vars(self):  # torch's own __init__ asks
             raise AttributeError(name)
         self.give_options()
 
@@ -220,13 +201,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bring the whole state to rank `to` of the group; the others send it their shares. A collective."""
         if not is_whole(to):
             raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
-        self._consolidated = consolidated(self.partition, to)
+        self._consolidated = consolidated(self.shared, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a plain optimizer of all parameters, after `consolidate_state_dict` to this rank."""
         if self._consolidated is None:
             raise RuntimeError(
-                f"the state is spread over {self.partition.gradient_comm.ranks} ranks; let every rank call "
+                f"the state is spread over {self.shared.gradient_comm.ranks} ranks; let every rank call "
                 "consolidate_state_dict(to) first, and rank `to` state_dict()"
             )
         return self._consolidated
@@ -236,5 +217,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         state_dict: the same on all ranks; it may come from another number of ranks.
         """
-        load(self.partition, state_dict)
+        load(self.shared, state_dict)
         self._consolidated = None
+
+
+def _named(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+    """The groups' parameters, with names for messages."""
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return [(f"number {i} of params, of shape {tuple(p.shape)},", p) for i, p in enumerate(parameters)]
+
+
+def _join(named: Sequence[tuple[str, nn.Parameter]], over: GradientComm) -> None:
+    """Give new parameters rank 0's values, if they may be shared."""
+    for _, parameter in named:
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"params has one of layout {parameter.layout}, which cannot be dealt out; "
+                "give dense parameters (their gradients may be sparse)"
+            )
+    require_free(named, shared_with=[DATA_PARALLEL, ZERO])
+    refuse_meta("params", named)
+    if over.ranks > 1:
+        require_same("parameters", named, over.group)
+        broadcast_together([parameter for _, parameter in named], over.group)

@@ -10,7 +10,7 @@ Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural net
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,9 +85,16 @@ def clip_grad_norm(
         if reason is not None:
             raise ValueError(f"{reason}; call its clip_grad_norm(max_norm)")
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return clip_gradients(gradients, max_norm, sharded, group, norm_type)
+
+
+@torch.no_grad()
+def clip_gradients(
+    gradients: Sequence[Tensor], max_norm: float, sharded: bool, group: Group, norm_type: float
+) -> float:
+    """Shorten gradients whose `global_norm` is above `max_norm`, in place, and return the norm before."""
     norm = global_norm(gradients, sharded, group, norm_type)
-    factor = clip_factor(norm, max_norm)
-    if factor != 1:
+    if (factor := clip_factor(norm, max_norm)) != 1:
         for gradient in gradients:
             gradient.mul_(factor)
     return norm

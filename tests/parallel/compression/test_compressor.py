@@ -15,8 +15,8 @@ from minidist import comm
 from minidist.model import MLP, Sampler, accuracy, dataset
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
-from minidist.parallel.sharding import bucket_assignment
 from tests.helpers import contract
+from tests.helpers.step_bytes import bytes_of_a_step
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -114,7 +114,7 @@ def applied_and_kept(compression: Compression, dtype: torch.dtype) -> tuple[Tens
         model.synchronize()
         exact += gradients.mean(0)
         applied += torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    plan = model.reducer.assignment
+    plan = model.reducer.rounds
     kept = torch.zeros(numel, dtype=dtype)
     starts = dict(zip(range(3), (0, 108, 115), strict=True))
     for bucket, reduction in zip(plan.buckets, plan.reductions, strict=True):
@@ -190,8 +190,8 @@ def test_bytes_are_the_formulas(cluster_of: Clusters, ranks: int, bucket_mb: flo
         engine.step(*batch)
         with comm.ledger() as ledger:
             engine.step(*batch)
-        predicted = bucket_assignment.bytes_per_step(model, md.size(), **options)  # type: ignore[arg-type]
-        return ledger.bytes_sent, engine.strategy.parallel.bytes_per_step(), predicted
+        predicted = bytes_of_a_step(model, md.size(), **options)  # type: ignore[arg-type]
+        return ledger.bytes_sent, engine.strategy.bytes_per_step(), predicted
 
     sizes = {}
     for name, compression in COMPRESSIONS.items():

@@ -13,7 +13,7 @@ import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.contract.memory_report import Memory, Storages, count, size
 from minidist.parallel.contract.strategy import ResidentTensors
-from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import activation_memory
 
 Clusters = Callable[[int], md.Cluster]
@@ -203,13 +203,13 @@ def elements_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_gradients(patch: pytest.MonkeyPatch) -> None:
-    whole = Replicated.held
+    whole = Sharded.held
 
-    def wrong(self: Replicated) -> ResidentTensors:
+    def wrong(self: Sharded) -> ResidentTensors:
         found = whole(self)
         return ResidentTensors(found.parameters, [], found.optimizer, found.buffers)
 
-    patch.setattr(Replicated, "held", wrong)
+    patch.setattr(Sharded, "held", wrong)
 
 
 @pytest.mark.parametrize("fault", [each_tensor_counts, elements_count, without_gradients])

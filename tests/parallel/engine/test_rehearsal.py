@@ -20,7 +20,7 @@ from minidist.checkpoint import saving
 from minidist.comm import ledgers
 from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal, training_step
-from minidist.parallel.sharding import partition
+from minidist.parallel.sharding import whole_parameters
 from minidist.parallel.training.random_off import RandomOff
 from tests.helpers.clocks import HANG
 
@@ -635,7 +635,7 @@ def test_planted_faults_of_the_engine_are_seen(cluster_of: Clusters) -> None:
             if fault == "factor":
                 patch.setattr(training_step, "clip_factor", lambda norm, most: 0.5)
             elif fault == "publish":
-                patch.setattr(partition.Partition, "publish", lambda _: None)
+                patch.setattr(whole_parameters.WholeParameters, "publish", lambda _: None)
             layout = PARSE("dp=2,zero=1")
             engine = md.prepare(net(), SGD, layout, functional.mse_loss, clip_norm=9.0, rehearse=True)
             try:

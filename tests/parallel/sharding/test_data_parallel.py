@@ -18,8 +18,10 @@ from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy
 from minidist.model.matmul import Linear
 from minidist.parallel.compression import compressor
-from minidist.parallel.sharding import bucket_assignment, reducer
+from minidist.parallel.sharding import reducer, whole_parameters
+from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from tests.helpers import contract
+from tests.helpers.step_bytes import bytes_of_a_step
 
 Clusters = Callable[[int], md.Cluster]
 ADAMW = contract.ADAMW
@@ -201,7 +203,7 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Average over ranks and not over rows: wrong where shares differ in size."""
     synchronize = reducer.Reducer.synchronize
 
-    def wrong(self: reducer.Reducer) -> bucket_assignment.GradientAssignment:
+    def wrong(self: reducer.Reducer) -> GradientRounds:
         for parameter in self.parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(13 / md.size() / ROWS[md.size()][md.rank()])
@@ -211,12 +213,12 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_order_on_one_rank(patch: pytest.MonkeyPatch) -> None:
-    agree = bucket_assignment.agree_on_order
+    agree = whole_parameters.agree_on_order
 
     def wrong(*arguments: Any) -> list[int]:
         return agree(*arguments)[:: 1 - 2 * md.rank()]
 
-    patch.setattr(bucket_assignment, "agree_on_order", wrong)
+    patch.setattr(whole_parameters, "agree_on_order", wrong)
 
 
 def without_what_backward_left(patch: pytest.MonkeyPatch) -> None:
@@ -285,8 +287,8 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
         engine.step(inputs, targets)  # the ranks agree on the buckets
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
-        exact = engine.strategy.parallel.bytes_per_step()
-        predicted = bucket_assignment.bytes_per_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
+        exact = engine.strategy.bytes_per_step()
+        predicted = bytes_of_a_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
         return ledger.bytes_sent, exact, predicted, len(ledger.calls), *sizes_of(model)
 
     for form in ("naive", "naive, overlapped", "buckets", "overlap", "small buckets"):

@@ -26,8 +26,9 @@ from minidist.parallel.flat.freed import FreedParameter
 from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
 from minidist.parallel.sharding import units as shard_units
-from minidist.parallel.sharding.sharded_strategies import FullySharded
-from minidist.parallel.sharding.unit_sharding import UnitSharding
+from minidist.parallel.sharding.residency import ZERO_3
+from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE, is_elementwise
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as others
@@ -169,7 +170,7 @@ def test_units_are_gathered_ahead_where_that_takes_no_core(cluster_of: Clusters)
         with comm.using("ring"):
             sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1))
         sharded.append(md.FullyShard(untied(0), torch.optim.SGD, lr=0.1, prefetch=True))
-        return [each.sharding.runtime.prefetch for each in sharded]
+        return [each.shared.runtime.prefetch for each in sharded]
 
     assert cluster_of(2).run(chosen) == [[False, True, True]] * 2
 
@@ -371,7 +372,7 @@ def test_evaluation_takes_ranks_without_rows(cluster_of: Clusters) -> None:
         first = engine.evaluate(inputs[share], targets[share])
         with torch.inference_mode():
             second = engine.evaluate(inputs[share], targets[share])
-        parallel = engine.strategy.parallel  # type: ignore[attr-defined]
+        parallel = engine.strategy.shared  # type: ignore[attr-defined]
         freed = [f.values.untyped_storage().nbytes() == 0 for u in parallel.units for f in u.buckets]
         engine.step(inputs, targets)
         return first, second, all(freed)
@@ -473,7 +474,7 @@ def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
                 nn.functional.cross_entropy(sharded(x), y).backward()
             except ArithmeticError:
                 if failing.fail == "forward":
-                    held += sum(f.values.untyped_storage().nbytes() for u in sharded.units for f in u.buckets)
+                    held += sum(b.values.untyped_storage().nbytes() for b in sharded.shared.buckets)
                 continue
             sharded.step()
         return sharded.state_dict(), held
@@ -496,13 +497,13 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) ->
         engine.step(inputs, targets)  # the ranks agree on the order
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
-        parallel = engine.strategy.parallel  # type: ignore[attr-defined]
+        parallel = engine.strategy.shared  # type: ignore[attr-defined]
         padded = sum(bucket.length for unit in parallel.units for bucket in unit.buckets)
         return (
             ledger.bytes_sent,
             parallel.bytes_per_step(micro_batches),
             padded,
-            len(parallel.sharding.gradients.used),
+            len(parallel.used),
         )
 
     for name, micro_batches in (("untied", 1), ("untied", 3), ("gpt", 2), ("odd", 1), ("experts", 1)):
@@ -543,8 +544,8 @@ WIDE = config("byte-tiny", vocabulary=16, context=8, layers=12, heads=2, width=3
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters, ahead: bool) -> None:
     def measure() -> tuple[list[int], int, int, int]:
-        strategy = FullySharded(GPT(WIDE, seed=0), ADAMW, {"prefetch": ahead})
-        parallel = strategy.parallel
+        strategy = Sharded(GPT(WIDE, seed=0), ADAMW, ZERO_3, {"prefetch": ahead})
+        parallel = strategy.shared
         most = 0
 
         def now(*_: Any) -> None:
@@ -552,7 +553,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
             gathered = sum(f.values.untyped_storage().nbytes() for u in parallel.units for f in u.buckets)
             most = max(most, gathered)
 
-        for part in parallel.module.modules():
+        for part in parallel.units[0].module.modules():
             part.register_forward_hook(now)
             part.register_full_backward_hook(now)
         tokens = torch.randint(0, 16, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -587,7 +588,7 @@ def test_a_model_made_on_meta_is_never_whole(cluster_of: Clusters, ranks: int) -
             sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
         whole = GPT(WIDE, seed=5).state_dict()
         same = all(torch.equal(whole[name], value) for name, value in sharded.state_dict().items())
-        unit = max(4 * bucket.length for unit in sharded.units for bucket in unit.buckets)
+        unit = max(4 * bucket.length for unit in sharded.shared.units for bucket in unit.buckets)
         return live.most, live.now, unit, same
 
     for most, kept, unit, same in cluster_of(ranks).run(make):
@@ -733,7 +734,7 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
             patch.setattr(shard_offload, "SLICE", 7 * 8)
             model = case.model(md.rank() + (not first) * 5)
             engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size(), zero=3), fully_shard=options)
-        parallel = engine.strategy.parallel  # type: ignore[attr-defined]
+        parallel = engine.strategy.shared  # type: ignore[attr-defined]
         moved: list[int] = []
         mapped = parallel.slices.memory._mapped
 
@@ -750,7 +751,7 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
             losses.append(engine.step(inputs[share], targets[share]))
         if first:
             md.save(engine, str(tmp_path / "saved"))
-        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.sharding.gradients.buckets]
+        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.rounds.buckets]
         on_disk = all(address in mapped for address in sums)
         return contract.Trained(losses, engine.full_state_dict()), moved, on_disk
 
@@ -879,13 +880,13 @@ def without_broadcast(patch: pytest.MonkeyPatch) -> None:
 
 def without_the_ranks_flags(patch: pytest.MonkeyPatch) -> None:
     """Parameters that no rank used are updated with gradients of zero."""
-    synchronize = UnitSharding.synchronize
+    synchronize = ShardedParameters.sum_over_ranks
 
-    def wrong(self: UnitSharding, totals: Any) -> Any:
-        self.gradients.used = bytearray(b"\1" * len(self.gradients.used))
+    def wrong(self: ShardedParameters, totals: Any = ()) -> Any:
+        self.used = bytearray(b"\1" * len(self.used))
         return synchronize(self, totals)
 
-    patch.setattr(UnitSharding, "synchronize", wrong)
+    patch.setattr(ShardedParameters, "sum_over_ranks", wrong)
 
 
 FAULTS = {

@@ -500,10 +500,10 @@ def test_gradients_are_stored_once(cluster_of: Clusters) -> None:
         storages = {
             p.grad.untyped_storage().data_ptr(): p.grad for p in model.parameters() if p.grad is not None
         }
-        held = {bucket.gradients.untyped_storage().data_ptr() for bucket in model.reducer.assignment.buckets}
+        held = {bucket.gradients.untyped_storage().data_ptr() for bucket in model.reducer.rounds.buckets}
         assert set(storages) == held
         parameters = sum(p.numel() for p in model.parameters())
-        return parameters, sum(b.gradients.numel() for b in model.reducer.assignment.buckets), len(storages)
+        return parameters, sum(b.gradients.numel() for b in model.reducer.rounds.buckets), len(storages)
 
     for set_to_none in (True, False):
         for parameters, elements, storages in cluster_of(2).run(measure, set_to_none):
@@ -529,7 +529,7 @@ def test_rank_0s_order_of_arrival_decides_the_buckets(cluster_of: Clusters) -> N
         model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
         model(torch.ones(1, 2)).sum().backward()
         model.synchronize()
-        return [bucket.param_indices for bucket in model.reducer.assignment.buckets]
+        return [bucket.param_indices for bucket in model.reducer.rounds.buckets]
 
     assert cluster_of(2).run(order) == [[[3, 1], [2, 0]]] * 2
 

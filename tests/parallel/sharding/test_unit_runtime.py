@@ -387,7 +387,7 @@ def test_a_recorded_backward_pass_holds_what_it_gathers(accumulates: bool) -> No
         else:
             (slope,) = torch.autograd.grad(first.sum(), x, create_graph=True)
         assert slope is not None
-        assert not isinstance(model, md.FullyShard) or any(unit.held for unit in model.units)
+        assert not isinstance(model, md.FullyShard) or any(unit.held for unit in model.shared.units)
         slope.square().sum().backward()
 
     plain = Two(0).double()
@@ -396,7 +396,7 @@ def test_a_recorded_backward_pass_holds_what_it_gathers(accumulates: bool) -> No
     sharded = md.FullyShard(Two(0).double(), torch.optim.SGD, lr=0.1)
     train(sharded)
     sharded.step()
-    assert not any(unit.held or unit.present for unit in sharded.units)
+    assert not any(unit.held or unit.present for unit in sharded.shared.units)
     with sharded.summon() as module:
         equal(module.state_dict(), plain.state_dict())
 

@@ -22,9 +22,10 @@ from minidist.comm.mesh import Mesh
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.sharding import reduce_to_owner, slice_state
+from minidist.parallel.sharding import gradient_rounds, optimizer_slices
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.sharded_strategies import ShardedState
+from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
 from tests.parallel.sharding import test_data_parallel as data_parallel
@@ -154,7 +155,7 @@ def test_groups_with_parameters_of_which_some_are_unused(cluster_of: Clusters, s
 def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters) -> None:
     def train(name: str, stage: int) -> contract.Trained:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slice_state, "SLICE_BYTES", 7 * 8)  # 7 elements
+            patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
             return contract.train_on_this_rank(CASES[name], md.Layout(dp=2, zero=stage))
 
     for name, stage in (("gpt", 1), ("unused", 2), ("adafactor", 1)):
@@ -191,9 +192,9 @@ def test_several_dtypes_no_elements_and_no_dimension(cluster_of: Clusters, stage
 def without_gathering_the_last_bucket(patch: pytest.MonkeyPatch) -> None:
     gather = Bucket.gather
 
-    def wrong(self: Bucket) -> None:
+    def wrong(self: Bucket, blocking: bool = False) -> None:
         if 0 not in self.param_indices:
-            gather(self)
+            gather(self, blocking)
 
     patch.setattr(Bucket, "gather", wrong)
 
@@ -207,13 +208,13 @@ def another_ranks_share(patch: pytest.MonkeyPatch) -> None:
 
 
 def means_for_sums(patch: pytest.MonkeyPatch) -> None:
-    make = reduce_to_owner.ShardAssignment.__init__
+    make = gradient_rounds.GradientRounds.__init__
 
-    def wrong(self: Any, *arguments: Any) -> None:
-        *others, _, before = arguments
-        make(self, *others, "mean", before)
+    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
+        *others, _, leaves_grad, compression, sparse = arguments
+        make(self, *others, "mean", leaves_grad, compression, sparse, **options)
 
-    patch.setattr(reduce_to_owner.ShardAssignment, "__init__", wrong)
+    patch.setattr(gradient_rounds.GradientRounds, "__init__", wrong)
 
 
 def without_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
@@ -269,8 +270,8 @@ def test_a_step_sends_what_data_parallelism_sends(cluster_of: Clusters, ranks: i
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         elements, parameters = sizes_of(model)
-        buckets = len(engine.optimizer.partition.buckets)
-        return ledger.bytes_sent, engine.optimizer.bytes_per_step(), elements, parameters, buckets
+        buckets = len(engine.strategy.shared.buckets)
+        return ledger.bytes_sent, engine.strategy.bytes_per_step(), elements, parameters, buckets
 
     for stage in (1, 2):
         for bucket_mb in (0, 0.0003, 25):
@@ -294,8 +295,8 @@ def test_stage_2_sends_more_for_each_micro_batch(cluster_of: Clusters) -> None:
         engine.step(inputs, targets)
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
-        zero = engine.optimizer
-        return ledger.bytes_sent, zero.bytes_per_step(), zero.partition.reducer.assignment.bytes_sent()
+        strategy = engine.strategy
+        return ledger.bytes_sent, strategy.bytes_per_step(), strategy.shared.rounds.bytes_sent()
 
     for sent, once, _ in cluster_of(2).run(count, 1):
         assert sent == once
@@ -324,7 +325,7 @@ def test_a_rank_keeps_its_share_and_no_more(cluster_of: Clusters, ranks: int) ->
                 parameter.grad = torch.zeros_like(parameter)
         alone.step()
         whole = storage_bytes(v for s in alone.state.values() for v in s.values())
-        buckets = engine.optimizer.partition.buckets
+        buckets = engine.strategy.shared.buckets
         largest = max(bucket.length for bucket in buckets) * 8
         grads = storage_bytes(held.gradients)
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -348,7 +349,7 @@ def test_a_rank_keeps_its_share_and_no_more(cluster_of: Clusters, ranks: int) ->
         case = CASES["adafactor"]
         engine = md.prepare(case.model(0), case.optimizer, md.Layout(dp=md.size(), zero=1))
         engine.step(*vectors(torch.Generator().manual_seed(0), 4))
-        return len(engine.optimizer.inner.state)
+        return len(engine.optimizer.state)
 
     assert sum(cluster_of(ranks).run(factored)) == 4
 
@@ -367,10 +368,10 @@ def test_gradients_are_freed_as_backward_goes(cluster_of: Clusters) -> None:
                 x.register_hook(lambda _: held.append(sum(p.grad is not None for p in model.parameters())))
             x.sum().backward()
             zero.step()
-        plan = zero.partition.reducer.assignment
+        plan = zero.shared.rounds
         assert plan is not None
-        assert len(zero.partition.buckets) == 12
-        private = [b for b in zero.partition.buckets if b.holds]
+        assert len(zero.shared.buckets) == 12
+        private = [b for b in zero.shared.buckets if b.holds]
         assert not private
         return [*held, storage_bytes(plan.tensors())]
 
@@ -531,8 +532,8 @@ def test_a_loaded_state_does_not_settle_the_order_of_gradients() -> None:
 
     one = train(None)
     other = train(one.state_dict())
-    assert [bucket.param_indices for bucket in other.partition.buckets] == [
-        bucket.param_indices for bucket in one.partition.buckets
+    assert [bucket.param_indices for bucket in other.shared.buckets] == [
+        bucket.param_indices for bucket in one.shared.buckets
     ]
     assert float(other.state_dict()["state"][0]["step"]) == 2
 
@@ -563,7 +564,7 @@ def test_parameters_that_are_added_thawed_and_scheduled(cluster_of: Clusters, st
             each[0].bias.requires_grad_(True)
             each[2].weight.requires_grad_(False)
         train_both(model, zero, peer_model, plain, 2)
-        assert zero.partition._before is None  # nor the memory of its buckets
+        assert zero.shared._before is None  # nor the memory of its buckets
         with pytest.raises(ValueError, match="more than one parameter group"):
             zero.add_param_group({"params": last.parameters()})
         zero.consolidate_state_dict()
@@ -748,7 +749,7 @@ def test_masters_keep_what_bfloat16_would_round_away(cluster_of: Clusters, stage
         for _ in range(8):
             weight.grad = torch.ones_like(weight)
             zero.step()
-        masters = [piece.tensor for piece in zero.partition.slices.all]
+        masters = [piece.tensor for piece in zero.shared.slices.all]
         assert all(m.dtype == torch.float32 for m in masters)
         return [weight.float().tolist(), torch.cat([*masters, torch.zeros(0)]).tolist()]
 
@@ -804,7 +805,7 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
         model, layout = case.model(md.rank()), md.Layout(dp=md.size())
         if not zero:
             return md.prepare(model, case.optimizer, layout, loss=case.loss)
-        sharded = ShardedState(model, case.optimizer, zero, {"bucket_mb": 0.0003}, master)
+        sharded = Sharded(model, case.optimizer, ROWS[zero], {"bucket_mb": 0.0003}, master)
         part = partition_model(model, layout, Mesh(dp=md.size()))
         return Engine(part, sharded, layout, case.loss, Precision("fp32"))
 
@@ -816,7 +817,7 @@ def test_chunks_are_the_whole_state_and_any_layout_goes_on_from_them(
         engine = strategy(zero)
         with pytest.MonkeyPatch.context() as patch:
             if name == "unused":
-                patch.setattr(slice_state, "SLICE_BYTES", 5 * 8)
+                patch.setattr(optimizer_slices, "SLICE_BYTES", 5 * 8)
             for batch in batches[:3]:
                 step(engine, batch)
             chunks, settings = [*whole_chunks(engine.strategy).values()], engine.strategy.settings()

@@ -17,7 +17,8 @@ from minidist.model import GPT, MLP, Sampler, accuracy, config, dataset
 from minidist.model.loss import cross_entropy
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.sharding.data_parallel_strategy import Replicated
+from minidist.parallel.sharding.residency import DATA_PARALLEL
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import LossScale, Precision
 
 Clusters = Callable[[int], md.Cluster]
@@ -30,7 +31,7 @@ def losses(precision: str, master: torch.dtype | None, steps: int = 200) -> Tens
     model = GPT(config("byte-tiny", context=16, width=32, heads=2), seed=0, dtype=torch.float32)
     chosen = Precision(precision, LossScale(2.0**12) if precision == "fp16" else None)
     chosen.convert(model)
-    strategy = Replicated(model, partial(torch.optim.AdamW, lr=1e-3), master=master)
+    strategy = Sharded(model, partial(torch.optim.AdamW, lr=1e-3), DATA_PARALLEL, master=master)
     layout = md.Layout(precision=precision)
     part = partition_model(model, layout, Mesh(dp=1))
     engine = Engine(part, strategy, layout, cross_entropy, chosen)
@@ -124,7 +125,7 @@ def test_masters_begin_with_the_float32_values(cluster_of: Clusters, ranks: int,
     assert all(count >= expected.state_dict()[name].numel() for name, count in seen.items())
 
 
-class Shares(Replicated):
+class Shares(Sharded):
     """Says that each rank has a share of the gradients: every second tensor."""
 
     sharded = True
@@ -133,13 +134,13 @@ class Shares(Replicated):
         return super().gradients()[comm.rank() :: comm.size()]
 
 
-def train_with_overflow(kind: type[Replicated]) -> list[tuple[float, int, bool, int, list[float]]]:
+def train_with_overflow(kind: type[Sharded]) -> list[tuple[float, int, bool, int, list[float]]]:
     """Five steps on two ranks; in the second a gradient overflows on rank 1, of the first layer's weight."""
     inputs, targets = vectors()
     model = mlp(md.rank())
     precision = Precision("fp16", LossScale(2.0**10, good_steps=2))
     precision.convert(model)
-    strategy = kind(model, partial(torch.optim.AdamW, lr=0.1), master=precision.master)
+    strategy = kind(model, partial(torch.optim.AdamW, lr=0.1), DATA_PARALLEL, master=precision.master)
     layout = md.Layout(dp=2, precision="fp16")
     part = partition_model(model, layout, Mesh(dp=2))
     engine = Engine(part, strategy, layout, cross_entropy, precision)
@@ -158,8 +159,8 @@ def train_with_overflow(kind: type[Replicated]) -> list[tuple[float, int, bool, 
     return history
 
 
-@pytest.mark.parametrize("kind", [Replicated, Shares])
-def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, kind: type[Replicated]) -> None:
+@pytest.mark.parametrize("kind", [Sharded, Shares])
+def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, kind: type[Sharded]) -> None:
     first, second = cluster_of(2).run(train_with_overflow, kind)
     assert first == second
     scales, skipped, changed, norms, _ = zip(*first, strict=True)
@@ -167,7 +168,7 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, kind:
     assert skipped == (0, 1, 1, 1, 1)
     assert changed == (True, False, True, True, True)
     # Agreeing costs a message only where a rank does not see all gradients; the first step tells the rows.
-    assert norms == ((1, 0, 0, 0, 0) if kind is Replicated else (2, 1, 1, 1, 1))
+    assert norms == ((1, 0, 0, 0, 0) if kind is Sharded else (2, 1, 1, 1, 1))
 
 
 def test_ranks_that_do_not_agree_go_apart(cluster_of: Clusters) -> None:
