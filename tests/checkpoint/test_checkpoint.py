@@ -166,7 +166,7 @@ def train_backwards(
     def watched(self: Any, param_index: int) -> Tensor:
         nonlocal more
         found = view(self, param_index)
-        more = max(more, sum(bucket.holds for bucket in self.buckets) - reduce_to_owner.TRANSIENT)
+        more = max(more, sum(bucket.holds for bucket in self.buckets) - gradient_rounds.TRANSIENT)
         return found
 
     buckets = {"bucket_mb": 0.009}  # of two layers

@@ -186,11 +186,9 @@ def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
     for call in ledger.calls:
         sent[call.group] += call.bytes_sent
     strategy: Any = engine.strategy
-    sharded = layout.zero == 3
-    formula = strategy.bytes_per_step(layout.micro_batches) if sharded else 0
-    formula = formula or strategy.optimizer.bytes_per_step()
+    formula = strategy.bytes_per_step(layout.micro_batches)
     buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.shared.buckets]
-    return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.parameters))
+    return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.shared.parameters))
 
 
 @cache

@@ -59,8 +59,8 @@ class Sharded(Strategy):
     ) -> None:
         self.model, self.residency = model, residency
         self.gradient_comm = over = gradient_comm or GradientComm(None)
-        self.group, self.sharded, self.gathers = over.group, not residency.state, not residency.parameters
-        if self.sharded:
+        self.group = over.group
+        if not residency.state:
             self.share_group, self.owners = over.share_group, over.owners
         make = self._share_whole if residency.parameters else self._share_shards
         self.shared: SharedParameters
@@ -68,6 +68,16 @@ class Sharded(Strategy):
         self.slices = self.shared.slices
         self.optimizer = self.slices.optimizer
         self._state = StateByName(model, self.shared, group_names)
+
+    @property
+    def sharded(self) -> bool:  # type: ignore[override]
+        """Whether this rank's update uses a share of the gradients."""
+        return not self.residency.state
+
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        """Whether a forward pass is a collective."""
+        return not self.residency.parameters
 
     def _share_whole(
         self, make: MakeOptimizer, options: Options, master: torch.dtype | None
@@ -106,7 +116,7 @@ class Sharded(Strategy):
             average=False,  # the engine weights them
         )
         if self.sharded or master is not None:
-            follow_own_methods(optimizer, weakly(shared.publish))
+            follow_own_methods(optimizer, weakly(shared.after_own_method))
         return shared, [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def _share_shards(
@@ -150,7 +160,7 @@ class Sharded(Strategy):
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradients; in flat tensors where it is a share."""
-        return self.slices.gradients()
+        return self.shared.gradients()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of each parameter's gradient, a share flat; none of parameters that no rank

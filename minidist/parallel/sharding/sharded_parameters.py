@@ -99,7 +99,6 @@ class ShardedParameters(SharedParameters):
         self.rounds = self._new_rounds()
         called = weakly(self.reduce), weakly(self.wait), weakly(self.follow_changes)
         self.runtime = UnitRuntime(self.units, *called, self.group, prefetch)
-        self._stepping = False  # the optimizer's step is called from here
         self._watch(self.optimizer)
         self.slices.guarded_by(weakly(self._why_not_clipped))
         guard(self.parameters, weakly(self._why_hidden))
@@ -108,9 +107,9 @@ class ShardedParameters(SharedParameters):
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
         optimizer.register_step_pre_hook(weakly(self._before_step))
-        optimizer.register_step_post_hook(weakly(self._after_own_method))
+        optimizer.register_step_post_hook(weakly(self.after_own_method))
         optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
-        follow_own_methods(optimizer, weakly(self._after_own_method))
+        follow_own_methods(optimizer, weakly(self.after_own_method))
 
     def pieces(self) -> list[nn.Parameter]:
         """This rank's shards as the optimizer takes them, including those that it leaves out."""
@@ -201,8 +200,7 @@ class ShardedParameters(SharedParameters):
         try:
             yield
         finally:
-            self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
-        self._accumulates = False
+            self._accumulates = False
 
     def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
         """Keep the totals for `synchronize`, which sums them."""
@@ -238,14 +236,6 @@ class ShardedParameters(SharedParameters):
 
     def updated(self) -> None:
         """Keep the gradients: `zero_grad` forgets them."""
-
-    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """See `SharedParameters.update`."""
-        self._stepping = True
-        try:
-            return super().update(closure, **options)
-        finally:
-            self._stepping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as the optimizer's method of this name does."""
@@ -314,7 +304,7 @@ class ShardedParameters(SharedParameters):
     # What a loop around the optimizer may do with it.
 
     def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stepping:
+        if self.updating:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise RuntimeError("the optimizer of shards takes no closure; give it to the FullyShard's step()")
@@ -324,10 +314,6 @@ class ShardedParameters(SharedParameters):
                 "call the FullyShard's step()"
             )
         self.complete()
-
-    def _after_own_method(self, *_: Any) -> None:
-        if not self._stepping:
-            self.publish()
 
     def _why_not_clipped(self, whole: bool) -> str | None:
         """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""

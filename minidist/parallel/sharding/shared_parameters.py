@@ -45,6 +45,7 @@ class SharedParameters(ABC):
     buckets: list[Bucket]
     slices: OptimizerSlices
     rounds: GradientRounds | None
+    updating = False  # the optimizer's step is under way
     waiting: list[int]
     masters: dict[Tensor, Tensor]
     orders: list[list[int]] | None
@@ -94,7 +95,7 @@ class SharedParameters(ABC):
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
-        for gradient in self.slices.gradients():
+        for gradient in self.gradients():
             gradient.mul_(factor)
 
     @abstractmethod
@@ -143,14 +144,27 @@ class SharedParameters(ABC):
             self.complete(steps=True)
             return loss
 
-        if owns_closure:
-            loss = self.slices.step(closure=evaluate, **options)
-        else:
-            loss = evaluate()
-            self.slices.step(**options)
+        self.updating = True
+        try:
+            if owns_closure:
+                loss = self.slices.step(closure=evaluate, **options)
+            else:
+                loss = evaluate()
+                self.slices.step(**options)
+        finally:
+            self.updating = False
         self.publish()
         self.updated()
         return loss
+
+    def after_own_method(self, *_: Any) -> None:
+        """Publish what a method of the optimizer's own has changed, unless its step calls that method."""
+        if not self.updating:
+            self.publish()
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the complete gradients."""
+        return self.slices.gradients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; returns the norm before.
@@ -161,7 +175,7 @@ class SharedParameters(ABC):
         check_norm_type(norm_type)
         self.complete()
         is_shared, over = not self.residency.state, self.gradient_comm.share_group
-        return clip_gradients(self.slices.gradients(), max_norm, is_shared, over, norm_type)
+        return clip_gradients(self.gradients(), max_norm, is_shared, over, norm_type)
 
     def named_ranges(self) -> Iterator[tuple[str, range, Tensor]]:
         """This rank's part of each parameter: its name, which elements of it, flattened, and their values."""

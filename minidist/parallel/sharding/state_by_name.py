@@ -51,6 +51,7 @@ class StateByName:
 
     def _gradients(self) -> Iterator[tuple[Tensor, ParameterRange, Tensor]]:
         """Each parameter with a gradient, which part of it this rank has, and that part."""
+        self._shared.gradients()  # from here on the slices have them
         for each in self._slices.all:
             grad = each.tensor.grad
             if grad is None:

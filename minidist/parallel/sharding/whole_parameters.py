@@ -79,7 +79,7 @@ class WholeParameters(SharedParameters):
         self.reducer: Reducer | None = None  # None where there is nobody to share with
         self._before: GradientRounds | None = None  # the next rounds continue it
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
-        self._is_reduced = False  # the slices have the sums of this step's gradients
+        self._is_reduced = self._is_given = False  # gradients are sums now; the slices have their part
         self._attach()
 
     # Hooks, on the parameters that get gradients.
@@ -104,7 +104,7 @@ class WholeParameters(SharedParameters):
         if self.residency.state and self.gradient_comm.ranks == 1:
             self.orders = None
             return
-        listed = [(self._names.get(p, "a parameter"), p) for p in self.parameters]
+        listed = [(self.name_of(index), p) for index, p in enumerate(self.parameters)]
         self.reducer = Reducer(listed, self.gradient_comm, self.overlap, weakly(self._first_round))
         self.reducer.syncing = syncing and not self.leaves_grad
         if not (self.average and self.residency.state):  # a reduction to owners takes the mean itself
@@ -168,8 +168,12 @@ class WholeParameters(SharedParameters):
         self._attach()
 
     def name_of(self, param_index: int) -> str:
-        """A parameter's name, for messages."""
-        return self._names[self.parameters[param_index]]
+        """A parameter's name, for messages; in a loop without a module its number."""
+        parameter = self.parameters[param_index]
+        name = self._names[parameter]
+        if self._module is None:
+            return f"number {name} of params, of shape {tuple(parameter.shape)},"
+        return name
 
     # Dealing: to buckets, in the order of a backward pass.
 
@@ -308,15 +312,14 @@ class WholeParameters(SharedParameters):
         Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
         the others' until it was the last one for all.
         """
+        self._is_reduced, self._is_given = True, False
         if self.reducer is None:
-            self.give_gradients(None)
             weight, loss = map(float, self._own)
             return weight, loss
         rounds = self.current().synchronize()
         while not self.residency.state and float(rounds.sums[2]) < self.gradient_comm.ranks:
             self.reducer.totals = (0.0, 0.0, 1.0)
             self.reducer.synchronize()
-        self.give_gradients(rounds)
         weight, loss = (rounds.sums if self.residency.state else rounds.totals).tolist()
         return weight, loss
 
@@ -334,15 +337,24 @@ class WholeParameters(SharedParameters):
     def complete(self, steps: bool = False) -> None:
         """Complete the gradients and give the slices their part, unless that is done. A collective."""
         if not self._is_reduced:
-            self.give_gradients(None if self.reducer is None else self.current().synchronize())
+            self.reduce()
         elif self.reducer is not None and self.reducer.pending:
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
+        self.gradients()
         self._is_reduced = not steps
 
-    def give_gradients(self, rounds: GradientRounds | None) -> None:
-        """Give the slices this rank's part of the sums."""
-        self.slices.give_gradients(() if rounds is None or self.residency.state else rounds.used.tolist())
-        self._is_reduced = True
+    def reduce(self) -> None:
+        """Make sure that a round has summed the gradients that came. A collective."""
+        if self.reducer is not None:
+            self.current().synchronize()
+        self._is_reduced, self._is_given = True, False
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums, which the slices get now if they have not."""
+        if self._is_reduced and not self._is_given:
+            self.slices.give_gradients(self.rounds.used.tolist() if self.rounds is not None else ())
+            self._is_given = True
+        return self.slices.gradients()
 
     def updated(self) -> None:
         """Forget the sums that the update has used."""
@@ -370,17 +382,16 @@ class WholeParameters(SharedParameters):
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
-        masters = self._is_reduced and self.slices.master is not None
-        if not self.residency.state or (masters and not kept):
+        if not self.residency.state or (self.slices.master is not None and not kept):
             super().rescale(factor)
-        elif self.rounds is not None:
+            return
+        if self.rounds is not None:
             self.rounds.rescale(factor, kept)
         else:
             for _, parameter in self._named():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        if masters and kept:
-            self.slices.give_gradients()
+        self._is_given = False  # masters take theirs anew
 
     def clear(self) -> None:
         """Drop the gradients in the buckets, and what compression has kept back of them."""

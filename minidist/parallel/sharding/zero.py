@@ -156,7 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
-        self.shared.give_gradients(self.shared.current().synchronize())
+        self.shared.reduce()
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all. A collective."""
@@ -222,9 +222,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _named(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
-    """The groups' parameters, with names for messages."""
+    """The groups' parameters with their numbers."""
     parameters = (parameter for group in groups for parameter in group["params"])
-    return [(f"number {i} of params, of shape {tuple(p.shape)},", p) for i, p in enumerate(parameters)]
+    return [(str(index), parameter) for index, parameter in enumerate(parameters)]
 
 
 def _join(named: Sequence[tuple[str, nn.Parameter]], over: GradientComm) -> None:

@@ -570,7 +570,7 @@ def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters
             for kind in ("parameters", "gradients", "optimizer")
         ]
         unit = max(bucket.length for u in parallel.units for bucket in u.buckets) * 4
-        elements = sum(p.numel() for p in parallel.module.parameters())
+        elements = sum(p.numel() for p in parallel.units[0].module.parameters())
         return held, most, unit, 4 * elements
 
     for (parameters, gradients, optimizer), most, unit, whole in cluster_of(4).run(measure):
