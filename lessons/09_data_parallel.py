@@ -377,7 +377,7 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `batch_gradients` | plain/data_parallel.py: [`train`](../minidist/plain/data_parallel.py) | parallel/sharding/data_parallel_strategy.py: [`Replicated`](../minidist/parallel/sharding/data_parallel_strategy.py) |
+# | `batch_gradients` | plain/data_parallel.py: [`train`](../minidist/plain/data_parallel.py) | parallel/sharding/sharded.py: [`Sharded`](../minidist/parallel/sharding/sharded.py) |
 # | `average_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel`](../minidist/parallel/sharding/data_parallel.py), which averages unless you give it the rows |
 #
 # The rung weighs each rank's loss by its rows, as you did, and so does the engine.

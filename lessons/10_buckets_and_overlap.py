@@ -439,7 +439,7 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `all_reduce_in_buckets` | plain/buckets.py: [`groups_of`](../minidist/plain/buckets.py), [`bucket_of`](../minidist/plain/buckets.py) | parallel/sharding/bucket_assignment.py: [`BucketAssignment`](../minidist/parallel/sharding/bucket_assignment.py) |
+# | `all_reduce_in_buckets` | plain/buckets.py: [`groups_of`](../minidist/plain/buckets.py), [`bucket_of`](../minidist/plain/buckets.py) | parallel/sharding/whole_parameters.py: [`WholeParameters`](../minidist/parallel/sharding/whole_parameters.py) |
 # | `reduce_in_backward` | plain/overlap.py: [`Bucket.arrived`](../minidist/plain/overlap.py) | parallel/sharding/reducer.py: [`Reducer.arrived`](../minidist/parallel/sharding/reducer.py) |
 # | `accumulate_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel.no_sync`](../minidist/parallel/sharding/data_parallel.py) |
 #

@@ -7,7 +7,7 @@ from torch import nn
 
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression, all_reduce_bytes
-from minidist.parallel.flat.joined_messages import MB, cut
+from minidist.parallel.flat.joined_messages import MB, deal_to_buckets
 
 TOTALS = 2  # rows and loss
 
@@ -23,7 +23,7 @@ def bytes_of_a_step(
         return 0
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parts, how = (
-        cut(parameters, reversed(range(len(parameters))), int(bucket_mb * MB)),
+        deal_to_buckets(parameters, reversed(range(len(parameters))), int(bucket_mb * MB)),
         compression_of(compression),
     )
     tail, total = len(parameters) + TOTALS, 0

@@ -21,7 +21,7 @@ from minidist._arguments import check_whole
 from minidist.comm.work import Group
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import MB, broadcast_together, cut, require_same
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, deal_to_buckets, require_same
 
 
 class LocalSGD(nn.Module):
@@ -88,7 +88,7 @@ class LocalSGD(nn.Module):
         if list(map(id, parameters)) != list(map(id, self._averaged)):
             self._averaged = parameters
             self._buckets = []
-            for indices in cut(parameters, range(len(parameters)), self._limit):
+            for indices in deal_to_buckets(parameters, range(len(parameters)), self._limit):
                 numel = sum(parameters[index].numel() for index in indices)
                 first = parameters[indices[0]]
                 flat = gradient_comm.zeros(numel, first.dtype, first.device)

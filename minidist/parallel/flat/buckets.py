@@ -188,7 +188,7 @@ class Bucket(BucketLayout):
         self._storage.resize_(0)
 
     @torch.no_grad()
-    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+    def load_from_rank0(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep this rank's share of rank 0's values of the parameters, and free the rest. A collective."""
         self.parameters = [*parameters]
         self._storage.resize_(self._bytes)

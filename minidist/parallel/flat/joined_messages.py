@@ -17,7 +17,7 @@ TOGETHER_BYTES = 25 * MB
 """Most bytes of tensors that `together` joins in one message; joining them copies as many bytes."""
 
 
-def cut(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[list[int]]:
+def deal_to_buckets(tensors: Sequence[Tensor], order: Iterable[int], limit: int) -> list[list[int]]:
     """Deal tensors to buckets of one dtype and device each; return the indices in each bucket.
 
     order: indices of tensors, in the order in which their gradients come; the buckets become complete in the
@@ -57,7 +57,7 @@ def broadcast_together(tensors: Sequence[Tensor], group: Group, source: int = 0)
 def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
     """Call `send`, which changes a tensor in place, on the tensors joined to flat ones of up to 25 MB."""
     with torch.no_grad():
-        for indices in cut(tensors, range(len(tensors)), TOGETHER_BYTES):
+        for indices in deal_to_buckets(tensors, range(len(tensors)), TOGETHER_BYTES):
             chosen = [tensors[index] for index in indices]
             if len(chosen) == 1:
                 send(chosen[0])

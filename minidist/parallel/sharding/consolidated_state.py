@@ -72,7 +72,7 @@ def load(partition: WholeParameters, state_dict: Mapping[str, Any]) -> None:
             partition.slices.optimizer.state[parameter] = dict(states[parameter])
         elif parameter in states:
             dealt[param_index] = states[parameter]
-    partition.slices.take(dealt)
+    partition.slices.load_whole_states(dealt)
 
 
 def _in_groups(partition: WholeParameters) -> list[nn.Parameter]:

@@ -147,6 +147,6 @@ def build(
             for _, parameter, ((holder, attribute), *_) in entries
         }
         for bucket in unit.buckets:
-            bucket.take([now[index] for index in bucket.param_indices])  # type: ignore[misc]
+            bucket.load_from_rank0([now[index] for index in bucket.param_indices])  # type: ignore[misc]
     initializer.fill_buffers(module)
     return found

@@ -31,7 +31,7 @@ from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ZERO, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
-from minidist.parallel.sharding.arguments import check_bucket_mb
+from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.sharding.residency import DATA_PARALLEL
 from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal

@@ -24,8 +24,8 @@ from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import require_free
 from minidist.parallel.guards.refusals import refuse_renormed
-from minidist.parallel.sharding.arguments import check_arguments
 from minidist.parallel.sharding.cut_into_units import Units
+from minidist.parallel.sharding.loop_arguments import check_arguments
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters

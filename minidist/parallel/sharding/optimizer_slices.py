@@ -303,7 +303,7 @@ class OptimizerSlices:
             )
         )
 
-    def take(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+    def load_whole_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Take this rank's part of the states of whole parameters, given by parameter index."""
         self.apart()
         for each in self.all:

@@ -20,7 +20,7 @@ from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.sharding.arguments import check_bucket_mb
+from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.residency import ROWS, Residency

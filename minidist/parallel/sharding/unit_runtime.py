@@ -87,7 +87,7 @@ class UnitRuntime:
         unit.show()
         if unit in of.units or not torch.is_grad_enabled():
             return None
-        inputs, hook = Inputs(args, kwargs), weakly(self.ended, of, unit, unit.calls)
+        inputs, hook = Inputs(args, kwargs), weakly(self.after_backward, of, unit, unit.calls)
         for tensor in inputs.seen:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return inputs.args, inputs.kwargs
@@ -108,8 +108,8 @@ class UnitRuntime:
             unit.free()
 
     def _watch(self, of: UnitPass, unit: Unit, outputs: Any, passed_on: set[int]) -> None:
-        """Have the backward pass call `need` when it comes to these outputs."""
-        hook = weakly(self.need, of, unit)
+        """Have the backward pass call `before_backward` when it comes to these outputs."""
+        hook = weakly(self.before_backward, of, unit)
         for _, tensor in tensors_in(outputs):
             if tensor.requires_grad and id(tensor) not in passed_on:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ class UnitRuntime:
         of.close(order, [unit.calls for unit in self.units])
         self._watch(of, of.units[0], outputs, set())
 
-    def need(self, of: UnitPass, unit: Unit, _: Tensor | None = None) -> None:
+    def before_backward(self, of: UnitPass, unit: Unit, _: Tensor | None = None) -> None:
         """The backward pass has come to a unit."""
         if not self._open:
             self._open, self._recorded = True, torch.is_grad_enabled()
@@ -179,7 +179,7 @@ class UnitRuntime:
     def _in_backward(self) -> bool:
         return self._backward is not None and torch._C._current_graph_task_id() != -1
 
-    def ended(self, of: UnitPass, unit: Unit, call: int, _: Tensor | None = None) -> None:
+    def after_backward(self, of: UnitPass, unit: Unit, call: int, _: Tensor | None = None) -> None:
         """The backward pass has left one of a unit's calls."""
         if of is not self._backward:
             return

@@ -28,7 +28,7 @@ from minidist.comm.work import bytes_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import MB, broadcast_together, cut, require_same
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, deal_to_buckets, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners
 from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
@@ -222,7 +222,7 @@ class WholeParameters(SharedParameters):
         if order and self.orders is not None:
             self.orders.append(order)
         if self.residency.state:
-            parts = cut(self.parameters, [index for index in order if index not in sparse], limit)
+            parts = deal_to_buckets(self.parameters, [index for index in order if index not in sparse], limit)
             self.buckets += [Bucket(part, self.parameters) for part in parts]
             return
         cut_anywhere = self.slices.cut_anywhere
@@ -230,7 +230,7 @@ class WholeParameters(SharedParameters):
             limit = max(limit, self.gradient_comm.owners * max(bytes_of(self.parameters[i]) for i in order))
         new = [
             Bucket(part, self.parameters, self.gradient_comm, cut_anywhere, name_of=weakly(self.name_of))
-            for part in cut(self.parameters, order, limit)
+            for part in deal_to_buckets(self.parameters, order, limit)
             if part
         ]
         number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
@@ -249,7 +249,7 @@ class WholeParameters(SharedParameters):
             self.masters.pop(self.parameters[index], None)
         self.buckets += new
         if states:
-            self.slices.take(states)
+            self.slices.load_whole_states(states)
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order: in another one, sums would add up in another order.

@@ -32,8 +32,8 @@ from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, require_free
 from minidist.parallel.guards.refusals import refuse_meta, require_optimizer
-from minidist.parallel.sharding.arguments import check_zero_arguments
 from minidist.parallel.sharding.consolidated_state import consolidated, load
+from minidist.parallel.sharding.loop_arguments import check_zero_arguments
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.whole_parameters import WholeParameters

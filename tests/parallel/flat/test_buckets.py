@@ -13,7 +13,7 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.joined_messages import broadcast_together, cut, require_same
+from minidist.parallel.flat.joined_messages import broadcast_together, deal_to_buckets, require_same
 
 Clusters = Callable[[int], md.Cluster]
 DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -30,7 +30,7 @@ def test_every_tensor_is_in_one_bucket_of_its_dtype(
     tensors = [torch.empty(size, dtype=dtype) for size, dtype in shapes]
     order = [*range(len(tensors))]
     random.shuffle(order)  # type: ignore[attr-defined]
-    parts = cut(tensors, order, limit)
+    parts = deal_to_buckets(tensors, order, limit)
     assert sorted(place for places in parts for place in places) == sorted(order)
     came = {place: when for when, place in enumerate(order)}
     complete = [max(came[place] for place in places) for places in parts]
@@ -44,10 +44,10 @@ def test_every_tensor_is_in_one_bucket_of_its_dtype(
 
 def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
     tensors = [torch.empty(size) for size in (2, 2, 9, 1, 3, 3)]
-    assert cut(tensors, range(6), limit=16) == [[0, 1], [2], [3, 4], [5]]
-    assert cut(tensors, reversed(range(6)), limit=10**6) == [[5, 4, 3, 2, 1, 0]]
-    assert cut(tensors, range(6), limit=0) == [[i] for i in range(6)]
-    assert cut([], [], limit=5) == []
+    assert deal_to_buckets(tensors, range(6), limit=16) == [[0, 1], [2], [3, 4], [5]]
+    assert deal_to_buckets(tensors, reversed(range(6)), limit=10**6) == [[5, 4, 3, 2, 1, 0]]
+    assert deal_to_buckets(tensors, range(6), limit=0) == [[i] for i in range(6)]
+    assert deal_to_buckets([], [], limit=5) == []
 
 
 def test_gradients_lie_one_after_the_other() -> None:
