@@ -183,7 +183,9 @@ class Placement:
             names = [name for name, entry in self.entries.items() if entry.stage == stage]
             kinds = [(self.entries[name].shape, self.entries[name].dtype) for name in names]
             shaped = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-            for indices in joined_messages.cut(shaped, range(len(names)), joined_messages.TOGETHER_BYTES):
+            for indices in joined_messages.deal_to_buckets(
+                shaped, range(len(names)), joined_messages.TOGETHER_BYTES
+            ):
                 sizes = [shaped[i].numel() for i in indices]
                 if stage == self.mesh.rank("pp"):
                     parts = [self._joined(names[i], own[names[i]]).detach().reshape(-1) for i in indices]

@@ -137,8 +137,7 @@ class GradientRounds:
         return bucket.views[self._at[param_index]]
 
     def place(self, param_index: int, scale: float) -> None:
-        """Bring a gradient to its bucket, multiplied by `scale`; sparse ones stay where no bucket has
-        them."""
+        """Bring a gradient to its bucket, multiplied by `scale`; a sparse one that is in none stays."""
         parameter, view = self.parameters[param_index], self.view(param_index)
         grad = parameter.grad
         if view is None or grad is None:
@@ -235,8 +234,7 @@ class GradientRounds:
         return [*(memory.flat for memory in self.memories), *own, *reduced]
 
     def bytes_sent(self) -> int:
-        """Bytes that a rank sends in a round, without sparse gradients: each bucket's reduction, and the
-        tail."""
+        """Bytes that a rank sends in a round, without sparse gradients."""
         ranks = self.gradient_comm.ranks
         if ranks == 1:
             return 0

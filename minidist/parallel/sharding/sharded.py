@@ -163,8 +163,7 @@ class Sharded(Strategy):
         return self.shared.gradients()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each parameter's gradient, a share flat; none of parameters that no rank
-        used."""
+        """This rank's part of each parameter's gradient, a share flat. Skips parameters that no rank used."""
         return self._state.named_gradients()
 
     def gradient_boxes(self) -> Iterator[TensorBox]:
@@ -195,8 +194,7 @@ class Sharded(Strategy):
     # The state.
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under all its names, then the buffers; a collective where parameters are
-        gathered."""
+        """Every parameter under all its names, and the buffers; a collective where `gathers`."""
         if not isinstance(self.shared, ShardedParameters):
             yield from super().whole()
             return

@@ -211,8 +211,7 @@ def _whole(name: str, tensor: Tensor) -> TensorBox:
 
 
 def _tensors(name: str, state: Mapping[str, Any]) -> Iterator[TensorBox]:
-    """The tensors in a parameter's optimizer state; one in a list, as LBFGS keeps, has its index in the
-    key."""
+    """The tensors in a parameter's state; one in a list, as LBFGS keeps, has its index in the key."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield _whole(f"optimizer.{name}.{key}", value)

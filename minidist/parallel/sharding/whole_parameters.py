@@ -72,6 +72,7 @@ class WholeParameters(SharedParameters):
         self.compression, self.average, self.leaves_grad = compression, average, leaves_grad
         if slices is not None:
             self.slices = slices
+        self._has_masters = slices is not None and slices.master is not None
         self._module, self._broadcast_buffers = module, broadcast_buffers
         self.parameters: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
         self.orders, self.buckets, self.masters = [], [], {}
@@ -88,17 +89,18 @@ class WholeParameters(SharedParameters):
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
         named = [*self._named()]
         self._names: dict[Tensor, str] = {p: name for name, p in reversed(named)}
-        trained = [p for _, p in named if p.requires_grad]
+        self._all = [p for _, p in named]
+        trained = [p for p in self._all if p.requires_grad]
         self._parts = [] if self._module is None else [*self._module.modules()]
-        self._known, self._trained = {id(p) for _, p in named}, self._trained_now()
+        self._known, self._trained = set(map(id, self._all)), self._trained_now()
         if self.residency.state:
             self.parameters, self.orders, self.buckets = trained, [], []
             claim(self, DATA_PARALLEL, trained)
         else:
             self._list(trained)
             self._hooked = set(map(id, trained))
-            guard([p for _, p in named], weakly(self._why_not_clipped))
-            self._replace_others([p for _, p in named])
+            guard(self._all, weakly(self._why_not_clipped))
+            self._replace_others(self._all)
         syncing = self.reducer is None or self.reducer.syncing
         self.reducer = None
         if self.residency.state and self.gradient_comm.ranks == 1:
@@ -132,16 +134,12 @@ class WholeParameters(SharedParameters):
     def _trained_now(self) -> list[Any]:
         """Values that change where a module or parameter is added, thawed, or converted to another dtype."""
         # module.parameters() would take 0.1 ms for a small transformer, and every step looks here.
-        if self._module is None:
-            parameters = [p for _, p in self._named()]
-        else:
-            parameters = [p for part in self._parts for p in part._parameters.values() if p is not None]
+        parameters = [p for part in self._parts for p in part._parameters.values() if p is not None]
         children = [id(child) for part in self._parts for child in part._modules.values()]
         return [(id(p), p.dtype, p.device) for p in parameters if p.requires_grad] + children
 
     def follow_changes(self) -> None:
-        """Make hooks and buckets for the parameters that get gradients from now on; refuse reassigned
-        data."""
+        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
         if self.residency.state:
             if self._trained_now() != self._trained:
                 self._require_known()
@@ -149,7 +147,7 @@ class WholeParameters(SharedParameters):
             return
         for bucket in self.buckets:
             bucket.refuse_reassigned()
-        if any(p.requires_grad and id(p) not in self._hooked for _, p in self._named()):
+        if any(p.requires_grad and id(p) not in self._hooked for p in self._all):
             self.reattach()
 
     def _require_known(self) -> None:
@@ -368,7 +366,7 @@ class WholeParameters(SharedParameters):
     def forget(self) -> None:
         """Forget the gradients of a step, and their sums."""
         self.forget_sums()
-        for _, parameter in self._named():
+        for parameter in self._all:
             parameter.grad = None
 
     def forget_sums(self) -> None:
@@ -382,13 +380,13 @@ class WholeParameters(SharedParameters):
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
-        if not self.residency.state or (self.slices.master is not None and not kept):
+        if not self.residency.state or (self._has_masters and not kept):
             super().rescale(factor)
             return
         if self.rounds is not None:
             self.rounds.rescale(factor, kept)
         else:
-            for _, parameter in self._named():
+            for parameter in self._all:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         self._is_given = False  # masters take theirs anew
@@ -415,11 +413,10 @@ class WholeParameters(SharedParameters):
 
     def resident(self) -> list[Tensor]:
         """The parameters, whole."""
-        return [parameter for _, parameter in self._named()]
+        return [*self._all]
 
     def bytes_per_step(self, passes: int = 1) -> int:
-        """Bytes that this rank sends in a step with one backward pass, once a first one has made the
-        buckets."""
+        """Bytes that this rank sends in a step of so many passes, once a first one has made the buckets."""
         if self.reducer is None:
             return 0
         if self.reducer.rounds is None:
