@@ -25,7 +25,6 @@ from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.residency import ROWS, Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
-from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.state_by_name import StateByName
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
@@ -63,7 +62,7 @@ class Sharded(Strategy):
         if not residency.state:
             self.share_group, self.owners = over.share_group, over.owners
         make = self._share_whole if residency.parameters else self._share_shards
-        self.shared: SharedParameters
+        self.shared: WholeParameters | ShardedParameters
         self.shared, group_names = make(optimizer, options or {}, master)
         self.slices = self.shared.slices
         self.optimizer = self.slices.optimizer

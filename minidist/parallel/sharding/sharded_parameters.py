@@ -184,6 +184,12 @@ class ShardedParameters(SharedParameters):
 
     # A step.
 
+    def ready(self) -> None:
+        """Units show themselves when a pass begins."""
+
+    def clear(self) -> None:
+        """Nothing is kept back of the gradients."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose units are gathered as it calls them. A collective."""
         try:

@@ -10,8 +10,7 @@ left (sharded_parameters.py). From there on all sets do the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,77 +49,24 @@ class SharedParameters(ABC):
     masters: dict[Tensor, Tensor]
     orders: list[list[int]] | None
 
-    # What a step asks for. Each is a collective where it sends.
-
-    @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on this rank's rows."""
-
-    def ready(self) -> None:  # noqa: B027 (sharded parameters see their units called)
-        """Prepare for forward passes that do not go through `forward`."""
-
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients add up on this rank and nothing is sent, if the residency keeps them whole."""
-
-    @abstractmethod
-    def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
-        """Have the next backward pass complete the gradients; `totals` are summed over the ranks, too."""
-
-    @abstractmethod
-    def synchronize(self) -> tuple[float, float]:
-        """Complete the gradients and give them to the slices; returns the totals, summed over the ranks."""
-
     @abstractmethod
     def complete(self, steps: bool = False) -> None:
-        """Complete the gradients and give them to the slices, unless that is done.
+        """Complete the gradients and give them to the slices, unless that is done. A collective.
 
         steps: an update follows, which uses them up.
         """
 
     @abstractmethod
     def publish(self) -> None:
-        """Let all ranks compute with what the optimizer has made of the slices."""
+        """Let all ranks compute with what the optimizer has made of the slices. A collective."""
 
     @abstractmethod
     def updated(self) -> None:
         """React to the end of an update."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Forget the gradients."""
-
-    def clear(self) -> None:  # noqa: B027 (only compression keeps something)
-        """Drop what compression has kept back of the gradients."""
-
-    def rescale(self, factor: float, kept: bool = True) -> None:
-        """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
-        for gradient in self.gradients():
-            gradient.mul_(factor)
-
-    @abstractmethod
-    def bytes_per_step(self, passes: int = 1) -> int:
-        """Bytes that this rank sends in a step of so many forward and backward passes."""
-
-    # What the state asks for.
-
-    @abstractmethod
     def name_of(self, param_index: int) -> str:
         """A parameter's name."""
-
-    @abstractmethod
-    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
-        """Make the buckets that a saved run had, as far as they are not there.
-
-        order: names, as `StateByName.settings` gives them; None where the run had none. saved: names of the
-        parameters with optimizer state. A frozen one may have some, to go on with later.
-        """
-
-    @abstractmethod
-    def resident(self) -> list[Tensor]:
-        """The parameters, or the parts of them, that this rank holds now."""
-
-    # What is the same for all.
 
     def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """The optimizer's step on this rank's slices, then `publish`. A collective.
@@ -156,6 +102,11 @@ class SharedParameters(ABC):
         self.publish()
         self.updated()
         return loss
+
+    def rescale(self, factor: float, kept: bool = True) -> None:
+        """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
+        for gradient in self.gradients():
+            gradient.mul_(factor)
 
     def after_own_method(self, *_: Any) -> None:
         """Publish what a method of the optimizer's own has changed, unless its step calls that method."""

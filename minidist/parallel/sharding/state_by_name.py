@@ -23,7 +23,8 @@ from minidist.parallel.contract.training_state import (
 )
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.sharding.optimizer_slices import SCALARS, OptimizerSlice
-from minidist.parallel.sharding.shared_parameters import SharedParameters
+from minidist.parallel.sharding.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.whole_parameters import WholeParameters
 
 
 class StateByName:
@@ -35,7 +36,10 @@ class StateByName:
     """
 
     def __init__(
-        self, model: nn.Module, shared: SharedParameters, group_names: Sequence[Sequence[str]]
+        self,
+        model: nn.Module,
+        shared: WholeParameters | ShardedParameters,
+        group_names: Sequence[Sequence[str]],
     ) -> None:
         self._model, self._shared, self._group_names = model, shared, group_names
         self._slices, self._names, self.masters = shared.slices, names_of(model), shared.masters
