@@ -157,8 +157,8 @@ def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
 
 def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each context-parallel rank counts alike, however many tokens it has."""
-    cut = partition_model.RankModel.cut
-    patch.setattr(partition_model.RankModel, "cut", lambda *a: (*cut(*a)[:2], 0.5))
+    own_tokens = partition_model.RankModel.own_tokens
+    patch.setattr(partition_model.RankModel, "own_tokens", lambda *a: (*own_tokens(*a)[:2], 0.5))
 
 
 def with_every_ranks_norm(patch: pytest.MonkeyPatch) -> None:

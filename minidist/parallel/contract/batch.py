@@ -127,7 +127,7 @@ def rows(batch: Any, which: slice) -> Any:
     return mapped(lambda x: x[which] if x.dim() else x, batch)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """The batch on a device."""
     return mapped(lambda x: x.to(device), batch)
 

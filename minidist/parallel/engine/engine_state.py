@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.parallel.contract.engine import Loss, requires_closure
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.memory_report import Memory, count
+from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.contract.user_functions import Loss, requires_closure
 from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import StepExecutor, WholePasses
@@ -52,7 +52,7 @@ class EngineState:
         self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
         self.device = next((p.device for p in part.model.parameters()), self.placement.device)
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
-        self._counts = 1.0  # 0 while this rank only takes part, in `batches`
+        self._is_padding = False  # in `batches`, once this rank's loader has ended
         # Whether the last stage of a pipeline has to tell the others the weight; the first step finds out.
         self._is_weighted = None if layout.pp > 1 else False
         self.saving: Any = None  # the last `Saving` of this engine
@@ -60,7 +60,7 @@ class EngineState:
         self.rehearsal: Any = None  # the `Rehearsal` of this engine's steps
         self.within: AbstractContextManager[Any] | None = None  # in which passes run, in a rehearsal
         self.before_update: Callable[[], None] | None = None
-        self.placement.join(strategy)
+        self.placement.join_groups(strategy)
 
     def __deepcopy__(self, memo: Any) -> EngineState:
         """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
@@ -142,11 +142,11 @@ class EngineState:
         Activations are those of the last step at their peak, 0 before the first step. They are counted in the
         first step with each shape of batch.
         """
-        return count(self.strategy.held(), self._activations.last)
+        return memory_of(self.strategy.held(), self._activations.last)
 
     def chunks(self) -> Iterator[TensorBox]:
         """This rank's boxes of the whole state, as for `Strategy.chunks`."""
-        return self.placement.chunks(self.strategy.chunks())
+        return self.placement.boxes(self.strategy.chunks())
 
     def state_settings(self) -> dict[str, Any]:
         """The state that is not a tensor, as for `Strategy.settings`."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.batch import joined, mapped, moved, require_batch, rows_of, tensors
-from minidist.parallel.contract.engine import Loss, evaluating
+from minidist.parallel.contract.batch import joined, mapped, require_batch, rows_of, tensors, to_device
+from minidist.parallel.contract.kept_attributes import evaluating
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.engine.rank_model import NOTHING, Pair, as_batch, is_list, pairs_of, takes_model
 from minidist.parallel.flat.gathering import gather_values
@@ -35,11 +36,11 @@ class Evaluation(EngineState):
         batch sends n - 1 bytes over the data-parallel ranks, and the end as many.
         """
         try:
-            for batch, counts in aligned(loader, self.strategy.group):
-                self._counts = float(counts)
+            for batch, is_padding in aligned(loader, self.strategy.group):
+                self._is_padding = is_padding
                 yield batch
         finally:
-            self._counts = 1.0
+            self._is_padding = False
 
     def evaluate(
         self,
@@ -81,23 +82,23 @@ class Evaluation(EngineState):
         is_one = self.executor.objective.takes_model
         with evaluating([self.model]):
             if targets is NOTHING and is_loader(inputs):
-                for batch, counts in aligned(inputs, self.strategy.group):
+                for batch, is_padding in aligned(inputs, self.strategy.group):
                     for pair in pairs_of(batch, NOTHING, is_one):
-                        total += self._evaluate(pair, float(counts), [*named.values()])
+                        total += self._evaluate(pair, is_padding, [*named.values()])
             else:
                 for pair in pairs_of(inputs, targets, is_one):
-                    total += self._evaluate(pair, 1.0, [*named.values()])
+                    total += self._evaluate(pair, False, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
         if self.mesh.size("pp") > 1:
             comm.all_reduce(total, group=self.mesh.group("pp"))
         means = [value / weight if weight else math.nan for value, weight in total.tolist()]
         return means[0] if metrics is None else dict(zip(named, means, strict=True))
 
-    def _evaluate(self, pair: Pair, counts: float, metrics: list[Loss | None]) -> Tensor | float:
+    def _evaluate(self, pair: Pair, is_padding: bool, metrics: list[Loss | None]) -> Tensor | float:
         require_batch(*pair)
         if not rows_of(pair[0]) and not self.strategy.gathers:
             return 0.0
-        return self.executor.evaluate(self.part.batch(pair, counts, self.device), metrics)
+        return self.executor.evaluate(self.part.batch(pair, is_padding, self.device), metrics)
 
     def predict(self, inputs: Any) -> Any:
         """The outputs for all ranks' rows, on every rank, without training: those of rank 0's rows first.
@@ -113,19 +114,19 @@ class Evaluation(EngineState):
         average_statistics(self.model, self.strategy.group)
         found = None
         if rows_of(inputs) or self.strategy.gathers:
-            own = self.part.batch((inputs, inputs), 1.0, self.device)
+            own = self.part.batch((inputs, inputs), False, self.device)
             with evaluating([self.model]):
                 found = self.executor.predict(own.inputs)
         found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
         if self.mesh.size("pp") > 1:
             found = gather_values(found, self.mesh.group("pp"))[-1]
-        if (share := self.part.share) is not None:
+        if (share := self.part.token_share) is not None:
             parts = gather_values(found, share.group)
             found = None if found is None else _restored(parts, found, share.length or 0)
         everyones = [each for each in gather_values(found, self.mesh.group("dp")) if each is not None]
         if not everyones:
             raise ValueError("no rank has rows to predict; give at least one of them a row")
-        return moved(joined(everyones, found), self.device)
+        return to_device(joined(everyones, found), self.device)
 
 
 def _restored(parts: list[Any], like: Any, length: int) -> Any:
@@ -149,9 +150,9 @@ def is_loader(given: Any) -> bool:
 
 
 def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
-    """A rank's batches, and whether each counts: until all of the group's ranks have run out.
+    """A rank's batches, and whether each is padding: until all of the group's ranks have run out.
 
-    A rank that has run out gets its last batch again, which does not count. One that has none at all gets the
+    A rank that has run out gets its last batch again, as padding. One that has none at all gets the
     first batch of another rank. Each batch sends n - 1 bytes, and the end as many.
     """
     batches, batch, is_first = iter(loader), NOTHING, True
@@ -168,4 +169,4 @@ def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
         if new is not NOTHING:
             batch = as_batch(new)
         is_first = False
-        yield batch, new is not NOTHING
+        yield batch, new is NOTHING

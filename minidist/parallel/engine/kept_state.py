@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.engine import OF_MODULES, KeptAttributes
+from minidist.parallel.contract.kept_attributes import OF_MODULES, KeptAttributes
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.flat.ranges import narrowed

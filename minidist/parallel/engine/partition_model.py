@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from minidist.comm.mesh import Mesh
 from minidist.parallel.context import sequence_share, transformers_models
 from minidist.parallel.context.sequence_share import SequenceShare
-from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
-from minidist.parallel.engine.parameter_placement import Placement, Whole
+from minidist.parallel.engine.parameter_placement import Placement, WholeModel
 from minidist.parallel.engine.rank_model import RankModel, Tied
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
@@ -89,7 +89,7 @@ def partition_model(
             broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
         if any(tensor.is_meta for _, tensor in state):
             skeleton = Skeleton(model, initialize)
-    whole = Whole(model)
+    whole = WholeModel(model)
     share = None
     if layout.cp > 1:
         # With dp=1 gradients travel between the same ranks while layers are recomputed.
@@ -104,7 +104,7 @@ def partition_model(
     stages: tuple[nn.Module, ...] = ()
     held_by: dict[str, list[int]] = {}
     if layout.pp > 1:
-        stages, held_by = _take_layers(model, layout, mesh.rank("pp"), whole, trace)
+        stages, held_by = _keep_own_layers(model, layout, mesh.rank("pp"), whole, trace)
     own, stage_of = mesh.rank("pp"), {name: found[0] for name, found in held_by.items()}
     device = skeleton.device if skeleton is not None else None
     cut_by_tp = cuts(model)  # also what this stage drops
@@ -116,8 +116,8 @@ def partition_model(
     return RankModel(model, mesh, placement, share, stages, _tied(whole, held_by, own), vocabulary)
 
 
-def _take_layers(
-    model: nn.Module, layout: Layout, own: int, whole: Whole, trace: LayerTrace | None
+def _keep_own_layers(
+    model: nn.Module, layout: Layout, own: int, whole: WholeModel, trace: LayerTrace | None
 ) -> tuple[tuple[nn.Module, ...], dict[str, list[int]]]:
     """Keep only this stage's layers; returns them chunk by chunk, and the stages of each tensor by name."""
     list_name = "layers" if trace is None else trace.name
@@ -145,7 +145,7 @@ def _take_layers(
 
 
 def _needed_by(
-    whole: Whole, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
+    whole: WholeModel, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
 ) -> dict[str, Collection[int]]:
     """For each tensor, by name, the layers whose stages need it; with the first goes what runs before it."""
     numbers, last = {f"{list_name}.{key}": number for number, key in enumerate(keys)}, len(keys) - 1
@@ -171,7 +171,7 @@ def _unneeded(model: nn.Module, held_by: Mapping[str, Sequence[int]], own: int) 
     return [name for name in names if held_by and own not in held_by[name]]
 
 
-def _tied(whole: Whole, held_by: Mapping[str, Sequence[int]], own: int) -> tuple[Tied, ...]:
+def _tied(whole: WholeModel, held_by: Mapping[str, Sequence[int]], own: int) -> tuple[Tied, ...]:
     """The trained parameters that several stages hold, in the same order on all ranks."""
     stages: dict[str, dict[int, str]] = {}
     for name, first in whole.first.items():

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
-from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
+from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import check, check_choices, put_back_on_error
 from minidist.parallel.engine.rank_model import RankModel
@@ -170,7 +170,7 @@ def prepare(
         )
         if layout.zero < 3:  # whose units keep to one order
             strategy.gradient_comm.meets = layout.cp > 1 or batch_norm is not None
-        fill_masters(strategy, exact, part.placement.own)
+        fill_masters(strategy, exact, part.placement.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())
         engine.rehearsal = rehearsal

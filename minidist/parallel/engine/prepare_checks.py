@@ -10,8 +10,8 @@ from torch import nn
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
-from minidist.parallel.contract.engine import Loss, first_argument
 from minidist.parallel.contract.layout import Layout, check_available
+from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.tensor.heads import COUNTS

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from minidist.comm.mesh import Mesh
 from minidist.model.loss import cross_entropy
 from minidist.parallel.context.sequence_share import SequenceShare
-from minidist.parallel.contract.batch import mapped, moved, rows_of, split, tensors
-from minidist.parallel.contract.engine import Loss, first_argument
+from minidist.parallel.contract.batch import mapped, rows_of, split, tensors, to_device
+from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.engine.parameter_placement import Placement
 from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy
 
@@ -51,7 +51,7 @@ class RankModel(NamedTuple):
     model: nn.Module  # the part, with the whole's names
     mesh: Mesh  # of all ranks
     placement: Placement  # where its parameters lie in the whole
-    share: SequenceShare | None  # of the tokens; None without cp
+    token_share: SequenceShare | None  # which tokens of a row this rank has; None without cp
     stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
     tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
     vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
@@ -78,28 +78,29 @@ class RankModel(NamedTuple):
         gathered = gather_logits(logits, self.mesh.group("tp"), self.vocabulary)
         return mapped(lambda x: gathered if x is logits else x, outputs)
 
-    def batch(self, pair: Pair, counts: float, device: torch.device) -> RankBatch:
+    def batch(self, pair: Pair, is_padding: bool, device: torch.device) -> RankBatch:
         """A batch on a device, with this rank's tokens."""
         inputs, targets = pair
-        x = moved(inputs, device)
-        y = x if targets is inputs else moved(targets, device)
+        x = to_device(inputs, device)
+        y = x if targets is inputs else to_device(targets, device)
         rows = rows_of(x)
-        x, y, share = self.cut(x, y)
-        return RankBatch(x, y, rows, share, counts)
+        x, y, token_fraction = self.own_tokens(x, y)
+        return RankBatch(x, y, rows, token_fraction, is_padding)
 
-    def cut(self, inputs: Any, targets: Any) -> tuple[Any, Any, float]:
-        """This rank's tokens of its rows, (B, T) each, and their share of all tokens."""
-        if self.share is None:
+    def own_tokens(self, inputs: Any, targets: Any) -> tuple[Any, Any, float]:
+        """This rank's tokens of its rows, (B, T) each, and which fraction of the tokens they are."""
+        share = self.token_share
+        if share is None:
             return inputs, targets, 1.0
         found = [*tensors(inputs, "inputs"), *tensors(targets, "targets")]
         if any(x.dim() < 2 or x.shape[:2] != found[0][1].shape[:2] for _, x in found):
             each = " and ".join(f"{name} {tuple(x.shape)}" for name, x in found).replace(" ", " are ", 1)
             raise ValueError(
-                f"{each}, and cp={self.share.ranks} cuts rows of tokens; give (B, T) and a target for each "
+                f"{each}, and cp={share.ranks} cuts rows of tokens; give (B, T) and a target for each "
                 "token, or a layout with cp=1"
             )
-        x = mapped(self.share.cut, inputs)
-        return x, x if targets is inputs else mapped(self.share.cut, targets), self.share.part
+        x = mapped(share.cut, inputs)
+        return x, x if targets is inputs else mapped(share.cut, targets), share.part
 
 
 class RankBatch(NamedTuple):
@@ -108,13 +109,13 @@ class RankBatch(NamedTuple):
     inputs: Any
     targets: Any  # the inputs themselves if the batch is one
     rows: int
-    share: float = 1.0  # of the rows' tokens
-    counts: float = 1.0  # 0 for a batch that only takes part in what ranks do together
+    token_fraction: float = 1.0  # of the rows' tokens, which context parallelism deals to ranks
+    is_padding: bool = False  # computed so that this rank takes part in collectives; counts nothing
 
     @property
     def weight(self) -> float:
         """Over how much its loss is a mean, if the loss does not say."""
-        return self.rows * self.share * self.counts
+        return 0.0 if self.is_padding else self.rows * self.token_fraction
 
     def split(self, parts: int) -> list[RankBatch]:
         """So many micro-batches, or one for each row if there are fewer."""

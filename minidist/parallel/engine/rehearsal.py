@@ -238,7 +238,7 @@ class Rehearsal:
         """Copy the gradients just before the update, in 32 bits at least."""
         with held_back():
             self._norm = engine.placement.norm(engine.strategy) / scale
-        for box in engine.placement.chunks(engine.strategy.gradient_boxes()):
+        for box in engine.placement.boxes(engine.strategy.gradient_boxes()):
             kind = torch.promote_types(box.tensor.dtype, torch.float32)
             self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 

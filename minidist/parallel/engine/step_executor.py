@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.contract.batch import call, rows_of, tensors
-from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.rank_model import (
     Objective,
     RankBatch,
@@ -29,7 +29,7 @@ from minidist.parallel.engine.rank_model import (
     times,
     weighted,
 )
-from minidist.parallel.training.batch_norm import batch_norms, count_rows
+from minidist.parallel.training.batch_norm import batch_norms, leave_out_rows
 from minidist.parallel.training.precision import Precision
 
 Factor = Callable[[Weight], Weight]
@@ -55,10 +55,10 @@ class StepExecutor(ABC):
         factor: from a loss's weight to the factor on it.
         """
 
-    def counting(self, counts: bool) -> None:
-        """Have the rows of the next pass count, or not: then no parameter is used, and no statistic moves."""
-        self.strategy.gradient_comm.counts = counts
-        count_rows(self._batch_norms, counts)
+    def announce(self, is_padding: bool) -> None:
+        """Say whether the next pass is padding: then it uses no parameter, and moves no statistic."""
+        self.strategy.gradient_comm.counts = not is_padding
+        leave_out_rows(self._batch_norms, is_padding)
 
     @cached_property
     def _batch_norms(self) -> list[Any]:
@@ -110,7 +110,7 @@ class StepExecutor(ABC):
     @property
     def _tokens(self) -> int:
         """How many of a row's tokens this rank has; 1 if rows are not cut."""
-        return 1 if self.part.share is None else self.part.share.size
+        return 1 if self.part.token_share is None else self.part.token_share.size
 
 
 def _zero(outputs: Any) -> Tensor:
@@ -130,9 +130,9 @@ class WholePasses(StepExecutor):
         for number, piece in enumerate(pieces, 1):
             last = number == len(pieces)
             with nullcontext() if last else self.strategy.no_sync():
-                self.counting(piece.counts > 0)
+                self.announce(piece.is_padding)
                 loss, weight = self._loss(piece)
-                weight = weight if piece.counts else 0.0
+                weight = 0.0 if piece.is_padding else weight
                 total = total + weight
                 loss_sum += times(loss.detach().double(), weight)
                 if last:
@@ -143,7 +143,7 @@ class WholePasses(StepExecutor):
         parts = self.layout.micro_batches
         found = batch.split(parts)
         if self.strategy.gathers:  # passes are collectives, and all ranks need the same number
-            found += [found[-1]._replace(counts=0.0)] * (parts - len(found))
+            found += [found[-1]._replace(is_padding=True)] * (parts - len(found))
         return found
 
     def _loss(self, piece: RankBatch) -> tuple[Tensor, Weight]:
@@ -189,7 +189,7 @@ class WholePasses(StepExecutor):
             else:
                 outputs = self._forward(inputs) if outputs is None else outputs
                 mean, weight = self.score(metric, outputs, inputs, targets, batch.weight)
-            weight = weight if batch.counts and batch.rows else 0.0
+            weight = 0.0 if batch.is_padding or not batch.rows else weight
             row[0] += times(mean.double(), weight)
             row[1] += weight
         return table

@@ -84,7 +84,7 @@ class Engine(Evaluation):
             check_rows(*pair, self.data_ranks)
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise gradients_are_off()
-        batches = [self.part.batch(pair, self._counts, self.device) for pair in pairs]
+        batches = [self.part.batch(pair, self._is_padding, self.device) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
         if self.rehearsal is not None and self.rehearsal.due(self):
@@ -107,7 +107,7 @@ class Engine(Evaluation):
         """Batches that do not count, up to the longest list: passes may be collectives."""
         most = torch.tensor(float(len(batches)), dtype=torch.float64, device=self.device)
         comm.all_reduce(most, "max", group=self.strategy.group)
-        return [batches[-1]._replace(counts=0.0)] * (int(most) - len(batches))
+        return [batches[-1]._replace(is_padding=True)] * (int(most) - len(batches))
 
     def _train(self, batches: Sequence[RankBatch], updates: bool = True) -> float:
         if self.takes_closure and updates:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.parallel.contract.batch import Path, call, replaced, tensors_in
-from minidist.parallel.contract.engine import computed
+from minidist.parallel.contract.kept_attributes import computed
 from minidist.parallel.pipeline.model_stage import Argument, LayerCall, LayerTrace, Sent, Sources, StandIn
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import (
     load_optimizer,
@@ -22,6 +21,7 @@ from minidist.parallel.contract.training_state import (
     optimizer_tensors,
     whole_chunks,
 )
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.data_parallel import DataParallel
 from minidist.parallel.training.master_weights import MasterWeights

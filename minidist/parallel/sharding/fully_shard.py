@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minidist.comm.transport.algorithm_choice import choose
 from minidist.comm.work import Group
 from minidist.parallel.compression.compressor import all_reduce_bytes
-from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, give_memory, require_same
 from minidist.parallel.guards.ownership import FULLY_SHARD, claim, refuse_other_optimizers, require_free

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.contract.training_state import model_tensors, names_of
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.sharding.fully_shard import FullyShard

@@ -20,7 +20,7 @@ from torch import Tensor
 from minidist import comm
 from minidist.comm import group_table
 from minidist.comm.errors import CollectiveError
-from minidist.parallel.contract.engine import requires_closure
+from minidist.parallel.contract.user_functions import requires_closure
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices

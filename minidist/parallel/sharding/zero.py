@@ -25,7 +25,7 @@ import torch
 
 from minidist._arguments import is_whole
 from minidist.comm.work import Group
-from minidist.parallel.contract.engine import requires_closure
+from minidist.parallel.contract.user_functions import requires_closure
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.arguments import check_zero_arguments

@@ -52,11 +52,11 @@ def synchronize(model: nn.Module, group: Group) -> None:
         norm.__dict__["forward"] = _Synchronized(norm, group)
 
 
-def count_rows(norms: Iterable[_BatchNorm], counts: bool) -> None:
-    """Have synchronized ones take statistics with the rows of this rank's next pass, or without them."""
+def leave_out_rows(norms: Iterable[_BatchNorm], is_padding: bool) -> None:
+    """Say whether the rows of this rank's next pass are padding, which synchronized statistics leave out."""
     for norm in norms:
         if isinstance(norm.forward, _Synchronized):
-            norm.forward.counts = counts
+            norm.forward.is_padding = is_padding
 
 
 @torch.no_grad()
@@ -79,10 +79,10 @@ def average_statistics(model: nn.Module, group: Group) -> None:
 class _Synchronized:
     """The `forward` of a BatchNorm whose statistics are those of all ranks' rows.
 
-    counts: whether this rank's rows count; those of a rank whose loader has ended do not.
+    is_padding: whether to leave out this rank's rows, as once its loader has ended.
     """
 
-    counts = True
+    is_padding = False
 
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
         self._norm, self._group = norm, group
@@ -94,7 +94,7 @@ class _Synchronized:
             return type(norm).forward(norm, x)
         norm._check_input_dim(x)  # type: ignore[no-untyped-call]
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        normal, count, mean, variance = _Normalize.apply(wide, norm.eps, self._group, self.counts)  # type: ignore[no-untyped-call]
+        normal, count, mean, variance = _Normalize.apply(wide, norm.eps, self._group, self.is_padding)  # type: ignore[no-untyped-call]
         self._follow(float(count), mean, variance)
         if norm.affine:
             shape = (1, -1, *[1] * (x.dim() - 2))
@@ -123,10 +123,10 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, group: Group, is_counted: bool
+        ctx: Any, x: Tensor, eps: float, group: Group, is_padding: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes, shape = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))  # x is (B, C, ...)
-        seen, channels = x if is_counted else x[:0], x.shape[1]
+        seen, channels = x[:0] if is_padding else x, x.shape[1]
         own_count = seen.numel() // max(1, channels)
         own_mean = seen.sum(axes) / max(1, own_count)
         own_squares = (seen - own_mean.view(shape)).square().sum(axes)
@@ -143,7 +143,7 @@ class _Normalize(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         normal = (x - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, scale, count)
-        ctx.axes, ctx.shape, ctx.group, ctx.is_counted = axes, shape, group, is_counted
+        ctx.axes, ctx.shape, ctx.group, ctx.is_padding = axes, shape, group, is_padding
         ctx.mark_non_differentiable(count, mean, variance)
         return normal, count, mean, variance
 
@@ -153,7 +153,7 @@ class _Normalize(torch.autograd.Function):
         normal, scale, count = ctx.saved_tensors
         sums = torch.stack([gradient.sum(ctx.axes), (gradient * normal).sum(ctx.axes)])
         comm.all_reduce(sums, group=ctx.group)
-        if ctx.is_counted:  # other rows have no part in the statistics
+        if not ctx.is_padding:  # padding has no part in the statistics
             of_gradient, of_product = (each.view(ctx.shape) / count for each in sums)
             gradient = gradient - of_gradient - normal * of_product
         return gradient * scale.view(ctx.shape), None, None, None

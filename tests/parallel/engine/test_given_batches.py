@@ -189,7 +189,7 @@ def test_a_rank_that_waits_counts_nothing(cluster_of: Clusters) -> None:
         loader = [rows(2, step)[:1] * 2 for step in range(3 if md.rank() else 1)]
         for batch in engine.batches(loader):
             if fault:
-                engine._counts = 1.0
+                engine._is_padding = False
             engine.step(batch)
         return engine.full_state_dict()
 
@@ -224,7 +224,7 @@ def test_rows_that_do_not_count_use_no_parameter(cluster_of: Clusters, layout: s
     def train(fault: bool) -> dict[str, Tensor]:
         engine = md.prepare(Rare(md.rank()), DECAYING, PARSE(layout), nn.functional.mse_loss)
         if fault:
-            engine.executor.counting = lambda _: None  # type: ignore[method-assign]
+            engine.executor.announce = lambda _: None  # type: ignore[method-assign]
         for _ in range(2):
             for x in engine.batches(of[md.rank()]):
                 engine.step(x, x[:, :3])

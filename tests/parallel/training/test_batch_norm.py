@@ -61,7 +61,7 @@ def test_rows_that_do_not_count_are_in_no_statistics(cluster_of: Clusters, layou
         options: dict[str, Any] = {"batch_norm": "synchronized", "rehearse": not fault}
         engine = md.prepare(convolutions(md.rank()), SGD, md.Layout.parse(layout), **options)
         if fault:
-            engine.executor.counting = lambda _: None  # type: ignore[method-assign]
+            engine.executor.announce = lambda _: None  # type: ignore[method-assign]
         for _ in range(2):
             mine = [own(first, slice(4)), second] if md.rank() == 0 else [own(first, slice(4, None))]
             engine.step(mine)
