@@ -4,6 +4,8 @@ The first dimension of every tensor is its rows. Whatever is no tensor, and a te
 along as it is, such as an object of another class in a tuple with a tensor that has the rows. These functions
 count, cut, move and join the rows of such a batch, and call a model with it. A single tensor takes a short
 way through each of them.
+
+A caller gives one batch or a list of them, with targets or without; `pairs_of` makes pairs of all forms.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from torch import Tensor
 
 from minidist import comm
 
+Pair = tuple[Any, Any]
+"""Inputs and targets; the same object twice if the batch is one."""
 Path = tuple[Any, ...]
 """Where a tensor lies: the index, key or field at each level."""
 
@@ -208,6 +212,44 @@ def check_rows(inputs: Any, targets: Any, data_ranks: int = 1) -> int:
         f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
         f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
     )
+
+
+class _Nothing:
+    """Stands for targets that were not given; None would be a mistake."""
+
+
+NOTHING: Any = _Nothing()
+
+
+def pairs_of(inputs: Any, targets: Any, is_one: bool) -> list[Pair]:
+    """The batches of a step as (inputs, targets).
+
+    Without targets, a pair is inputs and targets, as loaders give them, and anything else is a batch. A list
+    is of batches, unless it has a tensor in it: torch's loaders give batches as lists.
+
+    is_one: whether the loss takes the batch as one, pair or not.
+    """
+    if targets is not NOTHING:
+        batch = inputs, targets
+        return [(batch, batch)] if is_one else [batch]
+    if is_list(inputs):
+        if not inputs:
+            raise ValueError("the list of batches is empty; give at least one batch")
+        return [pair for each in inputs for pair in pairs_of(as_batch(each), NOTHING, is_one)]
+    batch = as_batch(inputs)
+    if is_one or not isinstance(batch, tuple) or len(batch) != 2:
+        return [(batch, batch)]
+    return [batch]
+
+
+def is_list(given: Any) -> bool:
+    """Whether it is a list of batches, and not a batch."""
+    return isinstance(given, list) and not any(isinstance(each, Tensor) for each in given)
+
+
+def as_batch(given: Any) -> Any:
+    """Turn a loader's list of tensors into a tuple; other batches stay as they are."""
+    return tuple(given) if isinstance(given, list) else given
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -158,6 +158,19 @@ class Placement:
                     at = tuple(o + f for o, f in zip(offsets, first, strict=True))
                     yield TensorBox(full, tuple(cut.shape), at, own)
 
+    @torch.no_grad()
+    def write(self, whole: Mapping[str, Tensor], boxes: Iterable[TensorBox]) -> None:
+        """Write whole parameters to this rank's boxes of them, which keep the values that are the same there.
+
+        A box may be a master weight, which has more digits than the parameter.
+        """
+        for box in boxes:
+            new = whole.get(box.name.removeprefix("model."))
+            if new is not None and box.name.startswith("model."):
+                own, old = narrowed(new, box.offsets, box.tensor.shape), box.tensor
+                own = own.to(old.device)
+                old.copy_(torch.where(own == old.to(own.dtype), old, own.to(old.dtype)))
+
     def is_copy(self, name: str) -> bool:
         """Whether a box's tensor is on another rank too, whose ZeRO may cut it at other places."""
         kind, _, rest = name.partition(".")

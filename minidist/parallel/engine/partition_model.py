@@ -12,7 +12,7 @@ Megatron-LM", section 3, on combining the three.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.parameter_placement import Placement, WholeModel
-from minidist.parallel.engine.rank_model import RankModel, Tied
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain
@@ -34,6 +33,25 @@ from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocabulary_of
 from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable
+
+
+class Tied(NamedTuple):
+    """A parameter of which several stages of a pipeline hold a copy."""
+
+    name: str | None  # on this rank; None if it has no copy
+    stages: tuple[int, ...]
+
+
+class RankModel(NamedTuple):
+    """This rank's part of a model."""
+
+    model: nn.Module  # the part, with the whole's names
+    mesh: Mesh  # of all ranks
+    placement: Placement  # where its parameters lie in the whole
+    token_share: SequenceShare | None  # which tokens of a row this rank has; None without cp
+    stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
+    tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
+    vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
 
 
 class RemoteLayer(nn.Module):

@@ -12,9 +12,8 @@ from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
-from minidist.parallel.engine.partition_model import checked, partition_model
+from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
 from minidist.parallel.engine.prepare_checks import check, check_choices, put_back_on_error
-from minidist.parallel.engine.rank_model import RankModel
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm

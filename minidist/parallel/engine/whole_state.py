@@ -10,13 +10,12 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.transport.hosts import this_process
-from minidist.parallel.contract.batch import joined, mapped, rows_of, split, tensors, to_device
+from minidist.parallel.contract.batch import Pair, joined, mapped, rows_of, split, tensors, to_device
 from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.engine.kept_state import KeptState, plain_attributes
 from minidist.parallel.engine.one_process import TrainingState
-from minidist.parallel.engine.rank_model import Pair
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.training.moved_results import MARGIN
@@ -80,7 +79,7 @@ def collect(
 
 
 def state_before(
-    engine: EngineState, kept: KeptState, pairs: Sequence[Pair], known: Mapping[tuple[str, str], Any]
+    engine: Engine, kept: KeptState, pairs: Sequence[Pair], known: Mapping[tuple[str, str], Any]
 ) -> TrainingState | None:
     """The whole state before a step, with the batches of all ranks, on rank 0; a collective.
 

@@ -12,7 +12,6 @@ Source: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Varia
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,11 +51,9 @@ def synchronize(model: nn.Module, group: Group) -> None:
         norm.__dict__["forward"] = _Synchronized(norm, group)
 
 
-def leave_out_rows(norms: Iterable[_BatchNorm], is_padding: bool) -> None:
-    """Say whether the rows of this rank's next pass are padding, which synchronized statistics leave out."""
-    for norm in norms:
-        if isinstance(norm.forward, _Synchronized):
-            norm.forward.is_padding = is_padding
+def synchronized(model: nn.Module) -> list[_Synchronized]:
+    """What the model's synchronized BatchNorms call, to tell it whether rows are padding."""
+    return [norm.forward for _, norm in batch_norms(model) if isinstance(norm.forward, _Synchronized)]
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def sent_to(
     model, stage, precision = shape.dry(tensors), engine.part.stages[chunk], Precision(layout.precision, None)
     precision.convert(model)
     inputs = shape.batch(rows, tensors)[0]
-    inputs = precision.inputs(engine.part.own_tokens(inputs, inputs)[0])
+    inputs = precision.inputs(engine.executor.own_tokens(inputs, inputs)[0])
     with torch.no_grad():
         if isinstance(stage, ModelStage):
             sent = ModelStage(model, stage.trace, range(stage.layers.start))((), inputs)

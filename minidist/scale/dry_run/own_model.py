@@ -25,7 +25,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss
-from minidist.parallel.engine.rank_model import weighted
+from minidist.parallel.engine.step_executor import weighted
 from minidist.parallel.sharding.cut_into_units import divide, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter

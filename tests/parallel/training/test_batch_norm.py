@@ -101,6 +101,7 @@ def test_ranks_that_use_other_layers_do_not_wait_for_each_other(cluster_of: Clus
     parsed = md.Layout.parse(layout)
 
     def train() -> list[float]:
+        torch.manual_seed(md.rank())
         linear = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(5)]
         first = [linear[0], nn.BatchNorm1d(4, dtype=torch.float64)]
         model = nn.Sequential(*first, *linear[1:4], SomeRanks(), linear[4])
