@@ -50,7 +50,7 @@ LIMITS = {
 
 
 DETOUR, IN_THREADS = "with a detour", "in threads"
-"""A data-parallel step through a file that no step needs; and what threads other than the main one execute."""
+"""A data-parallel step through a file that no step needs; and what runs in the other threads."""
 
 
 def executed() -> dict[str, set[str]]:

@@ -1,9 +1,8 @@
 """A batch: a tensor, or tensors in tuples, lists, dicts and dataclasses, nested as they come.
 
-The first dimension of every tensor is its rows. Whatever is no tensor, and a tensor without dimensions, goes
-along as it is, such as an object of another class in a tuple with a tensor that has the rows. These functions
-count, cut, move and join the rows of such a batch, and call a model with it. A single tensor takes a short
-way through each of them.
+The first dimension of every tensor is its rows. Anything else stays as it is: a tensor without dimensions, or
+an object of another class, in a tuple with a tensor that has the rows. These functions count, cut, move and
+join the rows of a batch, and call a model with it. A single tensor takes a shortcut through each of them.
 
 A caller gives one batch or a list of them, with targets or without; `pairs_of` makes pairs of all forms.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -62,63 +61,46 @@ def at(value: Any, path: Path) -> Any:
     return value
 
 
-def replaced(value: Any, new: Callable[[Any], Any], kinds: Any = Tensor) -> Any:
-    """A copy of tuples, lists and mappings in which `new` replaces each object of `kinds`."""
+def mapped(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+    """The same structure with every tensor changed, or every object of `kinds`.
+
+    Containers keep their class, such as transformers' BatchEncoding. What has not changed is the same object.
+    """
     if isinstance(value, kinds):
-        return new(value)
-    if isinstance(value, tuple | list):
-        items = [replaced(each, new, kinds) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return change(value)
+    parts: Any
     if isinstance(value, Mapping):
-        changed = copy.copy(value) if isinstance(value, dict) else dict(value)
-        for key, each in value.items():
-            changed[key] = replaced(each, new, kinds)
+        parts = value
+    elif isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+    elif _is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return value
+    changed = {key: mapped(change, part, kinds) for key, part in parts.items()}
+    if all(changed[key] is part for key, part in parts.items()):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+    if type(value) is dict or not (isinstance(value, MutableMapping) or _is_dataclass(value)):
         return changed
-    return value
-
-
-def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The same structure with every tensor changed. Parts without tensors stay the same objects."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: mapped(change, batch[key]) for key in batch}
-        if all(changed[key] is batch[key] for key in changed):
-            return batch
-        if type(batch) is dict:
-            return changed
-        result: Any = copy.copy(batch)  # keeps the class, such as transformers' BatchEncoding
-        for key, value in changed.items():
-            result[key] = value
-        return result
-    if isinstance(batch, list | tuple):
-        items = [mapped(change, each) for each in batch]
-        if all(new is old for new, old in zip(items, batch, strict=True)):
-            return batch
-        if hasattr(batch, "_fields"):  # a named tuple
-            return type(batch)(*items)
-        return type(batch)(items)
-    if _is_dataclass(batch):
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        changed = {name: mapped(change, value) for name, value in fields.items()}
-        if all(changed[name] is fields[name] for name in fields):
-            return batch
-        result = copy.copy(batch)
-        for name, value in changed.items():
-            object.__setattr__(result, name, value)  # the class may be frozen
-        return result
-    return batch
+    result = copy.copy(value)
+    # A dataclass may be frozen.
+    put: Any = type(value).__setitem__ if isinstance(value, MutableMapping) else object.__setattr__
+    for key, part in changed.items():
+        put(result, key, part)
+    return result
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows: of the first tensor that has any. 0 if there is none."""
+    """The number of rows: that of the first tensor with dimensions. 0 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch)
     return next((len(x) for _, x in tensors(batch) if x.dim()), 0)
 
 
 def split(batch: Any, parts: int) -> Sequence[Any]:
-    """The batch's rows in so many parts; the first ones have a row more if `parts` does not divide them."""
+    """The batch's rows in `parts` parts; the first ones have a row more if `parts` does not divide them."""
     if isinstance(batch, Tensor):
         return batch.tensor_split(parts)
     each, more = divmod(rows_of(batch), parts)
@@ -147,7 +129,7 @@ def joined(parts: Sequence[Any], like: Any = None) -> Any:
     """One batch of the rows of several that have the same structure.
 
     A tensor is joined if its first dimension is the rows in every part; otherwise the first part's is taken.
-    like: which of them the result looks like, and has anything else of; None for the first.
+    like: the part whose type and other fields the result copies; None for the first.
     """
     counts = [*map(rows_of, parts)]
     others = [iter([x for _, x in tensors(part)]) for part in parts]
@@ -170,7 +152,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def require_batch(inputs: Any, targets: Any) -> None:
-    """Raise TypeError if a batch has no tensors with rows, ValueError if their numbers of rows differ."""
+    """TypeError if a batch has no tensors with rows, ValueError if they have different numbers of rows."""
     if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim():
         if len(inputs) != len(targets):
             raise ValueError(
@@ -243,7 +225,7 @@ def pairs_of(inputs: Any, targets: Any, is_one: bool) -> list[Pair]:
 
 
 def is_list(given: Any) -> bool:
-    """Whether it is a list of batches, and not a batch."""
+    """Whether `given` is a list of batches, and not a batch."""
     return isinstance(given, list) and not any(isinstance(each, Tensor) for each in given)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, all parts of these modules are in evaluation mode without gradients; then each as it was."""
+    """Put all parts of these modules in evaluation mode without gradients; afterwards each as it was."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
@@ -47,7 +47,7 @@ def state_of(*owners: Any) -> State:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """What copy.deepcopy shall take for attributes that it refuses, such as pruned weights."""
+    """Replacements for attributes that copy.deepcopy refuses, such as pruned weights: its `memo`."""
     tensors = (x for _, _, x in state_of(model) if isinstance(x, Tensor) and x.grad_fn is not None)
     return {id(x): x.detach() for x in tensors}
 
@@ -71,7 +71,7 @@ def forwards(model: nn.Module) -> list[Any]:
 
 
 def _named(owner: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """The globals that a function names, or the `forward` of a model's parts, and a partial's arguments."""
+    """Where functions keep state: globals that they, or a model's `forward`, name; a partial's arguments."""
     while isinstance(owner, partial):
         yield from ((owner.keywords, name) for name in owner.keywords)
         owner = owner.func
@@ -111,7 +111,7 @@ class KeptAttributes:
         self._before = [v.detach().clone() if isinstance(v, Tensor) else v for _, _, v in self._state]
 
     def restore(self) -> None:
-        """Give the objects the state that they had, and no more; lists and dicts have their items again."""
+        """Give the objects the state that they had; remove what is new; give lists and dicts their items."""
         for cell, content in self._cells:
             cell.cell_contents = content
         for store, name, value in self._named:
@@ -136,7 +136,7 @@ def _is_expanded(x: Tensor) -> bool:
 
 @contextmanager
 def unchanged(*owners: Any) -> Iterator[None]:
-    """Afterwards, modules and other objects have the state that they have now, and no more."""
+    """Restore the state of modules and other objects at the end of the block."""
     kept = KeptAttributes(*owners)
     try:
         yield
@@ -145,7 +145,7 @@ def unchanged(*owners: Any) -> Iterator[None]:
 
 
 def differs(value: Any, old: Any) -> bool:
-    """Whether a tensor has other values than before, a list or dict other items; or it is another object."""
+    """Whether a tensor's values, or a list's or dict's items, have changed, or it is another object."""
     if type(value) is type(old) is list:
         return len(value) != len(old) or any(x is not y for x, y in zip(value, old, strict=True))
     if type(value) is type(old) is dict:

@@ -44,10 +44,10 @@ class WholeModel:
 
 
 class Placement:
-    """The placement of this rank's part of a model.
+    """Where the tensors of this rank's part of a model lie in the whole model.
 
-    model: this rank's part, with the names of `whole`. cuts: of parameters that tensor parallelism cut, by
-    name. stage_of: the pipeline stage that holds a tensor, by name.
+    model: this rank's part, with the names of `whole`. cuts: by name, how tensor parallelism cut a parameter.
+    stage_of: by name, the pipeline stage that holds a tensor.
     """
 
     def __init__(

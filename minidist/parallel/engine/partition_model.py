@@ -1,8 +1,8 @@
 """Reduce a model to this rank's part: its tokens, its parts of matrices, its layers.
 
-Every rank builds the whole model, possibly on the meta device, and rank 0's weights go to all. Then context
+Every rank builds the whole model, possibly on the meta device, and gets rank 0's weights. Then context
 parallelism makes attention and positions work on the rank's tokens, tensor parallelism cuts matrices, and a
-pipeline removes the layers of other stages, and the parameters that only they need. Names stay those of the
+pipeline removes the layers of other stages and the parameters that only they need. Names stay those of the
 whole model.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -165,7 +165,7 @@ def _keep_own_layers(
 def _needed_by(
     whole: WholeModel, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
 ) -> dict[str, Collection[int]]:
-    """For each tensor, by name, the layers whose stages need it; with the first goes what runs before it."""
+    """For each tensor, by name, the layers whose stages need it. What runs before goes with the first."""
     numbers, last = {f"{list_name}.{key}": number for number, key in enumerate(keys)}, len(keys) - 1
     needed_by: dict[str, Collection[int]] = {}
     for name in whole.tensors:

@@ -13,7 +13,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
-from minidist.parallel.engine.prepare_checks import check, check_choices, put_back_on_error
+from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
@@ -131,8 +131,8 @@ def prepare(
             trains the model.
     """
     layout = Layout() if layout is None else layout
-    check(model, optimizer, layout, loss, data_parallel, fully_shard, loss_scale, clip_norm)
-    check_choices(batch_norm, rehearse, layout)
+    options = data_parallel, fully_shard, loss_scale, clip_norm, batch_norm, rehearse
+    check_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
     elif layout.zero == 3:

@@ -1,10 +1,10 @@
 """BatchNorm when ranks share a batch's rows: statistics over all of them, or each rank's own, averaged later.
 
 A BatchNorm normalizes with the mean and variance of the rows that it sees. On n ranks it sees an n-th of
-them, so the ranks do not train the model that a single process trains. `synchronize` mends it: forward, ranks
-gather each channel's count, mean and sum of squared deviations, and combine them; backward, they sum two
-numbers a channel. Without it every rank normalizes with its own rows, and keeps running statistics of them.
-`average_statistics` then gives all ranks the mean of those, before an evaluation or an export reads them.
+them, so the ranks do not train the model that a single process trains. `synchronize` mends this. Forward,
+ranks gather each channel's count, mean and sum of squared deviations, and combine them. Backward, they sum
+two numbers for each channel. Without it every rank normalizes with its own rows, and keeps running statistics
+of them; `average_statistics` gives all ranks their mean, before an evaluation or an export reads them.
 
 Source: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", section 3 (combining).
 """
