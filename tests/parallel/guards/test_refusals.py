@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -38,14 +39,11 @@ def test_one_rank_renormalises_as_torch_does() -> None:
     torch.manual_seed(0)
     models = [nn.Embedding(5, 3, max_norm=0.5) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
+    batches = [(torch.arange(4), torch.tensor([0, 1, 2, 0]))] * 3
     engine = md.prepare(models[0], SGD, md.Layout())
-    optimizer = SGD(models[1].parameters())
-    for _ in range(3):
-        engine.step(torch.arange(4), torch.tensor([0, 1, 2, 0]))
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(models[1](torch.arange(4)), torch.tensor([0, 1, 2, 0]))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    for batch in batches:
+        engine.step(batch)
+    plain_steps(models[1], SGD(models[1].parameters()), batches, of_outputs(nn.functional.cross_entropy))
     torch.testing.assert_close(models[0].weight, models[1].weight)
     for layout in (md.Layout(zero=3), md.Layout(precision="bf16")):
         with pytest.raises(ValueError, match=r"the model is an Embedding with max_norm=0\.5"):

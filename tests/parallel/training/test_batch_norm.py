@@ -67,13 +67,11 @@ def test_rows_that_do_not_count_are_in_no_statistics(cluster_of: Clusters, layou
             engine.step(mine)
         return engine.full_state_dict()
 
+    def loss(model: nn.Module, _: object) -> Tensor:
+        return sum(nn.functional.cross_entropy(model(x), y) / 2 for x, y in (first, second))  # type: ignore[return-value]
+
     model = convolutions(0)
-    optimizer = SGD(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        for x, y in (first, second):
-            (nn.functional.cross_entropy(model(x), y) / 2).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    contract.plain_steps(model, SGD(model.parameters()), range(2), loss)
     for state in cluster_of(2).run(train, False):
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
     wrong = cluster_of(2).run(train, True)[0]["1.running_mean"]
