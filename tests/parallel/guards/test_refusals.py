@@ -66,55 +66,6 @@ def frozen() -> nn.Module:
     return net().requires_grad_(False)
 
 
-class NoOptimizer:
-    """What a function from parameters should not return."""
-
-    def __init__(self, parameters: Any) -> None:
-        pass
-
-
-PREPARE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"loss": 3}, TypeError, "loss is 3; give a function from outputs and targets"),
-    (
-        {"data_parallel": 3},
-        TypeError,
-        "data_parallel is 3; give a dict of options, such as {'bucket",
-    ),
-    ({"fully_shard": ["cpu"]}, TypeError, "fully_shard is ['cpu']; give a dict of options"),
-    ({"loss_scale": 3}, TypeError, "loss_scale is 3; give a LossScale"),
-    ({"model": nn.Tanh()}, ValueError, "model has nothing to train, since it has no parameters"),
-    ({"model": frozen()}, ValueError, "model has nothing to train, since all of its parameters are frozen"),
-    *(
-        (
-            {"layout": md.Layout(zero=zero), "model": meta()},
-            ValueError,
-            "model has 0.weight on the meta device",
-        )
-        for zero in range(3)
-    ),
-    *(
-        (
-            {"layout": md.Layout(zero=zero, precision=precision), "optimizer": NoOptimizer},
-            TypeError,
-            "made a No",
-        )
-        for zero in (0, 1)
-        for precision in ("fp32", "bf16")
-    ),
-    (
-        {"layout": md.Layout(zero=3), "optimizer": lambda parameters: 3},
-        TypeError,
-        "optimizer_class made a int; give a function from parameters to a torch.optim.Optimizer",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "text"), PREPARE)
-def test_prepare(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        md.prepare(**{"model": net(), "optimizer": SGD, **arguments})
-
-
 @pytest.mark.parametrize("zero", range(4))
 def test_a_step_takes_tensors(zero: int) -> None:
     engine = md.prepare(net(), SGD, md.Layout(zero=zero))
