@@ -21,8 +21,8 @@ from minidist.cli.own_model import function, is_own, require_data
 from minidist.model import BERT, CONFIGS, GPT, MLP, BERTConfig, Dataset, GPTConfig, Rows, dataset, masked
 from minidist.model import config as shape_of
 from minidist.model.loss import cross_entropy, masked_cross_entropy
-from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout, check_available
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.training.clipping import check_max_norm
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -8,7 +8,7 @@ broadcast shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.batch import rows, rows_of
 
 TOLERANCE = 1e-10
 """Float64 holds 16 digits; sums in another order, over a few steps, cost fewer than 6 of them."""
@@ -56,19 +57,35 @@ def train_in_one_process(case: Case) -> Trained:
     """The reference: a plain loop, from rank 0's weights. Do not write to what it returns."""
     model = case.model(0)
     optimizer = case.optimizer(model.parameters())
-    losses = []
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for inputs, targets in case.global_batches():
+    trained = plain_steps(model, optimizer, case.global_batches(), of_outputs(case.loss), case.clip_norm)
+    assert any(not torch.equal(start[name], trained.state[name]) for name in start), "nothing was learned"
+    return trained
+
+
+def plain_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    clip_norm: float | None = None,
+) -> Trained:
+    """A step of plain torch for each batch. loss: from the model and a batch to its loss."""
+    losses = []
+    for batch in batches:
         optimizer.zero_grad()
-        loss = case.loss(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if case.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        found = loss(model, batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        losses.append(float(loss.detach()))
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    assert any(not torch.equal(start[name], state[name]) for name in start), "nothing was learned"
-    return Trained(losses, state)
+        losses.append(float(found.detach()))
+    return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def of_outputs(loss: Callable[[Any, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss of outputs and targets, as one of the model and a pair of inputs and targets."""
+    return lambda model, batch: loss(model(batch[0]), batch[1])
 
 
 def train_on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any] | None = None) -> Trained:
@@ -76,11 +93,18 @@ def train_on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any] | 
     model = case.model(md.rank())
     given = {"clip_norm": case.clip_norm, **(options or {})}
     engine = md.prepare(model, case.optimizer, layout, loss=case.loss, **given)
-    losses = []
-    for inputs, targets in case.global_batches():
-        share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        losses.append(engine.step(inputs[share], targets[share]))
-    return Trained(losses, engine.full_state_dict())
+    return steps(engine, case.global_batches())
+
+
+def steps(engine: md.Engine, batches: Iterable[Any]) -> Trained:
+    """A step of the engine for each global batch, of which each rank passes its rows."""
+    return Trained([engine.step(own_rows(engine, batch)) for batch in batches], engine.full_state_dict())
+
+
+def own_rows(engine: md.Engine, batch: Any) -> Any:
+    """This rank's rows of a global batch; where ranks do not divide them, some have a row more."""
+    count = rows_of(batch)
+    return rows(batch, slice(*(count * (engine.data_rank + i) // engine.data_ranks for i in (0, 1))))
 
 
 def check(cluster: md.Cluster, case: Case, layout: md.Layout, **options: Any) -> None:

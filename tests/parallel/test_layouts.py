@@ -25,7 +25,13 @@ from torch import Tensor
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
-from minidist.parallel.engine import parameter_placement, partition_model, staged_passes, training_step
+from minidist.parallel.engine import (
+    parameter_placement,
+    partition_model,
+    staged_passes,
+    step_executor,
+    training_step,
+)
 from minidist.parallel.sharding import sharded
 from minidist.parallel.tensor import column_parallel
 from tests.helpers import contract
@@ -157,8 +163,8 @@ def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
 
 def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each context-parallel rank counts alike, however many tokens it has."""
-    cut = partition_model.RankModel.cut
-    patch.setattr(partition_model.RankModel, "cut", lambda *a: (*cut(*a)[:2], 0.5))
+    own_tokens = step_executor.StepExecutor.own_tokens
+    patch.setattr(step_executor.StepExecutor, "own_tokens", lambda *a: (*own_tokens(*a)[:2], 0.5))
 
 
 def with_every_ranks_norm(patch: pytest.MonkeyPatch) -> None:

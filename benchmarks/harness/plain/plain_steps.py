@@ -24,7 +24,7 @@ from minidist.benchmarks.harness.steps.training_steps import ADAMW
 from minidist.benchmarks.harness.strategy_table.programs import Batch, Program, Ran
 from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, Timed, Worlds
 from minidist.benchmarks.harness.strategy_table.strategy_steps import HELD, Facts, begin, drop
-from minidist.parallel.contract.memory_report import Memory, count
+from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter
 
@@ -81,7 +81,7 @@ class Holdings:
         state = {} if self.optimizer is None else self.optimizer.state
         own = [p for group in groups for p in group["params"]]
         trained = [*own, *(p for p in self.model.parameters() if p.grad is not None)]
-        found = count(
+        found = memory_of(
             ResidentTensors(
                 parameters=[p.detach() for p in trained],
                 gradients=[p.grad for p in trained if p.grad is not None],

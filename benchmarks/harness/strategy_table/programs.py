@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.parallel.contract.memory_report import Memory, count
+from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.activation_memory import ActivationCounter
@@ -81,7 +81,7 @@ class Program:
         """Return this rank's bytes after a step, counted as by `engine.memory`, or None if they can't be."""
         if self.module is None:
             return None
-        return count(held_by(self.module, self.optimizer, self.more()), self._activations or 0)
+        return memory_of(held_by(self.module, self.optimizer, self.more()), self._activations or 0)
 
 
 class EngineProgram(Program):

@@ -22,7 +22,7 @@ from minidist._arguments import check_whole
 from minidist.comm.work import bytes_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, divide
 from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
-from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
 
 

@@ -4,7 +4,8 @@
 |---|---|
 | layout.py | `Layout`: how many ranks do what |
 | schedule_kinds.py | what is true of each pipeline schedule, in one record |
-| engine.py | what a caller gives an engine: loss, optimizer, batches; evaluation mode for a while |
+| user_functions.py | the functions that a caller gives: a loss, one that makes an optimizer |
+| kept_attributes.py | put modules and functions back as a call found them |
 | batch.py | tensors in any structure, by rows |
 | strategy.py | `Strategy`: what an engine asks of the data-parallel ranks; `TensorBox` |
 | training_state.py | an optimizer's state by parameter names |

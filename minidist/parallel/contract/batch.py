@@ -1,16 +1,17 @@
 """A batch: a tensor, or tensors in tuples, lists, dicts and dataclasses, nested as they come.
 
-The first dimension of every tensor is its rows. Whatever is no tensor, and a tensor without dimensions, goes
-along as it is, such as an object of another class in a tuple with a tensor that has the rows. These functions
-count, cut, move and join the rows of such a batch, and call a model with it. A single tensor takes a short
-way through each of them.
+The first dimension of every tensor is its rows. Anything else stays as it is: a tensor without dimensions, or
+an object of another class, in a tuple with a tensor that has the rows. These functions count, cut, move and
+join the rows of a batch, and call a model with it. A single tensor takes a shortcut through each of them.
+
+A caller gives one batch or a list of them, with targets or without; `pairs_of` makes pairs of all forms.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from minidist import comm
 
+Pair = tuple[Any, Any]
+"""Inputs and targets; the same object twice if the batch is one."""
 Path = tuple[Any, ...]
 """Where a tensor lies: the index, key or field at each level."""
 
@@ -58,63 +61,46 @@ def at(value: Any, path: Path) -> Any:
     return value
 
 
-def replaced(value: Any, new: Callable[[Any], Any], kinds: Any = Tensor) -> Any:
-    """A copy of tuples, lists and mappings in which `new` replaces each object of `kinds`."""
+def mapped(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+    """The same structure with every tensor changed, or every object of `kinds`.
+
+    Containers keep their class, such as transformers' BatchEncoding. What has not changed is the same object.
+    """
     if isinstance(value, kinds):
-        return new(value)
-    if isinstance(value, tuple | list):
-        items = [replaced(each, new, kinds) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return change(value)
+    parts: Any
     if isinstance(value, Mapping):
-        changed = copy.copy(value) if isinstance(value, dict) else dict(value)
-        for key, each in value.items():
-            changed[key] = replaced(each, new, kinds)
+        parts = value
+    elif isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+    elif _is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return value
+    changed = {key: mapped(change, part, kinds) for key, part in parts.items()}
+    if all(changed[key] is part for key, part in parts.items()):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+    if type(value) is dict or not (isinstance(value, MutableMapping) or _is_dataclass(value)):
         return changed
-    return value
-
-
-def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The same structure with every tensor changed. Parts without tensors stay the same objects."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: mapped(change, batch[key]) for key in batch}
-        if all(changed[key] is batch[key] for key in changed):
-            return batch
-        if type(batch) is dict:
-            return changed
-        result: Any = copy.copy(batch)  # keeps the class, such as transformers' BatchEncoding
-        for key, value in changed.items():
-            result[key] = value
-        return result
-    if isinstance(batch, list | tuple):
-        items = [mapped(change, each) for each in batch]
-        if all(new is old for new, old in zip(items, batch, strict=True)):
-            return batch
-        if hasattr(batch, "_fields"):  # a named tuple
-            return type(batch)(*items)
-        return type(batch)(items)
-    if _is_dataclass(batch):
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        changed = {name: mapped(change, value) for name, value in fields.items()}
-        if all(changed[name] is fields[name] for name in fields):
-            return batch
-        result = copy.copy(batch)
-        for name, value in changed.items():
-            object.__setattr__(result, name, value)  # the class may be frozen
-        return result
-    return batch
+    result = copy.copy(value)
+    # A dataclass may be frozen.
+    put: Any = type(value).__setitem__ if isinstance(value, MutableMapping) else object.__setattr__
+    for key, part in changed.items():
+        put(result, key, part)
+    return result
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows: of the first tensor that has any. 0 if there is none."""
+    """The number of rows: that of the first tensor with dimensions. 0 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch)
     return next((len(x) for _, x in tensors(batch) if x.dim()), 0)
 
 
 def split(batch: Any, parts: int) -> Sequence[Any]:
-    """The batch's rows in so many parts; the first ones have a row more if `parts` does not divide them."""
+    """The batch's rows in `parts` parts; the first ones have a row more if `parts` does not divide them."""
     if isinstance(batch, Tensor):
         return batch.tensor_split(parts)
     each, more = divmod(rows_of(batch), parts)
@@ -127,7 +113,7 @@ def rows(batch: Any, which: slice) -> Any:
     return mapped(lambda x: x[which] if x.dim() else x, batch)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """The batch on a device."""
     return mapped(lambda x: x.to(device), batch)
 
@@ -143,7 +129,7 @@ def joined(parts: Sequence[Any], like: Any = None) -> Any:
     """One batch of the rows of several that have the same structure.
 
     A tensor is joined if its first dimension is the rows in every part; otherwise the first part's is taken.
-    like: which of them the result looks like, and has anything else of; None for the first.
+    like: the part whose type and other fields the result copies; None for the first.
     """
     counts = [*map(rows_of, parts)]
     others = [iter([x for _, x in tensors(part)]) for part in parts]
@@ -166,7 +152,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def require_batch(inputs: Any, targets: Any) -> None:
-    """Raise TypeError if a batch has no tensors with rows, ValueError if their numbers of rows differ."""
+    """TypeError if a batch has no tensors with rows, ValueError if they have different numbers of rows."""
     if isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() and targets.dim():
         if len(inputs) != len(targets):
             raise ValueError(
@@ -208,6 +194,44 @@ def check_rows(inputs: Any, targets: Any, data_ranks: int = 1) -> int:
         f"rank {comm.rank()} of {comm.size()} was given no rows; use a global batch of at least as many "
         f"rows as there are data-parallel ranks, {data_ranks}, or fewer ranks"
     )
+
+
+class _Nothing:
+    """Stands for targets that were not given; None would be a mistake."""
+
+
+NOTHING: Any = _Nothing()
+
+
+def pairs_of(inputs: Any, targets: Any, is_one: bool) -> list[Pair]:
+    """The batches of a step as (inputs, targets).
+
+    Without targets, a pair is inputs and targets, as loaders give them, and anything else is a batch. A list
+    is of batches, unless it has a tensor in it: torch's loaders give batches as lists.
+
+    is_one: whether the loss takes the batch as one, pair or not.
+    """
+    if targets is not NOTHING:
+        batch = inputs, targets
+        return [(batch, batch)] if is_one else [batch]
+    if is_list(inputs):
+        if not inputs:
+            raise ValueError("the list of batches is empty; give at least one batch")
+        return [pair for each in inputs for pair in pairs_of(as_batch(each), NOTHING, is_one)]
+    batch = as_batch(inputs)
+    if is_one or not isinstance(batch, tuple) or len(batch) != 2:
+        return [(batch, batch)]
+    return [batch]
+
+
+def is_list(given: Any) -> bool:
+    """Whether `given` is a list of batches, and not a batch."""
+    return isinstance(given, list) and not any(isinstance(each, Tensor) for each in given)
+
+
+def as_batch(given: Any) -> Any:
+    """Turn a loader's list of tensors into a tuple; other batches stay as they are."""
+    return tuple(given) if isinstance(given, list) else given
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -58,7 +58,7 @@ def size(count: float, digits: int = 3) -> str:
     return f"{count:.0f} B"
 
 
-def count(held: ResidentTensors, activations: int = 0) -> Memory:
+def memory_of(held: ResidentTensors, activations: int = 0) -> Memory:
     """The bytes of the tensors that a strategy holds.
 
     A storage with two purposes counts for the first of parameters, gradients, optimizer and buffers.
@@ -85,7 +85,7 @@ class Storages:
                 self._placed.setdefault(tensor.device, []).append((start, start + length))
             else:
                 self._unplaced[storage._cdata] = length
-        self._placed = {device: join(ranges) for device, ranges in self._placed.items()}
+        self._placed = {device: merge_ranges(ranges) for device, ranges in self._placed.items()}
         return self.bytes() - before
 
     def bytes(self) -> int:
@@ -94,7 +94,7 @@ class Storages:
         return placed + sum(self._unplaced.values())
 
 
-def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge ranges that overlap, as arrays of one buffer may; the result is in order."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):

@@ -33,16 +33,16 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Any]:
-    """The tensors of a model's state_dict, themselves; what else it holds is in `extra_state`."""
+    """The tensors of a model's state_dict, not copies; its other entries are in `extra_state`."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def loadable_tensors(model: nn.Module) -> dict[str, Any]:
-    """The same, of which a checkpoint can also be loaded.
+    """Like `model_tensors`, but rejects tensors that cannot be restored.
 
     Raises:
-        ValueError: a state_dict hook of the model put a tensor of its own there: a load would write to that.
+        ValueError: a state_dict hook of the model added a tensor of its own. A load would write to that one.
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     state = model_tensors(model)
@@ -56,7 +56,7 @@ def loadable_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """The entries of a model's state_dict that are no tensors, from its modules' `get_extra_state`."""
+    """The entries of a model's state_dict that are not tensors, from its modules' `get_extra_state`."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
@@ -74,7 +74,7 @@ def optimizer_tensors(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Parameter name, key and tensor of all tensors in an optimizer's state, in the order of its groups.
 
-    One in a list, as LBFGS keeps, has its index in the key: "old_dirs[0]".
+    A tensor in a list, such as those of LBFGS, has its index in the key: "old_dirs[0]".
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -97,7 +97,7 @@ def put_in_lists(state: dict[str, Any]) -> dict[str, Any]:
 def whole_chunks(
     model: nn.Module, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None
 ) -> Iterator[TensorBox]:
-    """The boxes of a model and an optimizer that this rank has whole, with `masters` for parameters."""
+    """The boxes of a model and an optimizer that this rank has whole. `masters` stand for parameters."""
     masters = masters or {}
     values = loadable_tensors(model)
     named = [("model." + name, masters.get(value, value)) for name, value in values.items()]

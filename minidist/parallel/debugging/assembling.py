@@ -1,14 +1,13 @@
 """Whole tensors from the pieces that the ranks of a layout hold, so that layouts can be compared.
 
-Rows are distributed over dp, positions of a sequence over cp in zigzag order. Ranks that differ only in tp
-hold copies, or parts of the sequence, or, at the vocabulary's end, parts of the last dimension. Copies that
-differ are kept apart, because such a difference is what the caller looks for.
+Data-parallel ranks have different rows, context-parallel ranks different positions of a sequence in zigzag
+order. Tensor-parallel ranks have copies, or parts of the sequence, or, of the logits, parts of the last
+dimension. Copies that differ are kept apart: the caller looks for such a difference.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from itertools import product
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.flat.gathering import bytes_of, gather, tensor_of
+from minidist.parallel.flat.gathering import bytes_of, gather_values
 
 RankCopies = list[Tensor]
 """A whole tensor; several if ranks that should hold equal copies do not, or the last dimension is cut."""
@@ -26,22 +25,13 @@ RankCopies = list[Tensor]
 def assemble(own: dict[str, Tensor], layout: Layout, length: int) -> dict[str, RankCopies]:
     """Whole tensors from all ranks' pieces, on every rank; all ranks call it.
 
-    Leaves out tensors that only some ranks of a stage have. Sends 16 (n - 1) bytes, and n - 1 times the
-    longest rank's table of names and shapes, and its data.
+    Leaves out tensors that only some ranks of a stage have. Sends n - 1 times 8 bytes, and n - 1 times the
+    longest rank's pieces with their names.
 
     own: this rank's pieces by name, on the CPU; other ranks may have other names. Neighbours share matrices
     (tp), then positions (cp), then rows (dp). length: of the whole sequences, if they are cut.
     """
-    table = [(name, str(x.dtype).removeprefix("torch."), [*x.shape]) for name, x in own.items()]
-    tables = [json.loads(text) for text in gather(json.dumps(table).encode())]
-    tensors: list[dict[str, Tensor]] = [{} for _ in tables]
-    raw = gather(b"".join(bytes_of(value) for value in own.values()))
-    for found, table, data in zip(tensors, tables, raw, strict=True):
-        at = 0
-        for name, dtype, shape in table:
-            kind = getattr(torch, dtype)
-            end = at + torch.Size(shape).numel() * kind.itemsize
-            found[name], at = tensor_of(data[at:end], kind, shape), end
+    tensors: list[dict[str, Tensor]] = gather_values(own)
     names = dict.fromkeys(name for found in tensors for name in found)
     found_whole = {name: _whole(name, tensors, layout, length) for name in names}
     return {name: copies for name, copies in found_whole.items() if copies}
@@ -58,7 +48,7 @@ def distance(a: RankCopies, b: RankCopies) -> float:
 
 
 def _alike(a: RankCopies, b: RankCopies) -> tuple[RankCopies, RankCopies]:
-    """Both tensors, with the parts of a last dimension that tp cut joined if that makes the shapes equal."""
+    """Both tensors; where that makes the shapes equal, with the parts of a last dimension joined."""
     for x in _forms(a, b):
         for y in _forms(b, a):
             if x[0].shape == y[0].shape:
@@ -122,14 +112,11 @@ def _join_tp(parts: list[Tensor], length: int | None) -> RankCopies:
 def distinct(own: dict[str, Tensor]) -> dict[str, RankCopies]:
     """The different values that ranks have of each tensor; all ranks call it, with the same names.
 
-    Sends n - 1 times a table of names with a hash of 64 letters each, and n - 1 times the tensors that
-    differ.
+    Sends n - 1 times a table of names with a hash each, and n - 1 times the tensors that differ.
     """
-    hashes = {name: hashlib.sha256(bytes_of(value)).hexdigest() for name, value in own.items()}
-    everyones = [json.loads(text) for text in gather(json.dumps(hashes).encode())]
+    hashes = gather_values({name: hashlib.sha256(bytes_of(value)).digest() for name, value in own.items()})
     found = {name: [value] for name, value in own.items()}
-    for name in (name for name in own if len({each[name] for each in everyones}) > 1):
-        copies = [tensor_of(raw, own[name].dtype, own[name].shape) for raw in gather(bytes_of(own[name]))]
-        by_hash = {each[name]: copy for each, copy in zip(everyones, copies, strict=True)}
-        found[name] = [*by_hash.values()]
+    for name in (name for name in own if len({each[name] for each in hashes}) > 1):
+        copies = gather_values(own[name])
+        found[name] = [*{each[name]: copy for each, copy in zip(hashes, copies, strict=True)}.values()]
     return found

@@ -8,7 +8,6 @@ hash of all bytes costs 32 bytes; ranks exchange names and values only if hashes
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from minidist.comm.errors import OutOfSync
 from minidist.comm.work import Group, ranks_of
-from minidist.parallel.flat.gathering import bytes_of, gather, gather_equal, tensor_of
+from minidist.parallel.flat.gathering import bytes_of, gather_equal, gather_values, tensor_of
 
 
 class _Entry(NamedTuple):
@@ -74,22 +73,17 @@ def assert_in_sync(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch optimizer")
     entries = _entries(model, gradients, optimizer)
-    rows = [[entry.what, entry.name, entry.kind, entry.digest()] for entry in entries]
-    text = json.dumps(rows).encode()
-    ranks = ranks_of(group)
-    fingerprints = gather_equal(hashlib.sha256(text).digest(), group)
+    table = {(entry.what, entry.name): (entry.kind, entry.digest()) for entry in entries}
+    fingerprints = gather_equal(hashlib.sha256(repr(table).encode()).digest(), group)
     if len(set(fingerprints)) > 1:
-        _explain(entries, text, fingerprints, ranks, group)
+        _explain(entries, gather_values(table, group), fingerprints, group)
 
 
 def _explain(
-    entries: list[_Entry], text: bytes, fingerprints: list[bytes], ranks: tuple[int, ...], group: Group
+    entries: list[_Entry], tables: list[dict[Any, Any]], fingerprints: list[bytes], group: Group
 ) -> None:
     """Find the first difference, the same on all ranks, and raise it."""
-    tables = [
-        {(what, name): (kind, digest) for what, name, kind, digest in json.loads(theirs)}
-        for theirs in gather(text, group)
-    ]
+    ranks = ranks_of(group)
     typical = fingerprints.index(_most(fingerprints))
     names = dict.fromkeys([*tables[typical], *(name for table in tables for name in table)])
     name = next(name for name in names if len({table.get(name) for table in tables}) > 1)

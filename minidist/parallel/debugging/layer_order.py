@@ -10,7 +10,7 @@ LISTS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 def layers_of(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The layers in the model's lists, at any depth, and the modules next to the lists, with their names."""
+    """The layers in the model's lists, at any depth, and the modules beside the lists, with their names."""
     found = []
     for name, child in model.named_children():
         uncalled = isinstance(child, nn.ModuleList | nn.ModuleDict)  # and so without an output of its own
@@ -25,9 +25,8 @@ def layers_of(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]
 def in_order(layers: Sequence[str], called: Iterable[str], chunked: bool) -> list[str]:
     """The layers in the order in which a model calls them; those that it does not call come last.
 
-    called: their names as they first ran, stage after stage with a pipeline. chunked: whether a stage has
-    several runs of a list's layers, with other stages' between them; then a list's order is that of its
-    indices.
+    called: their names as they first ran, with a pipeline stage after stage. chunked: whether a stage has
+    several runs of a list's layers, with layers of other stages in between. Then layers go by their index.
     """
     order = [*dict.fromkeys([*called, *layers])]
     if chunked:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from minidist._arguments import check_whole
-from minidist.parallel.contract.batch import rows, rows_of, tensors
+from minidist.parallel.contract.batch import as_batch, rows, rows_of, tensors
 from minidist.parallel.debugging.assembling import RankCopies, assemble, distance, distinct
 from minidist.parallel.debugging.layer_order import in_order, layers_of
 from minidist.parallel.engine.kept_state import KeptState
-from minidist.parallel.engine.rank_model import as_batch
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.moved_results import forward_hooks, moved_results
 

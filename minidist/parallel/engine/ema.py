@@ -70,7 +70,7 @@ class EMA:
         if self._applied:
             raise RuntimeError("the engine has the averaged weights now; update after `with ema.applied():`")
         weights = self._weights()
-        averages = self._averages = self._cut_as(weights)
+        averages = self._averages = self._averages_in_boxes_of(weights)
         # In the order of the weights, which changes as parameters are thawed.
         torch._foreach_lerp_([averages[box] for box in weights], [*weights.values()], 1 - self.decay)
 
@@ -90,7 +90,7 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         weights = self._weights()
-        self._averages = self._cut_as(weights)
+        self._averages = self._averages_in_boxes_of(weights)
         for box, average in self._averages.items():
             kept = weights[box].clone()
             weights[box].copy_(average)
@@ -100,10 +100,8 @@ class EMA:
 
     def _weights(self) -> dict[Box, Tensor]:
         """The boxes of parameters that this rank keeps; a tied parameter once."""
-        names, found = (
-            {f"model.{name}" for name in self.engine.placement.first},
-            dict[int, tuple[Box, Tensor]](),
-        )
+        names = {f"model.{name}" for name in self.engine.placement.first}
+        found: dict[int, tuple[Box, Tensor]] = {}
         for box in self.engine.chunks():
             floats = box.tensor.is_floating_point() or box.tensor.is_complex()
             if box.name in names and floats and box.tensor.numel():
@@ -111,8 +109,8 @@ class EMA:
                 found.setdefault(box.tensor.data_ptr(), (key, box.tensor))
         return dict(found.values())
 
-    def _cut_as(self, weights: dict[Box, Tensor]) -> dict[Box, Tensor]:
-        """The averages in the boxes of `weights`: the first step of ZeRO 1 and 2 cuts parameters."""
+    def _averages_in_boxes_of(self, weights: dict[Box, Tensor]) -> dict[Box, Tensor]:
+        """The averages in the same boxes as `weights`: the first step of ZeRO 1 and 2 cuts parameters."""
         if weights.keys() == self._averages.keys():
             return self._averages
         return {box: self._part(box) for box in weights}

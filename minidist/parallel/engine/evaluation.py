@@ -12,58 +12,42 @@ from torch import Tensor
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.batch import joined, mapped, moved, require_batch, rows_of, tensors
-from minidist.parallel.contract.engine import Loss, evaluating
-from minidist.parallel.engine.engine_state import EngineState
-from minidist.parallel.engine.rank_model import NOTHING, Pair, as_batch, is_list, pairs_of, takes_model
+from minidist.parallel.contract.batch import (
+    NOTHING,
+    Pair,
+    as_batch,
+    is_list,
+    joined,
+    mapped,
+    pairs_of,
+    require_batch,
+    rows_of,
+    tensors,
+    to_device,
+)
+from minidist.parallel.contract.kept_attributes import evaluating
+from minidist.parallel.contract.user_functions import Loss
+from minidist.parallel.engine.step_executor import StepExecutor, takes_model
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.guards.refusals import require_metric
 from minidist.parallel.training.batch_norm import average_statistics
 
 
-class Evaluation(EngineState):
-    """An engine's methods that compute without training."""
+class Evaluation:
+    """Runs an engine's passes without training."""
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield this rank's batches until the loaders of all ranks have ended, for loaders that differ.
+    def __init__(self, executor: StepExecutor) -> None:
+        self.executor, self.strategy, self.device = executor, executor.strategy, executor.device
+        self.model, self.mesh, self.layout = executor.part.model, executor.part.mesh, executor.layout
 
-        >>> for batch in engine.batches(loader):
-        ...     engine.step(batch)
-
-        A rank whose loader has ended gets its last batch again. It takes part in every collective with it,
-        but with weight 0. (A rank without any gets one of another rank.) Torch's counterpart is `Join`. Each
-        batch sends n - 1 bytes over the data-parallel ranks, and the end as many.
-        """
-        try:
-            for batch, counts in aligned(loader, self.strategy.group):
-                self._counts = float(counts)
-                yield batch
-        finally:
-            self._counts = 1.0
-
-    def evaluate(
+    def means(
         self,
         inputs: Any,
-        targets: Any = NOTHING,
-        metric: Loss | None = None,
-        metrics: Mapping[str, Loss | None] | None = None,
+        targets: Any,
+        metric: Loss | None,
+        metrics: Mapping[str, Loss | None] | None,
     ) -> Any:
-        """The mean of `metric(outputs, targets)` over the global batch, or over loaders, without training.
-
-        For each batch the bytes of forward passes, and of `batches` with a loader. At the end 32 (n - 1) / n
-        bytes for each metric, with pp 32 (p - 1) / p more. With tp, a metric other than `cross_entropy`
-        gathers the logits.
-
-        Args:
-            inputs, targets: a batch as for `step`, this rank's rows, possibly none. Or an iterable of
-                batches, such as a DataLoader; the ranks' may end at different times, or have none.
-            metric: a mean over rows, or (mean, weight), as a loss: of outputs and targets, or, if its first
-                argument is called `model`, of the model and the batch. None for the loss.
-            metrics: several by name, in place of `metric`: {"accuracy": accuracy, "loss": None}.
-
-        Returns:
-            The mean, the same on all ranks; NaN if there are no rows at all. With `metrics` a dict of means.
-        """
+        """For `Engine.evaluate`: the mean of one metric, or a dict with those of several."""
         named = {"": metric} if metrics is None else dict(metrics)
         for each in named.values():
             require_metric(each)
@@ -81,51 +65,43 @@ class Evaluation(EngineState):
         is_one = self.executor.objective.takes_model
         with evaluating([self.model]):
             if targets is NOTHING and is_loader(inputs):
-                for batch, counts in aligned(inputs, self.strategy.group):
+                for batch, is_padding in aligned(inputs, self.strategy.group):
                     for pair in pairs_of(batch, NOTHING, is_one):
-                        total += self._evaluate(pair, float(counts), [*named.values()])
+                        total += self._scores(pair, is_padding, [*named.values()])
             else:
                 for pair in pairs_of(inputs, targets, is_one):
-                    total += self._evaluate(pair, 1.0, [*named.values()])
+                    total += self._scores(pair, False, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
         if self.mesh.size("pp") > 1:
             comm.all_reduce(total, group=self.mesh.group("pp"))
         means = [value / weight if weight else math.nan for value, weight in total.tolist()]
         return means[0] if metrics is None else dict(zip(named, means, strict=True))
 
-    def _evaluate(self, pair: Pair, counts: float, metrics: list[Loss | None]) -> Tensor | float:
+    def _scores(self, pair: Pair, is_padding: bool, metrics: list[Loss | None]) -> Tensor | float:
         require_batch(*pair)
         if not rows_of(pair[0]) and not self.strategy.gathers:
             return 0.0
-        return self.executor.evaluate(self.part.batch(pair, counts, self.device), metrics)
+        return self.executor.evaluate(self.executor.own_batch(pair, is_padding), metrics)
 
-    def predict(self, inputs: Any) -> Any:
-        """The outputs for all ranks' rows, on every rank, without training: those of rank 0's rows first.
-
-        Each tensor whose first dimension is the rows is joined; anything else in the outputs is that of the
-        first rows. With tp the logits are whole, with cp the tokens in order.
-
-        Sends the bytes of a forward pass, and n - 1 times this rank's outputs, through the CPU.
-
-        inputs: this rank's rows as for `step`, without targets, possibly none.
-        """
+    def predictions(self, inputs: Any) -> Any:
+        """For `Engine.predict`: the outputs for all ranks' rows, on every rank."""
         require_batch(inputs, inputs)
         average_statistics(self.model, self.strategy.group)
         found = None
         if rows_of(inputs) or self.strategy.gathers:
-            own = self.part.batch((inputs, inputs), 1.0, self.device)
+            own = self.executor.own_batch((inputs, inputs))
             with evaluating([self.model]):
                 found = self.executor.predict(own.inputs)
         found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
         if self.mesh.size("pp") > 1:
             found = gather_values(found, self.mesh.group("pp"))[-1]
-        if (share := self.part.share) is not None:
+        if (share := self.executor.part.token_share) is not None:
             parts = gather_values(found, share.group)
             found = None if found is None else _restored(parts, found, share.length or 0)
         everyones = [each for each in gather_values(found, self.mesh.group("dp")) if each is not None]
         if not everyones:
             raise ValueError("no rank has rows to predict; give at least one of them a row")
-        return moved(joined(everyones, found), self.device)
+        return to_device(joined(everyones, found), self.device)
 
 
 def _restored(parts: list[Any], like: Any, length: int) -> Any:
@@ -149,9 +125,9 @@ def is_loader(given: Any) -> bool:
 
 
 def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
-    """A rank's batches, and whether each counts: until all of the group's ranks have run out.
+    """A rank's batches, and whether each is padding: until all of the group's ranks have run out.
 
-    A rank that has run out gets its last batch again, which does not count. One that has none at all gets the
+    A rank that has run out gets its last batch again, as padding. One that has none at all gets the
     first batch of another rank. Each batch sends n - 1 bytes, and the end as many.
     """
     batches, batch, is_first = iter(loader), NOTHING, True
@@ -168,4 +144,4 @@ def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
         if new is not NOTHING:
             batch = as_batch(new)
         is_first = False
-        yield batch, new is not NOTHING
+        yield batch, new is NOTHING

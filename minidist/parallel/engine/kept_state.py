@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.engine import OF_MODULES, KeptAttributes
+from minidist.parallel.contract.kept_attributes import OF_MODULES, KeptAttributes
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.engine_state import EngineState
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
 
@@ -23,7 +23,7 @@ class KeptState:
     It does not keep what gradient compression holds: that is dropped, and PowerSGD's factors stay.
     """
 
-    def __init__(self, engine: EngineState) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
         self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
         self.on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

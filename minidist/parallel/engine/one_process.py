@@ -17,17 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.group_table import alone
-from minidist.parallel.contract.batch import call, rows_of
-from minidist.parallel.contract.engine import (
-    KeptAttributes,
-    Loss,
-    by_parameters,
-    cells_of,
-    computed,
-    forwards,
-    requires_closure,
-    unchanged,
-)
+from minidist.parallel.contract.batch import Pair, call, rows_of
+from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, forwards, unchanged
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
     names_of,
@@ -36,7 +27,8 @@ from minidist.parallel.contract.training_state import (
     put_in_lists,
     whole_chunks,
 )
-from minidist.parallel.engine.rank_model import Objective, Pair, Weight, weighted
+from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
+from minidist.parallel.engine.step_executor import Objective, Weight, weighted
 from minidist.parallel.guards.ownership import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights

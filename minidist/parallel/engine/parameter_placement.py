@@ -24,7 +24,7 @@ from minidist.parallel.tensor.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
 
-class PlacedParameter(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor of the whole model's `state_dict`."""
 
     shape: torch.Size
@@ -32,7 +32,7 @@ class PlacedParameter(NamedTuple):
     stage: int  # of the pipeline that holds it
 
 
-class Whole:
+class WholeModel:
     """Names, shapes and ties of a whole model, recorded before it is cut."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,16 +44,16 @@ class Whole:
 
 
 class Placement:
-    """The placement of this rank's part of a model.
+    """Where the tensors of this rank's part of a model lie in the whole model.
 
-    model: this rank's part, with the names of `whole`. cuts: of parameters that tensor parallelism cut, by
-    name. stage_of: the pipeline stage that holds a tensor, by name.
+    model: this rank's part, with the names of `whole`. cuts: by name, how tensor parallelism cut a parameter.
+    stage_of: by name, the pipeline stage that holds a tensor.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        whole: Whole,
+        whole: WholeModel,
         model: nn.Module,
         cuts: Mapping[str, Cut],
         stage_of: Mapping[str, int],
@@ -62,7 +62,7 @@ class Placement:
         self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
         self.device = next((t.device for t in whole.tensors.values()), torch.device("cpu"))
         self.entries = {
-            name: PlacedParameter(tensor.shape, tensor.dtype, stage_of.get(name, 0))
+            name: PlacedTensor(tensor.shape, tensor.dtype, stage_of.get(name, 0))
             for name, tensor in whole.tensors.items()
         }
         # If a parameter has several names, its cut holds for all of them.
@@ -79,7 +79,7 @@ class Placement:
         self._copies_of_state = {"model": uncut, "optimizer": {self.first[name] for name in self._copies}}
         self._groups: list[list[str]] | None = None  # of the optimizer, with all stages' parameters
 
-    def join(self, strategy: Strategy) -> None:
+    def join_groups(self, strategy: Strategy) -> None:
         """Join the optimizer's groups of all stages into those of one process; a collective with a pipeline.
 
         Sends 2 (n - 1) / n 8 (P + 2) bytes for P parameters of the whole model.
@@ -135,35 +135,48 @@ class Placement:
         here = cut is not None and tuple(shape) == tuple(cut.shape)
         return self._shapes[name] if here else tuple(shape), dtype
 
-    def chunks(self, chunks: Iterable[TensorBox]) -> Iterator[TensorBox]:
+    def boxes(self, boxes: Iterable[TensorBox]) -> Iterator[TensorBox]:
         """Turn a strategy's boxes into boxes of the whole model's tensors, without padding."""
-        for chunk in chunks:
-            kind, _, name = chunk.name.partition(".")
-            full = chunk.name
+        for box in boxes:
+            kind, _, name = box.name.partition(".")
+            full = box.name
             if kind == "optimizer":
                 name, _, key = name.rpartition(".")
                 full = f"{kind}.{self.first.get(name, name)}.{key}"
             cut = self.cuts.get(name)
-            if cut is None or chunk.shape != self._shapes[name]:
-                yield chunk._replace(name=full)
+            if cut is None or box.shape != self._shapes[name]:
+                yield box._replace(name=full)
                 continue
             for start, offsets in cut.boxes():
-                # From the box's beginning: the part of it that the chunk has.
-                there = [o - s for o, s in zip(chunk.offsets, start, strict=True)]
-                ends = [min(t + n, m) for t, n, m in zip(there, chunk.tensor.shape, cut.sizes, strict=True)]
+                # From the beginning of tp's part: what this box has of it.
+                there = [o - s for o, s in zip(box.offsets, start, strict=True)]
+                ends = [min(t + n, m) for t, n, m in zip(there, box.tensor.shape, cut.sizes, strict=True)]
                 first = [max(0, t) for t in there]
                 sizes = [e - f for e, f in zip(ends, first, strict=True)]
                 if all(size > 0 for size in sizes):
-                    own = narrowed(chunk.tensor, [f - t for f, t in zip(first, there, strict=True)], sizes)
+                    own = narrowed(box.tensor, [f - t for f, t in zip(first, there, strict=True)], sizes)
                     at = tuple(o + f for o, f in zip(offsets, first, strict=True))
                     yield TensorBox(full, tuple(cut.shape), at, own)
+
+    @torch.no_grad()
+    def write(self, whole: Mapping[str, Tensor], boxes: Iterable[TensorBox]) -> None:
+        """Write whole parameters to this rank's boxes of them, which keep the values that are the same there.
+
+        A box may be a master weight, which has more digits than the parameter.
+        """
+        for box in boxes:
+            new = whole.get(box.name.removeprefix("model."))
+            if new is not None and box.name.startswith("model."):
+                own, old = narrowed(new, box.offsets, box.tensor.shape), box.tensor
+                own = own.to(old.device)
+                old.copy_(torch.where(own == old.to(own.dtype), old, own.to(old.dtype)))
 
     def is_copy(self, name: str) -> bool:
         """Whether a box's tensor is on another rank too, whose ZeRO may cut it at other places."""
         kind, _, rest = name.partition(".")
         return (rest if kind == "model" else rest.rpartition(".")[0]) in self._copies_of_state[kind]
 
-    def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole parameters."""
         return {
             name: self.cuts[name].take(value).contiguous() if name in self.cuts else value

@@ -1,8 +1,8 @@
 """Reduce a model to this rank's part: its tokens, its parts of matrices, its layers.
 
-Every rank builds the whole model, possibly on the meta device, and rank 0's weights go to all. Then context
+Every rank builds the whole model, possibly on the meta device, and gets rank 0's weights. Then context
 parallelism makes attention and positions work on the rank's tokens, tensor parallelism cuts matrices, and a
-pipeline removes the layers of other stages, and the parameters that only they need. Names stay those of the
+pipeline removes the layers of other stages and the parameters that only they need. Names stay those of the
 whole model.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -12,7 +12,7 @@ Megatron-LM", section 3, on combining the three.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from minidist.comm.mesh import Mesh
 from minidist.parallel.context import sequence_share, transformers_models
 from minidist.parallel.context.sequence_share import SequenceShare
-from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
-from minidist.parallel.engine.parameter_placement import Placement, Whole
-from minidist.parallel.engine.rank_model import RankModel, Tied
+from minidist.parallel.engine.parameter_placement import Placement, WholeModel
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain
@@ -34,6 +33,25 @@ from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocabulary_of
 from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable
+
+
+class Tied(NamedTuple):
+    """A parameter of which several stages of a pipeline hold a copy."""
+
+    name: str | None  # on this rank; None if it has no copy
+    stages: tuple[int, ...]
+
+
+class RankModel(NamedTuple):
+    """This rank's part of a model."""
+
+    model: nn.Module  # the part, with the whole's names
+    mesh: Mesh  # of all ranks
+    placement: Placement  # where its parameters lie in the whole
+    token_share: SequenceShare | None  # which tokens of a row this rank has; None without cp
+    stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
+    tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
+    vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
 
 
 class RemoteLayer(nn.Module):
@@ -89,7 +107,7 @@ def partition_model(
             broadcast_together([tensor for _, tensor in state if not tensor.is_meta], mesh.group("pp"))
         if any(tensor.is_meta for _, tensor in state):
             skeleton = Skeleton(model, initialize)
-    whole = Whole(model)
+    whole = WholeModel(model)
     share = None
     if layout.cp > 1:
         # With dp=1 gradients travel between the same ranks while layers are recomputed.
@@ -104,7 +122,7 @@ def partition_model(
     stages: tuple[nn.Module, ...] = ()
     held_by: dict[str, list[int]] = {}
     if layout.pp > 1:
-        stages, held_by = _take_layers(model, layout, mesh.rank("pp"), whole, trace)
+        stages, held_by = _keep_own_layers(model, layout, mesh.rank("pp"), whole, trace)
     own, stage_of = mesh.rank("pp"), {name: found[0] for name, found in held_by.items()}
     device = skeleton.device if skeleton is not None else None
     cut_by_tp = cuts(model)  # also what this stage drops
@@ -116,8 +134,8 @@ def partition_model(
     return RankModel(model, mesh, placement, share, stages, _tied(whole, held_by, own), vocabulary)
 
 
-def _take_layers(
-    model: nn.Module, layout: Layout, own: int, whole: Whole, trace: LayerTrace | None
+def _keep_own_layers(
+    model: nn.Module, layout: Layout, own: int, whole: WholeModel, trace: LayerTrace | None
 ) -> tuple[tuple[nn.Module, ...], dict[str, list[int]]]:
     """Keep only this stage's layers; returns them chunk by chunk, and the stages of each tensor by name."""
     list_name = "layers" if trace is None else trace.name
@@ -145,9 +163,9 @@ def _take_layers(
 
 
 def _needed_by(
-    whole: Whole, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
+    whole: WholeModel, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
 ) -> dict[str, Collection[int]]:
-    """For each tensor, by name, the layers whose stages need it; with the first goes what runs before it."""
+    """For each tensor, by name, the layers whose stages need it. What runs before goes with the first."""
     numbers, last = {f"{list_name}.{key}": number for number, key in enumerate(keys)}, len(keys) - 1
     needed_by: dict[str, Collection[int]] = {}
     for name in whole.tensors:
@@ -171,7 +189,7 @@ def _unneeded(model: nn.Module, held_by: Mapping[str, Sequence[int]], own: int) 
     return [name for name in names if held_by and own not in held_by[name]]
 
 
-def _tied(whole: Whole, held_by: Mapping[str, Sequence[int]], own: int) -> tuple[Tied, ...]:
+def _tied(whole: WholeModel, held_by: Mapping[str, Sequence[int]], own: int) -> tuple[Tied, ...]:
     """The trained parameters that several stages hold, in the same order on all ranks."""
     stages: dict[str, dict[int, str]] = {}
     for name, first in whole.first.items():

@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
-from minidist.parallel.contract.engine import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import check, check_choices, put_back_on_error
-from minidist.parallel.engine.rank_model import RankModel
+from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
+from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
+from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gradient_comm import GradientComm
@@ -132,8 +131,8 @@ def prepare(
             trains the model.
     """
     layout = Layout() if layout is None else layout
-    check(model, optimizer, layout, loss, data_parallel, fully_shard, loss_scale, clip_norm)
-    check_choices(batch_norm, rehearse, layout)
+    options = data_parallel, fully_shard, loss_scale, clip_norm, batch_norm, rehearse
+    check_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
     elif not ROWS[layout.zero].parameters:
@@ -170,7 +169,7 @@ def prepare(
         )
         if ROWS[layout.zero].parameters:  # units keep to one order
             strategy.gradient_comm.meets = layout.cp > 1 or batch_norm is not None
-        fill_masters(strategy, exact, part.placement.own)
+        fill_masters(strategy, exact, part.placement.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())
         engine.rehearsal = rehearsal

@@ -1,4 +1,4 @@
-"""Checks before `prepare` touches the model and of its plan, and how it restores the model after an error."""
+"""What `prepare` checks before it touches the model, and how it puts the model back after an error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
-from minidist.parallel.contract.engine import Loss, first_argument
 from minidist.parallel.contract.layout import Layout, check_available
+from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.tensor.heads import COUNTS
@@ -25,7 +25,7 @@ FULLY_SHARD = {"offload", "units", "initialize", "prefetch", "secondary"}
 """The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
 
-def check(
+def check_arguments(
     model: nn.Module,
     optimizer: object,
     layout: object,
@@ -34,6 +34,8 @@ def check(
     fully_shard: object,
     loss_scale: object,
     clip_norm: float | None,
+    batch_norm: str | None,
+    rehearse: bool | str | None,
 ) -> None:
     """TypeError or ValueError if an argument of `prepare` is wrong, or conflicts with layout or model."""
     require_model(model, optimizer)
@@ -46,12 +48,13 @@ def check(
             "as torch.nn.functional.cross_entropy, or None for the model's own"
         )
     if loss is not None:
-        require_two_arguments(loss)
-    if loss is not None and first_argument(loss) == "model" and layout.pp > 1:
-        raise ValueError(
-            f"the loss takes the model, and the layout has pp={layout.pp}, where no rank can call the whole "
-            "model; give a loss of outputs and targets, and call engine.step(inputs, targets); or pp=1"
-        )
+        _require_two_arguments(loss)
+        if layout.pp > 1 and first_argument(loss) == "model":
+            raise ValueError(
+                f"the loss takes the model, and the layout has pp={layout.pp}, where no rank can call the "
+                "whole model; give a loss of outputs and targets, and call engine.step(inputs, targets); or "
+                "pp=1"
+            )
     for name, options, known, example in (
         ("data_parallel", data_parallel, DATA_PARALLEL, {"bucket_mb": 25}),
         ("fully_shard", fully_shard, FULLY_SHARD, {"offload": "cpu"}),
@@ -79,8 +82,9 @@ def check(
         )
     owners = layout.owners
     secondary = (fully_shard or {}).get("secondary")  # type: ignore[attr-defined]
-    fits = is_whole(secondary) and 1 < secondary < owners and owners % secondary == 0
-    if secondary is not None and not fits:
+    if secondary is not None and not (
+        is_whole(secondary) and 1 < secondary < owners and owners % secondary == 0
+    ):
         raise ValueError(
             f"secondary is {secondary!r}, and {owners} ranks share the parameters; give a smaller divisor of "
             "that from 2 on, such as the number of ranks on a host, or None for no second copy"
@@ -92,9 +96,22 @@ def check(
         )
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
+    if rehearse not in (None, True, False, "first"):
+        raise ValueError(
+            f"rehearse is {rehearse!r}; give True, False, 'first', or None to rehearse where memory allows"
+        )
+    if batch_norm not in (None, "synchronized"):
+        raise ValueError(
+            f"batch_norm is {batch_norm!r}; give 'synchronized', or None for each rank's own rows"
+        )
+    if batch_norm is not None and (layout.micro_batches > 1 or layout.pp > 1):
+        raise ValueError(
+            f"batch_norm is 'synchronized' and the layout has micro_batches={layout.micro_batches} and "
+            f"pp={layout.pp}, where a BatchNorm never sees a whole batch; give micro_batches=1 and pp=1"
+        )
 
 
-def require_two_arguments(loss: Loss) -> None:
+def _require_two_arguments(loss: Loss) -> None:
     """TypeError if a loss cannot be called with outputs and targets alone."""
     try:
         signature = inspect.signature(loss)
@@ -109,23 +126,6 @@ def require_two_arguments(loss: Loss) -> None:
             "Give one that takes two: pack further targets into a tuple or a dict, and bind other arguments "
             "with functools.partial"
         ) from None
-
-
-def check_choices(batch_norm: str | None, rehearse: bool | str | None, layout: Layout) -> None:
-    """ValueError if BatchNorms cannot be synchronized as asked, or `rehearse` is unknown."""
-    if rehearse not in (None, True, False, "first"):
-        raise ValueError(
-            f"rehearse is {rehearse!r}; give True, False, 'first', or None to rehearse where memory allows"
-        )
-    if batch_norm not in (None, "synchronized"):
-        raise ValueError(
-            f"batch_norm is {batch_norm!r}; give 'synchronized', or None for each rank's own rows"
-        )
-    if batch_norm is not None and (layout.micro_batches > 1 or layout.pp > 1):
-        raise ValueError(
-            f"batch_norm is 'synchronized' and the layout has micro_batches={layout.micro_batches} and "
-            f"pp={layout.pp}, where a BatchNorm never sees a whole batch; give micro_batches=1 and pp=1"
-        )
 
 
 REPLACED = (

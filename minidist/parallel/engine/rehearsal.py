@@ -28,16 +28,15 @@ from minidist.comm.launching.cores import available_cores
 from minidist.comm.ledgers import held_back
 from minidist.comm.work import limit_of
 from minidist.kernels.measure.cpu_peaks import available_memory
+from minidist.parallel.contract.batch import Pair
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.engine.kept_state import KeptState, plain_attributes
 from minidist.parallel.engine.one_process import (
     OneProcess,
     Outcome,
     TrainingState,
 )
-from minidist.parallel.engine.rank_model import Pair
 from minidist.parallel.engine.step_difference import (
     CUT,
     TRIALS,
@@ -47,6 +46,7 @@ from minidist.parallel.engine.step_difference import (
     recorded,
     told,
 )
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.engine.whole_state import collect, state_before
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
@@ -93,7 +93,7 @@ class Rehearsal:
             except Exception as error:
                 self.why_not = f"the model cannot be copied: {error}"
 
-    def made(self, engine: EngineState) -> None:
+    def made(self, engine: Engine) -> None:
         """Remember the optimizer's groups and the modules' attributes, which will change; a collective."""
         if self._alone is not None:
             self._alone.device, before = engine.device, plain_attributes(self._alone.model)
@@ -104,7 +104,7 @@ class Rehearsal:
         with held_back():
             self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]
 
-    def due(self, engine: EngineState) -> bool:
+    def due(self, engine: Engine) -> bool:
         """Whether the next step is to be rehearsed: the same on all ranks.
 
         It does not notice a batch of another structure, nor with pp a change of what is trained: one rank may
@@ -123,7 +123,7 @@ class Rehearsal:
         known, self._known = self._known, now
         return known not in (None, now)
 
-    def step(self, engine: EngineState, pairs: Sequence[Pair], train: Callable[[], float]) -> float | None:
+    def step(self, engine: Engine, pairs: Sequence[Pair], train: Callable[[], float]) -> float | None:
         """Take a step with `train` and compare it; returns its loss, or None if it was not taken.
 
         A collective. Raises ValueError on all ranks if the steps differ; the engine is then as it was.
@@ -209,7 +209,7 @@ class Rehearsal:
         finally:
             torch.set_num_threads(threads)
 
-    def _too_much(self, engine: EngineState, seconds: float) -> str:
+    def _too_much(self, engine: Engine, seconds: float) -> str:
         """Why rank 0 cannot take a step alone of which its part took `seconds`; "" if it can."""
         if self._alone is None:
             return ""
@@ -234,11 +234,11 @@ class Rehearsal:
             told = f"minidist: a step was not compared with one process, since {self.why_not}"
             print(told, file=sys.stderr)
 
-    def _keep_gradients(self, engine: EngineState, scale: float) -> None:
+    def _keep_gradients(self, engine: Engine, scale: float) -> None:
         """Copy the gradients just before the update, in 32 bits at least."""
         with held_back():
             self._norm = engine.placement.norm(engine.strategy) / scale
-        for box in engine.placement.chunks(engine.strategy.gradient_boxes()):
+        for box in engine.placement.boxes(engine.strategy.gradient_boxes()):
             kind = torch.promote_types(box.tensor.dtype, torch.float32)
             self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 

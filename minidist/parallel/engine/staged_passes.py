@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import joined, rows_of
-from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.engine.rank_model import RankBatch, RankModel, Weight, times
-from minidist.parallel.engine.step_executor import Factor, StepExecutor
+from minidist.parallel.contract.user_functions import Loss
+from minidist.parallel.engine.partition_model import RankModel
+from minidist.parallel.engine.step_executor import Factor, RankBatch, StepExecutor, Weight, times
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
 from minidist.parallel.training.precision import Precision
@@ -40,7 +40,7 @@ class StagedPasses(StepExecutor):
         super().__init__(part, strategy, layout, loss, precision)
         self.group = part.mesh.group("pp")
         self.has_loss = part.mesh.rank("pp") == layout.pp - 1
-        self._share, self._counts = 1.0, 1.0
+        self._token_fraction, self._is_padding = 1.0, False
         self._total: Weight = 0.0  # of the losses so far
         self.pipeline = Pipeline(
             part.stages,
@@ -53,10 +53,11 @@ class StagedPasses(StepExecutor):
 
     def _product(self, outputs: Any, targets: Any) -> Tensor:
         """A micro-batch's loss times its weight, on the last stage."""
-        outputs = self.precision.outputs(outputs)
-        own = rows_of(targets) * self._share
+        if self.precision.dtype is not None:
+            outputs = self.precision.outputs(outputs)
+        own = rows_of(targets) * self._token_fraction
         loss, weight = self.score(None, outputs, targets, targets, own)
-        weight = weight if self._counts else 0.0
+        weight = 0.0 if self._is_padding else weight
         self._total = self._total + weight
         return times(loss, weight)
 
@@ -80,9 +81,9 @@ class StagedPasses(StepExecutor):
 
             for number, batch in enumerate(batches, 1):
                 overlaps = self.overlaps and number == len(batches)
-                self._share, self._counts = batch.share, batch.counts
-                self.counting(batch.counts > 0)
-                inputs = self.precision.inputs(self._taken(batch.inputs))
+                self._token_fraction, self._is_padding = batch.token_fraction, batch.is_padding
+                self.announce(batch.is_padding)
+                inputs = self._stage_inputs(batch.inputs)
                 done = done + self.pipeline.run(
                     inputs,
                     batch.targets,
@@ -120,15 +121,15 @@ class StagedPasses(StepExecutor):
 
         def add(outputs: Any, targets: Any) -> Tensor:
             outputs = self.precision.outputs(outputs)
-            own = rows_of(targets) * batch.share
+            own = rows_of(targets) * batch.token_fraction
             for row, metric in zip(table, metrics, strict=True):
                 mean, weight = self.score(metric, outputs, targets, targets, own)
-                weight = weight if batch.counts else 0.0
+                weight = 0.0 if batch.is_padding else weight
                 row[0] += times(mean.double(), weight)
                 row[1] += weight
             return table.sum()  # nobody reads it
 
-        inputs = self.precision.inputs(self._taken(batch.inputs))
+        inputs = self._stage_inputs(batch.inputs)
         self.pipeline.run(inputs, batch.targets, train=False, loss=add)
         return table
 
@@ -137,18 +138,18 @@ class StagedPasses(StepExecutor):
         found: list[Any] = []
 
         def keep(outputs: Any, _: Any) -> Tensor:
-            found.append(self.part.whole(self.precision.outputs(outputs)))
+            found.append(self.whole(self.precision.outputs(outputs)))
             return torch.zeros((), device=self.device)
 
-        x = self.precision.inputs(self._taken(inputs))
+        x = self._stage_inputs(inputs)
         self.pipeline.run(x, x, train=False, loss=keep)
         return joined(found) if found else None
 
-    def _taken(self, inputs: Any) -> Any:
-        """The inputs as the first stage takes them: one tensor, if it is nothing but layers."""
+    def _stage_inputs(self, inputs: Any) -> Any:
+        """The inputs as the first stage takes them: in its dtype; one tensor, if it is nothing but layers."""
         if not isinstance(inputs, Tensor) and not getattr(self.part.stages[0], "takes_batch", False):
             raise TypeError(
                 f"the inputs are a {type(inputs).__name__}, and the model is a chain of layers, of which the "
                 "first takes one tensor; give engine.step(inputs, targets)"
             )
-        return inputs
+        return inputs if self.precision.dtype is None else self.precision.inputs(inputs)

@@ -1,16 +1,17 @@
 """`Engine`: a training step with the result of one process on the whole batch, for any layout.
 
 This file has the order of forward, backward, communication and update, the mean over rows if shares or
-micro-batches differ in size, and the loss over all ranks. A strategy decides how data-parallel ranks share
-the work, partition_model.py which part of the model a rank has, step_executor.py how a batch goes through it
-(in a pipeline: staged_passes.py), rank_model.py what its loss and its weight are.
+micro-batches differ in size, and the loss over all ranks. The engine has four parts, and asks them for the
+rest: an executor runs a batch through this rank's part of the model (step_executor.py, for a pipeline
+staged_passes.py), a strategy decides how data-parallel ranks share the work, a placement knows where this
+rank's tensors lie in the whole model (parameter_placement.py), and evaluation.py computes without training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,24 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.parallel.contract.batch import check_rows, shapes, tensors
-from minidist.parallel.engine.evaluation import Evaluation
-from minidist.parallel.engine.rank_model import NOTHING, RankBatch, is_list, pairs_of
-from minidist.parallel.guards.refusals import gradients_are_off
+from minidist.parallel.contract.batch import NOTHING, check_rows, is_list, pairs_of, shapes, tensors
+from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.memory_report import Memory, memory_of
+from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.contract.user_functions import Loss, requires_closure
+from minidist.parallel.engine.evaluation import Evaluation, aligned
+from minidist.parallel.engine.partition_model import RankModel
+from minidist.parallel.engine.staged_passes import StagedPasses
+from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
+from minidist.parallel.guards.refusals import gradients_are_off, refuse_growth
+from minidist.parallel.training.activation_memory import ActivationPeaks
+from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
+from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_state import random_state_of
 
 
-class Engine(Evaluation):
+class Engine:
     """Trains a model on all ranks of a layout, to the weights that one process would have reached.
 
     After the same steps on the same global batches, every full parameter equals that of single-process
@@ -39,9 +49,54 @@ class Engine(Evaluation):
             of its own, such as a schedule-free one's `train` and `eval`.
         data_rank, data_ranks: this rank's index among the ranks that share a batch's rows, and their number,
             as `Sampler` takes them. Ranks that split the model and not the batch have the same index.
+        data_group: those ranks, for a loss that gathers rows.
         grad_norm: the norm of the last step's gradients over all ranks, before clipping; None if the step
             neither clips nor scales its loss. Of several evaluations, the last one's.
     """
+
+    def __init__(
+        self,
+        part: RankModel,
+        strategy: Strategy,
+        layout: Layout,
+        loss: Loss | None,
+        precision: Precision,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.model, self.part, self.strategy, self.layout = part.model, part, strategy, layout
+        self.loss, self.precision, self.clip_norm = loss, precision, clip_norm
+        kind = StagedPasses if layout.pp > 1 else WholePasses
+        self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
+        self.mesh, self.placement, self.device = part.mesh, part.placement, self.executor.device
+        self.evaluation = Evaluation(self.executor)
+        self.optimizer = strategy.optimizer
+        self.optimizer.add_param_group = refuse_growth  # type: ignore[method-assign, assignment]
+        self.takes_closure = requires_closure(self.optimizer)
+        if self.takes_closure and layout.precision != "fp32":
+            raise ValueError(
+                f"precision is {layout.precision!r}, and the optimizer's step evaluates the loss itself: it "
+                "would change copies in float32, which the model does not see; use precision='fp32'"
+            )
+        self.grad_norm: float | None = None
+        self.data_rank, self.data_ranks = self.mesh.rank("dp"), self.mesh.size("dp")
+        self.data_group = self.mesh.group("dp")
+        self.saving: Any = None  # the last `Saving` of this engine
+        self.rehearsal: Any = None  # the `Rehearsal` of this engine's steps, while it may still run
+        self.within: AbstractContextManager[Any] | None = None  # in which passes run, in a rehearsal
+        self.before_update: Callable[[], None] | None = None
+        self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
+        self._is_padding = False  # in `batches`, once this rank's loader has ended
+        # Whether the last stage of a pipeline has to tell the others the weight; the first step finds out.
+        self._is_weighted = None if layout.pp > 1 else False
+        self._activations = ActivationPeaks(self.model)
+        self.placement.join_groups(strategy)
+
+    def __deepcopy__(self, memo: Any) -> Engine:
+        """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
+        raise TypeError(
+            "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
+            "and give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
+        )
 
     def step(self, inputs: Any, targets: Any = NOTHING) -> float:
         """Train on one global batch, of which this rank passes its data-parallel share.
@@ -84,7 +139,7 @@ class Engine(Evaluation):
             check_rows(*pair, self.data_ranks)
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise gradients_are_off()
-        batches = [self.part.batch(pair, self._counts, self.device) for pair in pairs]
+        batches = [self.executor.own_batch(pair, self._is_padding) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
         if self.rehearsal is not None and self.rehearsal.due(self):
@@ -92,6 +147,12 @@ class Engine(Evaluation):
             if loss is not None:
                 return float(loss)
         return self._counted(batches)
+
+    def _padding(self, batches: Sequence[RankBatch]) -> list[RankBatch]:
+        """Batches that do not count, up to the longest list of all ranks: passes may be collectives."""
+        most = torch.tensor(float(len(batches)), dtype=torch.float64, device=self.device)
+        comm.all_reduce(most, "max", group=self.strategy.group)
+        return [batches[-1]._replace(is_padding=True)] * (int(most) - len(batches))
 
     def _counted(self, batches: Sequence[RankBatch]) -> float:
         """Train, and count the activations of the first batch of its kind."""
@@ -102,12 +163,6 @@ class Engine(Evaluation):
                 return self._train(batches)
         self._activations.last = self._activations.peaks[kind]
         return self._train(batches)
-
-    def _padding(self, batches: Sequence[RankBatch]) -> list[RankBatch]:
-        """Batches that do not count, up to the longest list: passes may be collectives."""
-        most = torch.tensor(float(len(batches)), dtype=torch.float64, device=self.device)
-        comm.all_reduce(most, "max", group=self.strategy.group)
-        return [batches[-1]._replace(counts=0.0)] * (int(most) - len(batches))
 
     def _train(self, batches: Sequence[RankBatch], updates: bool = True) -> float:
         if self.takes_closure and updates:
@@ -186,3 +241,148 @@ class Engine(Evaluation):
             return value
         known = torch.tensor(value, dtype=torch.float64, device=self.device)
         return float(comm.all_reduce(known, group=self.mesh.group("pp")))
+
+    # Batches and metrics without training.
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield this rank's batches until the loaders of all ranks have ended, for loaders that differ.
+
+        >>> for batch in engine.batches(loader):
+        ...     engine.step(batch)
+
+        A rank whose loader has ended gets its last batch again. It takes part in every collective with it,
+        but with weight 0. (A rank without any gets one of another rank.) Torch's counterpart is `Join`. Each
+        batch sends n - 1 bytes over the data-parallel ranks, and the end as many.
+        """
+        try:
+            for batch, is_padding in aligned(loader, self.strategy.group):
+                self._is_padding = is_padding
+                yield batch
+        finally:
+            self._is_padding = False
+
+    def evaluate(
+        self,
+        inputs: Any,
+        targets: Any = NOTHING,
+        metric: Loss | None = None,
+        metrics: Mapping[str, Loss | None] | None = None,
+    ) -> Any:
+        """The mean of `metric(outputs, targets)` over the global batch, or over loaders, without training.
+
+        For each batch the bytes of forward passes, and of `batches` with a loader. At the end 32 (n - 1) / n
+        bytes for each metric, with pp 32 (p - 1) / p more. With tp, a metric other than `cross_entropy`
+        gathers the logits.
+
+        Args:
+            inputs, targets: a batch as for `step`, this rank's rows, possibly none. Or an iterable of
+                batches, such as a DataLoader; the ranks' may end at different times, or have none.
+            metric: a mean over rows, or (mean, weight), as a loss: of outputs and targets, or, if its first
+                argument is called `model`, of the model and the batch. None for the loss.
+            metrics: several by name, in place of `metric`: {"accuracy": accuracy, "loss": None}.
+
+        Returns:
+            The mean, the same on all ranks; NaN if there are no rows at all. With `metrics` a dict of means.
+        """
+        return self.evaluation.means(inputs, targets, metric, metrics)
+
+    def predict(self, inputs: Any) -> Any:
+        """The outputs for all ranks' rows, on every rank, without training: those of rank 0's rows first.
+
+        Each tensor whose first dimension is the rows is joined; anything else in the outputs is that of the
+        first rows. With tp the logits are whole, with cp the tokens in order.
+
+        Sends the bytes of a forward pass, and n - 1 times this rank's outputs, through the CPU.
+
+        inputs: this rank's rows as for `step`, without targets, possibly none.
+        """
+        return self.evaluation.predictions(inputs)
+
+    # The state of the training, whole or in this rank's boxes, and its memory.
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """The items of `full_state_dict` one by one, in any order, so that no rank needs memory for all.
+
+        A collective: every rank iterates to the end. Each tensor may be the engine's own, which the next
+        step changes: copy what you keep longer, and do not write to it. Each tensor that tp cut is summed
+        over tp, which sends 2 (t - 1) / t of its bytes. With pp, each stage broadcasts its tensors, joined
+        to messages of up to 25 MB.
+        """
+        average_statistics(self.model, self.strategy.group)
+        return self.placement.whole(self.strategy.whole())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Copies of every parameter and buffer in full, by the names in the model given to `prepare`.
+
+        They are the same on all ranks, with BatchNorms' statistics, and lie on the model's device.
+        """
+        copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
+        return {name: copies[name] for name in self.placement.entries}
+
+    @contextmanager
+    def summon(self) -> Iterator[dict[str, Tensor]]:
+        """Inside, this rank has every parameter in full; afterwards the engine has what was written to them.
+
+        >>> with engine.summon() as weights:
+        ...     for weight in weights.values():
+        ...         weight.clamp_(-0.01, 0.01)
+
+        For what one process would do to its weights between steps: clip them, move a teacher towards its
+        student, normalize a matrix. They have the names in the model given to `prepare`, and tied ones are
+        one tensor. Every rank writes the same values. Where a value stays, its master weight does too. An
+        error inside leaves the engine as it was.
+
+        A collective; it sends what `full_state_dict` sends, and with sharded optimizer state in half
+        precision a step's all-gather. Each rank has memory for one copy of all parameters.
+        """
+        state, first = self.full_state_dict(), self.placement.first
+        weights = {name: state[first[name]] for name in first if first[name] in state}
+        yield weights
+        self.placement.write(weights, self.chunks())
+        self.strategy.loaded()
+
+    def chunks(self) -> Iterator[TensorBox]:
+        """This rank's boxes of the whole state, as for `Strategy.chunks`."""
+        return self.placement.boxes(self.strategy.chunks())
+
+    def state_settings(self) -> dict[str, Any]:
+        """The state that is not a tensor, as for `Strategy.settings`."""
+        return self.placement.settings(self.strategy.settings())
+
+    def load_state_settings(
+        self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Restore the settings and allocate the state, as for `Strategy.load_settings`."""
+        self.placement.load_settings(self.strategy, settings, state)
+
+    def settings(self) -> dict[str, Any]:
+        """The engine's own state besides the strategy's: plain values, the same on all ranks."""
+        return {"rows": self._weight, "precision": self.precision.settings()}
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Restore what `settings` returned, on this or another number of ranks."""
+        self._weight = settings["rows"]
+        self.precision.load_settings(settings["precision"])
+
+    def memory(self) -> Memory:
+        """Bytes on this rank now, from tensor storages, each counted once; prints as a small table.
+
+        Activations are those of the last step at their peak, 0 before the first step. They are counted in the
+        first step with each shape of batch.
+        """
+        return memory_of(self.strategy.held(), self._activations.last)
+
+    @property
+    def reports_norm(self) -> bool:
+        """Whether each step computes the norm of the gradients."""
+        return self.clip_norm is not None or self.precision.scales
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the next step's loss before its backward pass; 1 unless the precision is "fp16"."""
+        return self.precision.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many steps changed nothing because a gradient was not finite; only "fp16" skips steps."""
+        return self.precision.skipped

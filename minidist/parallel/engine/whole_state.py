@@ -10,13 +10,12 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.transport.hosts import this_process
-from minidist.parallel.contract.batch import joined, mapped, moved, rows_of, split, tensors
-from minidist.parallel.contract.engine import KeptAttributes, differs, forwards
+from minidist.parallel.contract.batch import Pair, joined, mapped, rows_of, split, tensors, to_device
+from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.engine_state import EngineState
 from minidist.parallel.engine.kept_state import KeptState, plain_attributes
 from minidist.parallel.engine.one_process import TrainingState
-from minidist.parallel.engine.rank_model import Pair
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.training.moved_results import MARGIN
@@ -80,7 +79,7 @@ def collect(
 
 
 def state_before(
-    engine: EngineState, kept: KeptState, pairs: Sequence[Pair], known: Mapping[tuple[str, str], Any]
+    engine: Engine, kept: KeptState, pairs: Sequence[Pair], known: Mapping[tuple[str, str], Any]
 ) -> TrainingState | None:
     """The whole state before a step, with the batches of all ranks, on rank 0; a collective.
 
@@ -88,12 +87,12 @@ def state_before(
     """
     settings = engine.state_settings()
     rows: list[Any] = []
-    if engine._counts and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp")):
+    if not engine._is_padding and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp")):
         rows = [(mapped(Tensor.cpu, x), x is y, mapped(Tensor.cpu, y)) for x, y in pairs]
     named = engine.model.named_parameters(remove_duplicate=False)
     host = this_process().host
     facts = settings["state"], {n: p.requires_grad for n, p in named}, rows, (host, torch.get_num_threads())
-    boxes = engine.placement.chunks(box for each in kept.chunks.values() for box in each)
+    boxes = engine.placement.boxes(box for each in kept.chunks.values() for box in each)
     found = collect(boxes, engine.device, facts, compare=False)
     if comm.rank():
         return None
@@ -105,9 +104,9 @@ def state_before(
         numbers |= state
         trained |= requires_grad
         threads += own if where == host else 0
-        placed = [(moved(x, engine.device), is_one, y) for x, is_one, y in given]
+        placed = [(to_device(x, engine.device), is_one, y) for x, is_one, y in given]
         if given or not batches:  # rank 0 comes first, with or without rows
-            batches.append([(x, x if is_one else moved(y, engine.device)) for x, is_one, y in placed])
+            batches.append([(x, x if is_one else to_device(y, engine.device)) for x, is_one, y in placed])
     now = plain_attributes(engine.model)
     return TrainingState(
         found.whole,

@@ -39,14 +39,14 @@ def claim(owner: object, kind: str, parameters: Iterable[Tensor], takes_values: 
 
 
 def owners(parameters: Iterable[Tensor], kind: str) -> list[Any]:
-    """Return the living objects of this kind that train any of the parameters, each once."""
+    """The living objects of this kind that train any of the parameters, each once."""
     alive = [each.owner() for p in parameters for each in _claims_on(p) if each.kind == kind]
     return [*{id(owner): owner for owner in alive if owner is not None}.values()]
 
 
 @contextmanager
 def untrained() -> Iterator[None]:
-    """Inside, no parameter that an object trains gets gradients, so that none of the hooks on them runs."""
+    """Inside, no claimed parameter gets gradients, so that none of its owner's hooks runs."""
     found = [parameter for parameter in [*_claims] if parameter.requires_grad and _claims_on(parameter)]
     try:
         for parameter in found:
@@ -58,7 +58,7 @@ def untrained() -> Iterator[None]:
 
 
 def release(parameters: Iterable[Tensor]) -> None:
-    """End the claims on these parameters, whose owner could not be made: a traceback may keep it alive."""
+    """End the claims on parameters whose owner's constructor failed: a traceback may keep the owner alive."""
     released = [*parameters]
     for kind in (DATA_PARALLEL, ZERO):
         for owner in owners(released, kind):

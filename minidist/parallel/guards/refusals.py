@@ -1,4 +1,4 @@
-"""Refuse what would train wrongly or fail in the middle of a step, before anything is changed.
+"""Refuse what would train wrongly, or fail in the middle of a step, before anything changes.
 
 `require_alike` compares the arguments of all ranks: ranks that were called differently would wait for
 messages that nobody sends.
@@ -122,7 +122,7 @@ def gradients_are_off() -> RuntimeError:
 
 
 def refuse_transforms(what: str) -> None:
-    """Raise NotImplementedError inside torch.func's transforms, which see nothing of other ranks."""
+    """Raise NotImplementedError inside torch.func's transforms, which do not see other ranks."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"torch.func (grad, hessian, vmap, ...) is at work, and {what} does not work inside it; use "

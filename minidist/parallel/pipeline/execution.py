@@ -22,8 +22,9 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split
-from minidist.parallel.contract.engine import Loss, evaluating
+from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.guards.refusals import gradients_are_off, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.arguments import check_arguments, check_stages

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.pipeline.execution import Pipeline
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minidist.parallel.contract.batch import Path, call, replaced, tensors_in
-from minidist.parallel.contract.engine import computed
+from minidist.parallel.contract.batch import Path, call, mapped, tensors_in
+from minidist.parallel.contract.kept_attributes import computed
 from minidist.parallel.pipeline.model_stage import Argument, LayerCall, LayerTrace, Sent, Sources, StandIn
 
 
@@ -50,7 +50,7 @@ def _run_once(model: nn.Module, name: str, example: Any, meta: bool) -> LayerTra
     on_gpu = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=on_gpu), torch.enable_grad(), tracer:
-            outputs = call(whole.train(), replaced(example, lambda x: x.detach().to(device)))
+            outputs = call(whole.train(), mapped(lambda x: x.detach().to(device), example))
     except (BrokenChain, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -165,7 +165,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = {number: place for place, number in enumerate(sorted(received))}
         kept = {number: Sent(place) for number, place in places.items()}
         last = self.calls[-1]
-        last.output = replaced(last.output, lambda sent: kept.get(sent.number), Sent)
+        last.output = mapped(lambda sent: kept.get(sent.number), last.output, Sent)
         return {place: received[number] for number, place in places.items()}
 
     def _run(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             originals[id(held[-1])] = x
             return held[-1]
 
-        args, kwargs = replaced((args, kwargs), taken)
+        args, kwargs = mapped(taken, (args, kwargs))
         found = self.layers[index](*args, **kwargs)
         given = [tensor for _, tensor in tensors_in(found)]
         if not given:
@@ -200,8 +200,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._made.append(values[id(x)])
                 for storage in _storages(values[id(x)]):
                     self._sources[storage._cdata] = StorageWeakRef(storage), self._inside  # type: ignore[no-untyped-call]
-        now.output = replaced(found, lambda x: marks[id(x)])
-        return replaced(found, lambda x: values[id(x)])
+        now.output = mapped(lambda x: marks[id(x)], found)
+        return mapped(lambda x: values[id(x)], found)
 
     def result(self, outputs: Any) -> LayerTrace:
         """The trace of a finished run; BrokenChain if a layer was left out, or the last one is not used."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.batch import Path, at, call, replaced
+from minidist.parallel.contract.batch import Path, at, call, mapped
 
 Sources = frozenset[Any]
 """Names of parameters, and indices of layers."""
@@ -98,7 +98,7 @@ class _PassingLayer(StandIn):
                 return at(arguments, place.path)
             return received[min(place.number, len(received) - 1)]
 
-        return replaced(layer.output, tensor, (Sent, Argument))
+        return mapped(tensor, layer.output, (Sent, Argument))
 
 
 class ModelStage(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minidist.parallel.contract.batch import moved, rows_of
-from minidist.parallel.contract.engine import Loss
+from minidist.parallel.contract.batch import rows_of, to_device
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.pipeline.instructions import Instruction, stage_of
 from minidist.parallel.pipeline.split_backward import SplitBackward, split_backward
 from minidist.parallel.pipeline.stage_messages import StageMessages
@@ -108,7 +108,7 @@ class StagePasses:
             outputs = module(self._batch(micro_batch))
         if stage == self.ranks * len(self.stages) - 1:
             rows = rows_of(self.inputs[micro_batch])
-            loss = self.loss(outputs, moved(self.targets[micro_batch], self.device))
+            loss = self.loss(outputs, to_device(self.targets[micro_batch], self.device))
             self.total += loss.detach().double() * (rows if self.by_rows else 1)
             factor = 1.0 if self.weight is None else self.weight(rows)
             roots = [get_gradient_edge(loss * factor) if loss.requires_grad else None]
@@ -121,7 +121,7 @@ class StagePasses:
             self.live[micro_batch, chunk] = StagePass(xs, roots)
 
     def _batch(self, micro_batch: int) -> Any:
-        return moved(self.inputs[micro_batch], self.device)
+        return to_device(self.inputs[micro_batch], self.device)
 
     def _backward(self, micro_batch: int, chunk: int, split: bool) -> None:
         """The whole backward pass, or with `split` its first part, after which the pass stays live."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import require_free

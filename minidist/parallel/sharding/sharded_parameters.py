@@ -22,7 +22,7 @@ from minidist.comm import group_table
 from minidist.comm.errors import CollectiveError
 from minidist.comm.transport.algorithm_choice import choose
 from minidist.parallel.compression.compressor import all_reduce_bytes
-from minidist.parallel.contract.engine import MakeOptimizer
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same

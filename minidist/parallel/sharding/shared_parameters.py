@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.engine import requires_closure
+from minidist.parallel.contract.user_functions import requires_closure
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.gradient_rounds import GradientRounds

@@ -33,7 +33,7 @@ class ActivationCounter:
     >>> counter.peak
 
     The model's inputs count if an operation saves them. A view counts as its whole storage. Counting takes
-    some microseconds for each saved tensor. Not counted are all parameters, the buffers of `module`, and the
+    some microseconds for each saved tensor. Parameters do not count, nor the buffers of `module`, nor the
     storages of `others`, such as a batch that its owner keeps anyway, nor what torch.func keeps.
     """
 
@@ -170,7 +170,7 @@ class _CountingHooks:
 
 @contextmanager
 def _aside(hooks: saved_tensors_hooks) -> Iterator[None]:
-    """Take hooks off while torch.func computes, which works without any alone."""
+    """Take hooks off while torch.func computes, which refuses to work with any."""
     disable: Any = graph.disable_saved_tensors_hooks
 
     @contextmanager

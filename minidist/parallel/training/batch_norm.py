@@ -1,10 +1,10 @@
 """BatchNorm when ranks share a batch's rows: statistics over all of them, or each rank's own, averaged later.
 
 A BatchNorm normalizes with the mean and variance of the rows that it sees. On n ranks it sees an n-th of
-them, so the ranks do not train the model that a single process trains. `synchronize` mends it: forward, ranks
-gather each channel's count, mean and sum of squared deviations, and combine them; backward, they sum two
-numbers a channel. Without it every rank normalizes with its own rows, and keeps running statistics of them.
-`average_statistics` then gives all ranks the mean of those, before an evaluation or an export reads them.
+them, so the ranks do not train the model that a single process trains. `synchronize` mends this. Forward,
+ranks gather each channel's count, mean and sum of squared deviations, and combine them. Backward, they sum
+two numbers for each channel. Without it every rank normalizes with its own rows, and keeps running statistics
+of them; `average_statistics` gives all ranks their mean, before an evaluation or an export reads them.
 
 Source: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", section 3 (combining).
 """
@@ -12,7 +12,6 @@ Source: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Varia
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,11 +51,9 @@ def synchronize(model: nn.Module, group: Group) -> None:
         norm.__dict__["forward"] = _Synchronized(norm, group)
 
 
-def count_rows(norms: Iterable[_BatchNorm], counts: bool) -> None:
-    """Have synchronized ones take statistics with the rows of this rank's next pass, or without them."""
-    for norm in norms:
-        if isinstance(norm.forward, _Synchronized):
-            norm.forward.counts = counts
+def synchronized(model: nn.Module) -> list[_Synchronized]:
+    """What the model's synchronized BatchNorms call, to tell it whether rows are padding."""
+    return [norm.forward for _, norm in batch_norms(model) if isinstance(norm.forward, _Synchronized)]
 
 
 @torch.no_grad()
@@ -79,10 +76,10 @@ def average_statistics(model: nn.Module, group: Group) -> None:
 class _Synchronized:
     """The `forward` of a BatchNorm whose statistics are those of all ranks' rows.
 
-    counts: whether this rank's rows count; those of a rank whose loader has ended do not.
+    is_padding: whether to leave out this rank's rows, as once its loader has ended.
     """
 
-    counts = True
+    is_padding = False
 
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
         self._norm, self._group = norm, group
@@ -94,7 +91,7 @@ class _Synchronized:
             return type(norm).forward(norm, x)
         norm._check_input_dim(x)  # type: ignore[no-untyped-call]
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        normal, count, mean, variance = _Normalize.apply(wide, norm.eps, self._group, self.counts)  # type: ignore[no-untyped-call]
+        normal, count, mean, variance = _Normalize.apply(wide, norm.eps, self._group, self.is_padding)  # type: ignore[no-untyped-call]
         self._follow(float(count), mean, variance)
         if norm.affine:
             shape = (1, -1, *[1] * (x.dim() - 2))
@@ -123,10 +120,10 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, group: Group, is_counted: bool
+        ctx: Any, x: Tensor, eps: float, group: Group, is_padding: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes, shape = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))  # x is (B, C, ...)
-        seen, channels = x if is_counted else x[:0], x.shape[1]
+        seen, channels = x[:0] if is_padding else x, x.shape[1]
         own_count = seen.numel() // max(1, channels)
         own_mean = seen.sum(axes) / max(1, own_count)
         own_squares = (seen - own_mean.view(shape)).square().sum(axes)
@@ -143,7 +140,7 @@ class _Normalize(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         normal = (x - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, scale, count)
-        ctx.axes, ctx.shape, ctx.group, ctx.is_counted = axes, shape, group, is_counted
+        ctx.axes, ctx.shape, ctx.group, ctx.is_padding = axes, shape, group, is_padding
         ctx.mark_non_differentiable(count, mean, variance)
         return normal, count, mean, variance
 
@@ -153,7 +150,7 @@ class _Normalize(torch.autograd.Function):
         normal, scale, count = ctx.saved_tensors
         sums = torch.stack([gradient.sum(ctx.axes), (gradient * normal).sum(ctx.axes)])
         comm.all_reduce(sums, group=ctx.group)
-        if ctx.is_counted:  # other rows have no part in the statistics
+        if not ctx.is_padding:  # padding has no part in the statistics
             of_gradient, of_product = (each.view(ctx.shape) / count for each in sums)
             gradient = gradient - of_gradient - normal * of_product
         return gradient * scale.view(ctx.shape), None, None, None

@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU: find out by trying whether torch survives a product, and avoid what would end it.
+"""bfloat16 on a CPU: try whether torch survives a product, and avoid what would kill it.
 
 Some virtual machines show a CPU's AMX units and hide leaf 0x1d of CPUID, which gives the size of their tiles.
 oneDNN, which multiplies bfloat16 for torch, takes the size from there. The first product then kills the
@@ -37,9 +37,9 @@ REFUSED = "could not create a primitive"
 
 
 class Outcome(NamedTuple):
-    """What became of the products in a child process."""
+    """How the products in a child process ended."""
 
-    died: str  # "" if it survived; else of what, such as "SIGILL"
+    died: str  # what killed it, such as "SIGILL"; "" if it survived
     cured: bool  # whether it survives with the variable
 
 
@@ -73,7 +73,7 @@ def outcome() -> Outcome | None:
 
 
 def avoid() -> Outcome | None:
-    """Where products end torch, set the variable for this process and those it starts, unless the user has.
+    """Where products kill the process, set the variable, for this process and its children; the user's stays.
 
     Call it before the first product. Returns the outcome if it is a fault, else None.
     """
@@ -117,7 +117,7 @@ def _try() -> Outcome | None:
 
 
 def _child(variable: dict[str, str]) -> str | None:
-    """Of what a child with these products died; "" if it survived, None if it failed in another way."""
+    """What killed a child with these products; "" if it survived, None if it failed in another way."""
     inherited = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = child(PROGRAM, {**inherited, "CUDA_VISIBLE_DEVICES": "", **variable}, LIMIT)
     if done is None or fault(done.returncode):
@@ -129,7 +129,7 @@ def _child(variable: dict[str, str]) -> str | None:
 
 @functools.cache
 def _survives() -> bool:
-    """Whether a fork of this process survives: it has what oneDNN has read here, and may die of it."""
+    """Whether a fork of this process survives the products, with what oneDNN has read here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of a fork beside threads; this one uses none of theirs
         child = os.fork()

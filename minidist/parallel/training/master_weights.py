@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.training_state import parameter_like
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_optimizer
 
 

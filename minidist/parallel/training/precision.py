@@ -99,19 +99,19 @@ class Precision:
         return {name: value for name, value in exact.items() if converted[name].dtype == self.dtype}
 
     def inputs(self, inputs: Any) -> Any:
-        """Return the floating tensors of a batch in the model's dtype, and others as they are."""
+        """Convert the floating tensors of a batch to the model's dtype."""
         if self.dtype is None:
             return inputs
         return mapped(lambda x: x.to(self.dtype) if x.is_floating_point() else x, inputs)
 
     def outputs(self, outputs: Any) -> Any:
-        """Return the outputs as the loss takes them: in float32 instead of 16 bits."""
+        """Convert outputs in 16 bits to float32, as the loss takes them."""
         if self.dtype is None:
             return outputs
         return mapped(lambda x: x.float() if x.dtype == self.dtype else x, outputs)
 
     def convert_calls(self, model: nn.Module) -> None:
-        """Have a model that is called by itself convert its inputs and outputs so."""
+        """Let a model that nobody else converts for convert its own inputs and outputs."""
         if self.dtype is not None:
             model.register_forward_pre_hook(lambda _, args, kw: self.inputs((args, kw)), with_kwargs=True)
             model.register_forward_hook(lambda _, args, outputs: self.outputs(outputs))

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minidist._names import fits, fits_none
 from minidist.comm.opaque import opaque
-from minidist.parallel.contract.engine import State, differs, state_of
+from minidist.parallel.contract.kept_attributes import State, differs, state_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 LARGE = 2**16

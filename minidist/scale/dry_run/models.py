@@ -15,8 +15,8 @@ from minidist.model.bert import BERT
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.gpt import GPT
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.pipeline.model_stage import ModelStage
 from minidist.parallel.training.precision import DTYPES, Precision
@@ -71,7 +71,7 @@ def sent_to(
     model, stage, precision = shape.dry(tensors), engine.part.stages[chunk], Precision(layout.precision, None)
     precision.convert(model)
     inputs = shape.batch(rows, tensors)[0]
-    inputs = precision.inputs(engine.part.cut(inputs, inputs)[0])
+    inputs = precision.inputs(engine.executor.own_tokens(inputs, inputs)[0])
     with torch.no_grad():
         if isinstance(stage, ModelStage):
             sent = ModelStage(model, stage.trace, range(stage.layers.start))((), inputs)

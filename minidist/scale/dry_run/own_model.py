@@ -23,9 +23,9 @@ from torch.utils.flop_counter import flop_registry
 from minidist.model.configs import TransformerConfig
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows_of
-from minidist.parallel.contract.engine import Loss
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.rank_model import weighted
+from minidist.parallel.contract.user_functions import Loss
+from minidist.parallel.engine.step_executor import weighted
 from minidist.parallel.sharding.cut_into_units import divide, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter

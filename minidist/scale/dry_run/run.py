@@ -22,9 +22,9 @@ import torch
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.engine import MakeOptimizer
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
+from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run.arguments import check, check_options, kinds

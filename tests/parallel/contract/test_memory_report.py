@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import GPT, MLP, config
-from minidist.parallel.contract.memory_report import Memory, Storages, count, size
+from minidist.parallel.contract.memory_report import Memory, Storages, memory_of, size
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import activation_memory
@@ -31,21 +31,21 @@ def numbers(memory: Memory) -> list[int]:
 
 def test_views_and_tied_tensors_count_once() -> None:
     x = torch.zeros(10, 4)
-    assert numbers(count(held(parameters=[x, x, x[2:5], x.T, x.view(-1), x.detach()]))) == [160, 0, 0, 0]
+    assert numbers(memory_of(held(parameters=[x, x, x[2:5], x.T, x.view(-1), x.detach()]))) == [160, 0, 0, 0]
 
 
 def test_a_view_keeps_all_of_its_storage() -> None:
-    assert count(held(buffers=[torch.zeros(100)[:1]])).buffers == 400
+    assert memory_of(held(buffers=[torch.zeros(100)[:1]])).buffers == 400
 
 
 def test_a_gradient_in_a_bucket_counts_once() -> None:
     bucket = torch.zeros(12)
-    assert count(held(gradients=[bucket[:4], bucket[4:], bucket])).gradients == 48
+    assert memory_of(held(gradients=[bucket[:4], bucket[4:], bucket])).gradients == 48
 
 
 def test_what_serves_two_purposes_counts_for_the_first() -> None:
     flat = torch.zeros(8)
-    found = count(held(parameters=[flat[:4]], optimizer=[flat[4:], torch.zeros(2)]), activations=7)
+    found = memory_of(held(parameters=[flat[:4]], optimizer=[flat[4:], torch.zeros(2)]), activations=7)
     assert numbers(found) == [32, 0, 8, 0]
     assert (found.total, found.states) == (47, 40)
 

@@ -174,10 +174,9 @@ def in_one_process(name: str) -> contract.Trained:
 def on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any]) -> contract.Trained:
     engine = md.prepare(case.model(md.rank()), ADAM, layout, loss=case.loss, **options)
     losses = []
-    for inputs, targets in batches():
-        own = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        losses.append(engine.step(inputs[own], targets[own]))
-        losses.append(engine.evaluate(inputs[own], targets[own]))
+    for batch in batches():
+        own = contract.own_rows(engine, batch)
+        losses += [engine.step(*own), engine.evaluate(*own)]
     return contract.Trained(losses, engine.full_state_dict())
 
 

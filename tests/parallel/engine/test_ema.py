@@ -67,14 +67,10 @@ def prepared(layout: md.Layout) -> tuple[md.Engine, md.EMA]:
     return engine, md.EMA(engine, DECAY)
 
 
-def share(engine: md.Engine, rows: Tensor) -> Tensor:
-    return rows[slice(*(len(rows) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))]
-
-
 def steps(engine: md.Engine, ema: md.EMA, batches: slice = slice(None)) -> list[float]:
     losses = []
-    for inputs, targets in CASE.global_batches()[batches]:
-        losses.append(engine.step(share(engine, inputs), share(engine, targets)))
+    for batch in CASE.global_batches()[batches]:
+        losses.append(engine.step(contract.own_rows(engine, batch)))
         with comm.ledger() as ledger:
             ema.update()
         assert ledger.bytes_sent == 0
@@ -84,9 +80,8 @@ def steps(engine: md.Engine, ema: md.EMA, batches: slice = slice(None)) -> list[
 def averaged(layout: md.Layout) -> tuple[contract.Trained, dict[str, Tensor]]:
     engine, ema = prepared(layout)
     losses = steps(engine, ema)
-    inputs, targets = (share(engine, each) for each in CASE.global_batches()[-1])
     with ema.applied():
-        losses.append(engine.evaluate(inputs, targets))
+        losses.append(engine.evaluate(contract.own_rows(engine, CASE.global_batches()[-1])))
         state = engine.full_state_dict()
     return contract.Trained(losses, state), engine.full_state_dict()
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.contract import batch as batches
+from tests.helpers.contract import of_outputs, own_rows, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -86,24 +87,16 @@ STRUCTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "pair": lambda x, scale: (({"nodes": x, "scale": scale}, x),),
     "collated": lambda x, scale: ([{"nodes": x, "scale": scale}, x],),
 }
-SIZES = 7, 4, 9
+BATCHES = [rows(count, step) for step, count in enumerate((7, 4, 9))]
 
 
 def reference() -> dict[str, Tensor]:
     model = Model(0)
-    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
-    for step, count in enumerate(SIZES):
-        x, scale = rows(count, step)
-        optimizer.zero_grad()
-        loss(model(x, scale), x).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return model.state_dict()
+    return plain_steps(model, optimizer_of(model), BATCHES, lambda model, b: loss(model(*b), b[0])).state
 
 
-def own_rows(count: int, step: int, engine: md.Engine) -> tuple[Tensor, Tensor]:
-    x, scale = rows(count, step)
-    mine = slice(*(count * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-    return x[mine], scale[mine]
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return SGD([p for p in model.parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -112,8 +105,8 @@ def test_batches_of_any_structure(cluster_of: Clusters, layout: str) -> None:
         found = []
         for make in STRUCTURES.values():
             engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
-            for step, count in enumerate(SIZES):
-                engine.step(*make(*own_rows(count, step, engine)))
+            for each in BATCHES:
+                engine.step(*make(*own_rows(engine, each)))
             found.append(engine.full_state_dict())
         return found
 
@@ -129,11 +122,11 @@ def test_a_list_is_one_global_batch(cluster_of: Clusters, layout: str) -> None:
 
     def train() -> dict[str, Tensor]:
         engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
-        for step, count in enumerate(SIZES):
-            x, scale = own_rows(count, step, engine)
+        for step, each in enumerate(BATCHES):
+            x, scale = own_rows(engine, each)
             parts = 2 if engine.data_rank == 0 else (3, 1, 2)[step]
             pieces = zip(x.tensor_split(parts), scale.tensor_split(parts), strict=True)
-            engine.step([{"nodes": nodes, "scale": each} for nodes, each in pieces if len(nodes)])
+            engine.step([{"nodes": nodes, "scale": piece} for nodes, piece in pieces if len(nodes)])
         return engine.full_state_dict()
 
     for state in cluster_of(2).run(train):
@@ -164,13 +157,9 @@ def test_loaders_that_end_at_different_times(
         )
 
     model = Model(0)
-    optimizer = SGD([p for p in model.parameters() if p.requires_grad])
     own = [rows(2 * count, 5 + rank)[0].split(2) if count else () for rank, count in enumerate(counts)]
-    for step in range(3):
-        x = torch.cat([each[step] for each in own if step < len(each)])
-        optimizer.zero_grad()
-        loss(model(x), x).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    given = [torch.cat([each[step] for each in own if step < len(each)]) for step in range(3)]
+    plain_steps(model, optimizer_of(model), [(x, x) for x in given], of_outputs(loss))
     x = torch.cat([x for each in own for x in each])
     with torch.no_grad():
         outputs = model(x)
@@ -189,7 +178,7 @@ def test_a_rank_that_waits_counts_nothing(cluster_of: Clusters) -> None:
         loader = [rows(2, step)[:1] * 2 for step in range(3 if md.rank() else 1)]
         for batch in engine.batches(loader):
             if fault:
-                engine._counts = 1.0
+                engine._is_padding = False
             engine.step(batch)
         return engine.full_state_dict()
 
@@ -224,19 +213,16 @@ def test_rows_that_do_not_count_use_no_parameter(cluster_of: Clusters, layout: s
     def train(fault: bool) -> dict[str, Tensor]:
         engine = md.prepare(Rare(md.rank()), DECAYING, PARSE(layout), nn.functional.mse_loss)
         if fault:
-            engine.executor.counting = lambda _: None  # type: ignore[method-assign]
+            engine.executor.announce = lambda _: None  # type: ignore[method-assign]
         for _ in range(2):
             for x in engine.batches(of[md.rank()]):
                 engine.step(x, x[:, :3])
         return engine.full_state_dict()
 
     model = Rare(0)
-    optimizer = DECAYING(model.parameters())
-    for step in (0, 1, 2, 0, 1, 2):
-        x = torch.cat([of[0][step], *of[1][step:]])
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), x[:, :3]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    given = [torch.cat([of[0][step], *of[1][step:]]) for step in (0, 1, 2, 0, 1, 2)]
+    pairs = [(x, x[:, :3]) for x in given]
+    plain_steps(model, DECAYING(model.parameters()), pairs, of_outputs(nn.functional.mse_loss))
     for fault in (False, True):
         for state in cluster_of(2).run(train, fault):
             same = torch.allclose(state["layers.1.weight"], model.layers[1].weight, rtol=1e-3)
@@ -255,8 +241,7 @@ def test_predictions_are_all_rows_in_order(cluster_of: Clusters, layout: str) ->
 
     def predict() -> Tensor:
         engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout))
-        mine = slice(*(5 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        found: Tensor = engine.predict(tokens[mine])
+        found: Tensor = engine.predict(own_rows(engine, tokens))
         return found
 
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
+from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -75,9 +76,7 @@ def rows(engine: md.Engine, *whole: Tensor) -> tuple[Tensor, ...]:
 
 
 def plain_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    mse(model(x), y).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    plain_steps(model, optimizer, [(x, y)], of_outputs(mse))
 
 
 def same(found: Mapping[str, Tensor], expected: nn.Module) -> None:

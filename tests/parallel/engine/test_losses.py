@@ -15,6 +15,8 @@ from torch.nn import functional
 import minidist as md
 from minidist.model import GPT, config
 from minidist.parallel.tensor_parallel import gather_sequence
+from tests.helpers import contract
+from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -63,24 +65,12 @@ def batch(rows: int, step: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": labels}
 
 
-def share(whole: Any, rank: int, ranks: int) -> Any:
-    """A rank's rows, of unequal numbers."""
-    return {key: x[len(x) * rank // ranks : len(x) * (rank + 1) // ranks] for key, x in whole.items()}
+BATCHES = [batch(rows, step) for step, rows in enumerate((7, 9, 5))]
 
 
-SIZES = 7, 9, 5
-
-
-def in_one_process() -> tuple[list[float], dict[str, Tensor]]:
+def in_one_process() -> Trained:
     model = Tagger()
-    optimizer, losses = SGD(model.parameters()), []
-    for step, rows in enumerate(SIZES):
-        optimizer.zero_grad()
-        loss = model(**batch(rows, step))["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return plain_steps(model, SGD(model.parameters()), BATCHES, lambda model, batch: model(**batch)["loss"])
 
 
 # The three forms of a loss.
@@ -108,62 +98,46 @@ LAYOUTS = [
 ]
 
 
-def train(loss: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
-    engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss)
-    rank, ranks = engine.data_rank, engine.data_ranks
-    losses = [engine.step(share(batch(rows, step), rank, ranks)) for step, rows in enumerate(SIZES)]
-    return losses, engine.full_state_dict()
+def train(loss: Any, layout: str) -> Trained:
+    return steps(md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss), BATCHES)
+
+
+def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return of_outputs({"scores": scores}, batch)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_ignored_labels_do_not_count(cluster_of: Clusters, form: str, layout: str) -> None:
     for found in cluster_of(2).run(train, FORMS[form], layout):
-        torch.testing.assert_close(found, in_one_process(), **EXACT)
+        compare(found, in_one_process())
 
 
 @pytest.mark.parametrize("layout", ["pp=2,micro_batches=2", "dp=2,pp=2,zero=1,micro_batches=3"])
 def test_only_a_pipelines_last_stage_knows_the_weight(cluster_of: Clusters, layout: str) -> None:
-    def train() -> tuple[list[float], dict[str, Tensor]]:
+    def train() -> Trained:
         engine = md.prepare(Chain(md.rank()), SGD, PARSE(layout), masked)
-        losses = []
-        for step, rows in enumerate(SIZES):
-            own = share(batch(rows, step), engine.data_rank, engine.data_ranks)
-            losses.append(engine.step(own["tokens"], own))
-        return losses, engine.full_state_dict()
-
-    def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return of_outputs({"scores": scores}, batch)
+        return steps(engine, [(each["tokens"], each) for each in BATCHES])
 
     for found in cluster_of(PARSE(layout).ranks).run(train):
-        torch.testing.assert_close(found, in_one_process(), **EXACT)
+        compare(found, in_one_process())
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "tp=2", "dp=2,cp=2,zero=3,micro_batches=2"])
 def test_tokens_and_logits_that_are_shared(cluster_of: Clusters, layout: str) -> None:
     shape = config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8)
 
-    def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return of_outputs({"scores": scores}, batch)
-
-    def train() -> tuple[list[float], dict[str, Tensor]]:
+    def train() -> Trained:
         engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout), masked)
-        losses = []
-        for step, rows in enumerate(SIZES):
-            own = share(batch(rows, step), engine.data_rank, engine.data_ranks)
-            losses.append(engine.step({"tokens": own["tokens"]}, own))
-        return losses, engine.full_state_dict()
+        return steps(engine, [({"tokens": each["tokens"]}, each) for each in BATCHES])
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return masked(model(batch["tokens"]), batch)[0]
 
     model = GPT(shape, seed=0, dtype=torch.float64)
-    optimizer, losses = SGD(model.parameters()), []
-    for step, rows in enumerate(SIZES):
-        optimizer.zero_grad()
-        loss, _ = masked(model(batch(rows, step)["tokens"]), batch(rows, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    expected = plain_steps(model, SGD(model.parameters()), BATCHES, loss)
     for found in cluster_of(PARSE(layout).ranks).run(train):
-        torch.testing.assert_close(found, (losses, model.state_dict()), **EXACT)
+        compare(found, expected)
 
 
 def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
@@ -263,34 +237,29 @@ def test_state_is_advanced_once_a_step(cluster_of: Clusters, make: Callable[[], 
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randn(2, 4, 6, dtype=torch.float64, generator=generator).unbind() for _ in range(3)]
 
-    def train() -> tuple[list[float], dict[str, Tensor]]:
+    def train() -> Trained:
         model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
         plan = {"1": "column_gathered"}
         options: Any = {"plan": plan} if "tp" in layout else {}
         engine = md.prepare(model, SGD, PARSE(layout), make(), rehearse=True, **options)
-        return [engine.step(*batch) for batch in batches], engine.full_state_dict()
+        return Trained([engine.step(*batch) for batch in batches], engine.full_state_dict())
 
     model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
-    optimizer, loss, losses = SGD(model.parameters()), make(), []
-    for batch in batches:
-        optimizer.zero_grad()
-        found = loss(model, batch) if make is Kept else loss(model(batch[0]), batch[1])
-        found.backward()
-        optimizer.step()
-        losses.append(float(found.detach()))
-    for each in cluster_of(2).run(train):
-        torch.testing.assert_close(each, (losses, model.state_dict()), **EXACT)
+    of_model = make() if make is Kept else contract.of_outputs(make())
+    expected = plain_steps(model, SGD(model.parameters()), batches, of_model)
+    for found in cluster_of(2).run(train):
+        compare(found, expected)
 
 
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
     """A planted fault: each rank's mean counts by its rows."""
 
-    def rows_alone() -> tuple[list[float], dict[str, Tensor]]:
+    def rows_alone() -> Trained:
         return train(lambda outputs, batch: of_outputs(outputs, batch)[0], "dp=2")
 
     for found in cluster_of(2).run(rows_alone):
         with pytest.raises(AssertionError, match="not close"):
-            torch.testing.assert_close(found, in_one_process(), **EXACT)
+            compare(found, in_one_process())
 
 
 def hits(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -310,7 +279,7 @@ def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
         found = []
         for loss, metric in ((of_model, of_batch), (of_outputs, of_pair)):
             engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss)
-            own = share(batch(5, 0), engine.data_rank, engine.data_ranks)
+            own = own_rows(engine, batch(5, 0))
             given = (own,) if loss is of_model else (own["tokens"], own)
             found.append(engine.evaluate(*given, metrics={"loss": None, "hits": metric}))
         return found
@@ -321,7 +290,7 @@ def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
     def evaluate_outputs() -> Any:
         """The loss takes the model, and the metric its outputs."""
         engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), of_the_pair)
-        own = share(batch(5, 0), engine.data_rank, engine.data_ranks)
+        own = own_rows(engine, batch(5, 0))
         return engine.evaluate(own["tokens"], own, metrics={"loss": None, "hits": hits})
 
     whole = batch(5, 0)
@@ -359,34 +328,25 @@ class Towers(nn.Module):
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
 def test_a_contrastive_loss_gathers_the_rows_of_all_ranks(cluster_of: Clusters, layout: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    batches = [
-        [torch.randn(6, width, generator=generator, dtype=torch.float64) for width in (6, 5)]
-        for _ in range(3)
-    ]
+    drawn = [torch.randn(3, 6, width, generator=generator, dtype=torch.float64) for width in (6, 5)]
+    batches = [((x, y), x) for x, y in zip(*drawn, strict=True)]
 
-    def train(gathers: bool, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-        model, own = Towers(md.rank()), slice(3 * md.rank(), 3 * md.rank() + 3)
-
+    def train(gathers: bool) -> Trained:
         def loss(outputs: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
             return contrastive(outputs, gathers)
 
-        engine = md.prepare(model, SGD, PARSE(layout), loss, **options)
-        losses = [engine.step((x[own], y[own]), x[own]) for x, y in batches]
-        return losses, engine.full_state_dict()
+        return steps(md.prepare(Towers(md.rank()), SGD, PARSE(layout), loss, rehearse=True), batches)
 
-    model, losses = Towers(0), []
-    optimizer = SGD(model.parameters())
-    for one in batches:
-        optimizer.zero_grad()
-        loss = contrastive(model(*one), False)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    for found in cluster_of(2).run(train, True, rehearse=True):
-        torch.testing.assert_close(found, (losses, model.state_dict()), **EXACT)
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return contrastive(model(*batch[0]), False)
+
+    model = Towers(0)
+    expected = plain_steps(model, SGD(model.parameters()), batches, loss)
+    for found in cluster_of(2).run(train, True):
+        compare(found, expected)
     if layout == "dp=2":
         with pytest.raises(md.RankError, match="has to gather those of all ranks"):
-            cluster_of(2).run(train, False, rehearse=True)
+            cluster_of(2).run(train, False)
 
 
 # What is refused in the first step, on all ranks.

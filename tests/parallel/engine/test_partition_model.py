@@ -186,14 +186,13 @@ def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[i
         loss_scale=LossScale(2.0**10) if layout.precision == "fp16" else None,
         clip_norm=1.0,
     )
-    (inputs, targets), _ = CASE.global_batches()
+    batch, _ = CASE.global_batches()
     losses, scales, skipped = [], [], []
     last = [*engine.model.parameters()][-1]
     for step in range(4):
         poison = step == 1 and md.rank() == md.size() - 1 and layout.precision == "fp16"
         hook = last.register_hook(lambda grad: grad * math.inf) if poison else None
-        share = slice(*(len(inputs) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        losses.append(engine.step(inputs[share], targets[share]))
+        losses.append(engine.step(contract.own_rows(engine, batch)))
         if hook is not None:
             hook.remove()
         scales.append(engine.loss_scale)

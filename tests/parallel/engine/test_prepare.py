@@ -24,6 +24,18 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
     assert engine.model is model
 
 
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(5, 3))
+
+
+class NoOptimizer:
+    """What a function from parameters should not return."""
+
+    def __init__(self, parameters: Any) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -74,6 +86,34 @@ def test_one_process_needs_no_world_and_no_layout() -> None:
             {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
             TypeError,
             r"optimizer is a SGD; give a function from parameters to an optimizer",
+        ),
+        ({"loss": 3}, TypeError, "loss is 3; give a function from outputs and targets"),
+        ({"data_parallel": 3}, TypeError, "data_parallel is 3; give a dict of options, such as {'bucket"),
+        ({"fully_shard": ["cpu"]}, TypeError, r"fully_shard is \['cpu'\]; give a dict of options"),
+        ({"loss_scale": 3}, TypeError, "loss_scale is 3; give a LossScale"),
+        ({"model": nn.Tanh()}, ValueError, "model has nothing to train, since it has no parameters"),
+        (
+            {"model": nn.Linear(1, 1).requires_grad_(False)},
+            ValueError,
+            "model has nothing to train, since all of its parameters are frozen",
+        ),
+        *(
+            ({"layout": md.Layout(zero=zero), "model": meta()}, ValueError, "0.weight on the meta device")
+            for zero in range(3)
+        ),
+        *(
+            (
+                {"layout": md.Layout(zero=zero, precision=precision), "optimizer": NoOptimizer},
+                TypeError,
+                "made a No",
+            )
+            for zero in (0, 1)
+            for precision in ("fp32", "bf16")
+        ),
+        (
+            {"layout": md.Layout(zero=3), "optimizer": lambda parameters: 3},
+            TypeError,
+            "optimizer_class made a int; give a function from parameters to a torch.optim.Optimizer",
         ),
     ],
 )

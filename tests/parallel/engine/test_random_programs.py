@@ -94,7 +94,7 @@ def test_what_random_programs_found(cluster_of: Clusters, program: Program, tmp_
 
 
 def every_rows_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_executor.StepExecutor, "counting", lambda *_: None)
+    patch.setattr(step_executor.StepExecutor, "announce", lambda *_: None)
 
 
 def no_clipping(patch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,16 @@ Clusters = Callable[[int], md.Cluster]
 GPT = CASES["gpt"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)  # which a wrong factor on all gradients does not escape
+
+
+@pytest.mark.parametrize(("ranks", "optimizer"), [(1, contract.ADAMW), (3, SGD)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_stage_with_everything_else(cluster_of: Clusters, zero: int, ranks: int) -> None:
+def test_every_stage_with_everything_else(
+    cluster_of: Clusters, zero: int, ranks: int, optimizer: Any
+) -> None:
     layout = md.Layout(dp=ranks, zero=zero, micro_batches=3, recompute=True)
-    contract.check(cluster_of(ranks), replace(GPT, clip_norm=0.5), layout)
+    contract.check(cluster_of(ranks), replace(GPT, optimizer=optimizer, clip_norm=0.3), layout)
 
 
 def test_evaluation_leaves_every_module_in_its_mode() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
+from tests.helpers.contract import Trained, own_rows, plain_steps
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -25,7 +26,6 @@ PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 SMALL = {"vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES = 5, 8, 6
 
 
 def llama() -> Any:
@@ -89,16 +89,12 @@ def batch(rows: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": seen.long(), "labels": labels}
 
 
-def in_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
+BATCHES = [batch(rows, step) for step, rows in enumerate((5, 8, 6))]
+
+
+def in_one_process(name: str) -> Trained:
     model = built(name, 0)
-    optimizer, losses = SGD(model.parameters()), []
-    for step, rows in enumerate(SIZES):
-        optimizer.zero_grad()
-        loss = model(**batch(rows, step)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return plain_steps(model, SGD(model.parameters()), BATCHES, lambda model, batch: model(**batch).loss)
 
 
 def train(name: str, layout: str) -> tuple[list[float], dict[str, Tensor], float, Any]:
@@ -107,9 +103,8 @@ def train(name: str, layout: str) -> tuple[list[float], dict[str, Tensor], float
     parsed = PARSE(layout)
     engine = md.prepare(built(name, md.rank()), SGD, parsed, plan=PLAN if parsed.tp > 1 else None)
     losses = []
-    for step, rows in enumerate(SIZES):
-        mine = slice(*(rows * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        own = BatchEncoding({key: x[mine] for key, x in batch(rows, step).items()})
+    for each in BATCHES:
+        own = BatchEncoding(own_rows(engine, each))
         losses.append(engine.step(own))
     last = engine.evaluate(own)
     return losses, engine.full_state_dict(), last, engine.predict({"input_ids": own["input_ids"]}).logits
@@ -139,12 +134,11 @@ REST += [(name, f"pp=2,micro_batches=3,schedule={ORDERS[n % 2]}") for n, name in
     ("name", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.deep) for case in REST)]
 )
 def test_they_train_as_in_one_process(cluster_of: Clusters, name: str, layout: str) -> None:
-    losses, state = in_one_process(name)
+    expected = in_one_process(name)
     model = built(name, 0)
-    model.load_state_dict(state)
+    model.load_state_dict(expected.state)
     with torch.no_grad():
-        last = batch(SIZES[-1], len(SIZES) - 1)
-        loss, logits = model(**last).loss, model.eval()(last["input_ids"]).logits
+        loss, logits = model(**BATCHES[-1]).loss, model.eval()(BATCHES[-1]["input_ids"]).logits
     for found in cluster_of(PARSE(layout).ranks).run(train, name, layout):
-        torch.testing.assert_close(found[:2], (losses, state), **EXACT)
+        torch.testing.assert_close(found[:2], (expected.losses, expected.state), **EXACT)
         torch.testing.assert_close(found[2:], (float(loss), logits), **EXACT)

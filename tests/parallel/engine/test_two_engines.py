@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import minidist as md
+from tests.helpers.contract import of_outputs, plain_steps
 from tests.parallel.engine.test_loops import CLOSE, deep, rows
 
 Clusters = Callable[[int], md.Cluster]
@@ -77,12 +78,8 @@ def plain_gan(penalty: bool) -> tuple[nn.Module, nn.Module]:
     generator, critic = mlp(0, 3, 4), mlp(10, 4, 1)
     of_generator, of_critic = ADAM(generator.parameters()), ADAM(critic.parameters())
     for real, noise in drawn(4, 4, 3):
-        of_critic.zero_grad()
-        critic_loss(penalty)(critic, (real, generator(noise).detach())).backward()  # type: ignore[no-untyped-call]
-        of_critic.step()
-        of_generator.zero_grad()
-        generator_loss(critic, penalty)(generator, noise).backward()  # type: ignore[no-untyped-call]
-        of_generator.step()
+        plain_steps(critic, of_critic, [(real, generator(noise).detach())], critic_loss(penalty))
+        plain_steps(generator, of_generator, [noise], generator_loss(critic, penalty))
     return generator, critic
 
 
@@ -166,10 +163,6 @@ def test_an_actor_and_a_critic(cluster_of: Clusters, layout: str) -> None:
     for states, rewards in drawn(2, 4, 1):
         *batch, returns = rollout(states, rewards, actor, critic)
         for _ in range(3):
-            of_actor.zero_grad()
-            actor_loss(actor, tuple(batch)).backward()  # type: ignore[no-untyped-call]
-            of_actor.step()
-            of_critic.zero_grad()
-            mse_loss(critic(states), returns).backward()  # type: ignore[no-untyped-call]
-            of_critic.step()
+            plain_steps(actor, of_actor, [tuple(batch)], actor_loss)
+            plain_steps(critic, of_critic, [(states, returns)], of_outputs(mse_loss))
     compare(cluster_of(2).run(train), (actor, critic))

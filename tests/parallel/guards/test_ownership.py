@@ -14,6 +14,7 @@ from torch import nn
 
 import minidist as md
 from minidist.parallel.guards import ownership
+from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -85,13 +86,8 @@ def test_a_model_whose_engine_is_gone_is_free(cluster_of: Clusters, first: int) 
         del engine
         again = prepared(model, second)
         train(again, range(2, 4))
-        reference = net()
-        optimizer = SGD(reference.parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            x, y = batch(step)
-            nn.functional.cross_entropy(reference(x), y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        reference, loss = net(), of_outputs(nn.functional.cross_entropy)
+        plain_steps(reference, SGD(reference.parameters()), map(batch, range(4)), loss)
         for name, value in again.full_state_dict().items():
             torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-12, atol=1e-12)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -38,14 +39,11 @@ def test_one_rank_renormalises_as_torch_does() -> None:
     torch.manual_seed(0)
     models = [nn.Embedding(5, 3, max_norm=0.5) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
+    batches = [(torch.arange(4), torch.tensor([0, 1, 2, 0]))] * 3
     engine = md.prepare(models[0], SGD, md.Layout())
-    optimizer = SGD(models[1].parameters())
-    for _ in range(3):
-        engine.step(torch.arange(4), torch.tensor([0, 1, 2, 0]))
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(models[1](torch.arange(4)), torch.tensor([0, 1, 2, 0]))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    for batch in batches:
+        engine.step(batch)
+    plain_steps(models[1], SGD(models[1].parameters()), batches, of_outputs(nn.functional.cross_entropy))
     torch.testing.assert_close(models[0].weight, models[1].weight)
     for layout in (md.Layout(zero=3), md.Layout(precision="bf16")):
         with pytest.raises(ValueError, match=r"the model is an Embedding with max_norm=0\.5"):
@@ -66,55 +64,6 @@ def meta() -> nn.Module:
 
 def frozen() -> nn.Module:
     return net().requires_grad_(False)
-
-
-class NoOptimizer:
-    """What a function from parameters should not return."""
-
-    def __init__(self, parameters: Any) -> None:
-        pass
-
-
-PREPARE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"loss": 3}, TypeError, "loss is 3; give a function from outputs and targets"),
-    (
-        {"data_parallel": 3},
-        TypeError,
-        "data_parallel is 3; give a dict of options, such as {'bucket",
-    ),
-    ({"fully_shard": ["cpu"]}, TypeError, "fully_shard is ['cpu']; give a dict of options"),
-    ({"loss_scale": 3}, TypeError, "loss_scale is 3; give a LossScale"),
-    ({"model": nn.Tanh()}, ValueError, "model has nothing to train, since it has no parameters"),
-    ({"model": frozen()}, ValueError, "model has nothing to train, since all of its parameters are frozen"),
-    *(
-        (
-            {"layout": md.Layout(zero=zero), "model": meta()},
-            ValueError,
-            "model has 0.weight on the meta device",
-        )
-        for zero in range(3)
-    ),
-    *(
-        (
-            {"layout": md.Layout(zero=zero, precision=precision), "optimizer": NoOptimizer},
-            TypeError,
-            "made a No",
-        )
-        for zero in (0, 1)
-        for precision in ("fp32", "bf16")
-    ),
-    (
-        {"layout": md.Layout(zero=3), "optimizer": lambda parameters: 3},
-        TypeError,
-        "optimizer_class made a int; give a function from parameters to a torch.optim.Optimizer",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "text"), PREPARE)
-def test_prepare(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        md.prepare(**{"model": net(), "optimizer": SGD, **arguments})
 
 
 @pytest.mark.parametrize("zero", range(4))

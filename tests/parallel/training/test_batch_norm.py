@@ -61,19 +61,17 @@ def test_rows_that_do_not_count_are_in_no_statistics(cluster_of: Clusters, layou
         options: dict[str, Any] = {"batch_norm": "synchronized", "rehearse": not fault}
         engine = md.prepare(convolutions(md.rank()), SGD, md.Layout.parse(layout), **options)
         if fault:
-            engine.executor.counting = lambda _: None  # type: ignore[method-assign]
+            engine.executor.announce = lambda _: None  # type: ignore[method-assign]
         for _ in range(2):
             mine = [own(first, slice(4)), second] if md.rank() == 0 else [own(first, slice(4, None))]
             engine.step(mine)
         return engine.full_state_dict()
 
+    def loss(model: nn.Module, _: object) -> Tensor:
+        return sum(nn.functional.cross_entropy(model(x), y) / 2 for x, y in (first, second))  # type: ignore[return-value]
+
     model = convolutions(0)
-    optimizer = SGD(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        for x, y in (first, second):
-            (nn.functional.cross_entropy(model(x), y) / 2).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    contract.plain_steps(model, SGD(model.parameters()), range(2), loss)
     for state in cluster_of(2).run(train, False):
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
     wrong = cluster_of(2).run(train, True)[0]["1.running_mean"]
@@ -101,6 +99,7 @@ def test_ranks_that_use_other_layers_do_not_wait_for_each_other(cluster_of: Clus
     parsed = md.Layout.parse(layout)
 
     def train() -> list[float]:
+        torch.manual_seed(md.rank())
         linear = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(5)]
         first = [linear[0], nn.BatchNorm1d(4, dtype=torch.float64)]
         model = nn.Sequential(*first, *linear[1:4], SomeRanks(), linear[4])

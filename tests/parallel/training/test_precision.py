@@ -1,4 +1,4 @@
-"""Mixed precision: close to float32's losses, and steps that all ranks skip together."""
+"""Mixed precision, with whole and sharded state: float32's losses, and steps that all ranks skip together."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.comm.mesh import Mesh
 from minidist.model import GPT, MLP, Sampler, accuracy, config, dataset
-from minidist.model.loss import cross_entropy
-from minidist.parallel.engine.partition_model import partition_model
-from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.sharding.residency import DATA_PARALLEL
-from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import LossScale, Precision
+from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def losses(precision: str, master: torch.dtype | None, steps: int = 200) -> Tensor:  # (steps,)
+SGD = partial(torch.optim.SGD, lr=0.5)
+"""Not Adam, which hardly sees a gradient that is a thousand times too large."""
+
+
+def losses(precision: str, steps: int = 200) -> Tensor:  # (steps,)
     """Of a small GPT on bytes, four rows a step."""
     data = dataset("bytes", length=16)
     model = GPT(config("byte-tiny", context=16, width=32, heads=2), seed=0, dtype=torch.float32)
-    chosen = Precision(precision, LossScale(2.0**12) if precision == "fp16" else None)
-    chosen.convert(model)
-    strategy = Sharded(model, partial(torch.optim.AdamW, lr=1e-3), DATA_PARALLEL, master=master)
-    layout = md.Layout(precision=precision)
-    part = partition_model(model, layout, Mesh(dp=1))
-    engine = Engine(part, strategy, layout, cross_entropy, chosen)
+    scale = LossScale(2.0**12) if precision == "fp16" else None
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    engine = md.prepare(model, optimizer, md.Layout(precision=precision), loss_scale=scale)
     sampler = Sampler(len(data.train), 4)
     return torch.tensor([engine.step(*data.train[sampler.share(step)]) for step in range(steps)])
 
@@ -45,14 +41,15 @@ float16's 0.0001; without master weights 0.05. The losses go from 5.5 to 3.0."""
 
 
 @pytest.mark.deep
-def test_200_steps_stay_near_those_in_float32() -> None:
-    expected = losses("fp32", None)
+def test_200_steps_stay_near_those_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = losses("fp32")
     assert expected[-20:].mean() < 3.1
     for precision in HALF:
-        distance = (losses(precision, torch.float32) - expected).abs().mean()
+        distance = (losses(precision) - expected).abs().mean()
         assert distance < DISTANCE, precision
     # A planted fault: the optimizer updates the parameters themselves, where small updates vanish.
-    assert (losses("bf16", None) - expected).abs().mean() > 5 * DISTANCE
+    monkeypatch.setattr(Precision, "master", property(lambda _: None, lambda *_: None), raising=False)
+    assert (losses("bf16") - expected).abs().mean() > 5 * DISTANCE
 
 
 def mlp(seed: int) -> nn.Module:
@@ -64,28 +61,29 @@ def vectors(count: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
 
 
-@pytest.mark.parametrize("precision", HALF)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_learn_what_one_process_does(cluster_of: Clusters, precision: str, ranks: int) -> None:
-    inputs, targets = vectors()
+@pytest.mark.parametrize(("precision", "clip_norm"), [("bf16", None), ("fp16", None), ("bf16", 0.5)])
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 0), (3, 0), (2, 1), (2, 2), (2, 3)])
+def test_ranks_learn_what_one_process_does(
+    cluster_of: Clusters, precision: str, clip_norm: float | None, ranks: int, zero: int
+) -> None:
+    batch = vectors()
 
     def train() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
         model = mlp(md.rank())
-        layout = md.Layout(dp=md.size(), precision=precision, micro_batches=2)
-        # Not Adam, which hardly sees a gradient that is a thousand times too large.
-        engine = md.prepare(model, partial(torch.optim.SGD, lr=0.5), layout)
-        share = slice(*(8 * (md.rank() + i) // md.size() for i in (0, 1)))
-        history = [engine.step(inputs[share], targets[share]) for _ in range(20)]
-        right = engine.evaluate(inputs[share], targets[share], accuracy)
-        seen = {"right": right, "dtypes": {p.dtype for p in model.parameters()}, "skipped": engine.skipped}
-        return history, engine.full_state_dict(), seen
+        layout = md.Layout(dp=md.size(), zero=zero, precision=precision, micro_batches=2)
+        engine = md.prepare(model, SGD, layout, clip_norm=clip_norm)
+        own = contract.own_rows(engine, batch)
+        history = [engine.step(*own) for _ in range(20)]
+        state = engine.full_state_dict()
+        seen = {"right": engine.evaluate(*own, accuracy), "skipped": engine.skipped}
+        return history, state, {**seen, "dtypes": {value.dtype for value in state.values()}}
 
-    alone = md.prepare(mlp(0), partial(torch.optim.SGD, lr=0.5))
-    expected = [alone.step(inputs, targets) for _ in range(20)]
+    alone = md.prepare(mlp(0), SGD, clip_norm=clip_norm)
+    expected = [alone.step(*batch) for _ in range(20)]
     results = cluster_of(ranks).run(train)
     for history, state, seen in results:
         assert seen == {"right": seen["right"], "dtypes": {HALF[precision]}, "skipped": 0}
-        assert seen["right"] == alone.evaluate(inputs, targets, accuracy)
+        assert seen["right"] == alone.evaluate(*batch, accuracy)
         # bfloat16 rounds weights and activations to 3 digits; the losses fall from 1.8 to 0.3.
         torch.testing.assert_close(history, expected, rtol=0.03, atol=0.03)
         for name, value in state.items():
@@ -125,62 +123,52 @@ def test_masters_begin_with_the_float32_values(cluster_of: Clusters, ranks: int,
     assert all(count >= expected.state_dict()[name].numel() for name, count in seen.items())
 
 
-class Shares(Sharded):
-    """Says that each rank has a share of the gradients: every second tensor."""
+def train_with_overflow(zero: int, fault: bool = False) -> list[tuple[Any, ...]]:
+    """Five steps on two ranks. In the second, rank 1 overflows: one gradient, or with zero=3 all.
 
-    sharded = True
-
-    def gradients(self) -> list[Tensor]:
-        return super().gradients()[comm.rank() :: comm.size()]
-
-
-def train_with_overflow(kind: type[Sharded]) -> list[tuple[float, int, bool, int, list[float]]]:
-    """Five steps on two ranks; in the second a gradient overflows on rank 1, of the first layer's weight."""
-    inputs, targets = vectors()
-    model = mlp(md.rank())
-    precision = Precision("fp16", LossScale(2.0**10, good_steps=2))
-    precision.convert(model)
-    strategy = kind(model, partial(torch.optim.AdamW, lr=0.1), DATA_PARALLEL, master=precision.master)
-    layout = md.Layout(dp=2, precision="fp16")
-    part = partition_model(model, layout, Mesh(dp=2))
-    engine = Engine(part, strategy, layout, cross_entropy, precision)
+    fault: each rank goes by the norm of every second gradient.
+    """
+    inputs, targets = (each[md.rank() :: 2] for each in vectors())
+    layout, rule = md.Layout(dp=2, zero=zero, precision="fp16"), LossScale(2.0**10, good_steps=2)
+    engine = md.prepare(mlp(md.rank()), partial(torch.optim.AdamW, lr=0.1), layout, loss_scale=rule)
+    if fault:
+        gradients = engine.strategy.gradients
+        engine.strategy.gradients = lambda: gradients()[md.rank() :: 2]  # type: ignore[method-assign]
     history = []
     for step in range(5):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        factor = float("inf") if (step, md.rank()) == (1, 1) else 1.0
-        hook = model.layers[0].linear.weight.register_hook(partial(torch.mul, other=factor))
+        before, own, hooks = engine.full_state_dict(), inputs.clone(), []
+        if (step, md.rank()) == (1, 1) and zero == 3:  # which has no parameters to put hooks on
+            own[0, 0] = float("inf")
+        elif (step, md.rank()) == (1, 1):
+            weight = engine.model.get_parameter("layers.1.linear.bias")
+            hooks = [weight.register_hook(partial(torch.mul, other=float("inf")))]
         with comm.ledger() as ledger:
-            engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2])
-        hook.remove()
-        changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            engine.step(own, targets)
+        for hook in hooks:
+            hook.remove()
+        state = engine.full_state_dict()
+        changed = any(not torch.equal(before[name], value) for name, value in state.items())
         norms = sum(call.shape == () and call.name == "all_reduce" for call in ledger.calls)
-        sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
-        history.append((engine.loss_scale, engine.skipped, changed, norms, sums))
+        history.append((engine.loss_scale, engine.skipped, changed, norms, state))
     return history
 
 
-@pytest.mark.parametrize("kind", [Sharded, Shares])
-def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, kind: type[Sharded]) -> None:
-    first, second = cluster_of(2).run(train_with_overflow, kind)
-    assert first == second
+@pytest.mark.parametrize("zero", range(4))
+def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, zero: int) -> None:
+    first, second = cluster_of(2).run(train_with_overflow, zero)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
     scales, skipped, changed, norms, _ = zip(*first, strict=True)
     assert scales == (1024, 512, 512, 1024, 1024)
     assert skipped == (0, 1, 1, 1, 1)
     assert changed == (True, False, True, True, True)
     # Agreeing costs a message only where a rank does not see all gradients; the first step tells the rows.
-    assert norms == ((1, 0, 0, 0, 0) if kind is Sharded else (2, 1, 1, 1, 1))
+    assert norms == ((2, 1, 1, 1, 1) if zero else (1, 0, 0, 0, 0))
 
 
 def test_ranks_that_do_not_agree_go_apart(cluster_of: Clusters) -> None:
-    """A planted fault: each rank goes by its own share."""
-
-    def train() -> list[Any]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Shares, "sharded", False)
-            return train_with_overflow(Shares)
-
-    first, second = cluster_of(2).run(train)
-    assert first != second
+    """A planted fault."""
+    first, second = cluster_of(2).run(train_with_overflow, 0, True)
+    assert [each[:2] for each in first] != [each[:2] for each in second]
 
 
 def test_an_overflow_at_the_smallest_scale_is_an_error() -> None:
@@ -197,24 +185,28 @@ def test_an_overflow_at_the_smallest_scale_is_an_error() -> None:
         engine.step(inputs, targets)
 
 
-def test_gradients_that_float16_cannot_hold_are_kept_by_the_scale() -> None:
-    def moved(precision: str, start: float) -> float:
+def test_gradients_that_float16_cannot_hold_are_kept_by_the_scale(cluster_of: Clusters) -> None:
+    """The scale is taken out in float32: the gradient is 2^-26, and float16's smallest number 2^-24."""
+
+    def moved(layout: md.Layout, start: float) -> float:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
-        options = {"loss_scale": LossScale(start)} if precision == "fp16" else {}
-        # The gradient is 2^-26, and float16's smallest number 2^-24.
         engine = md.prepare(
             model,
             partial(torch.optim.SGD, lr=2.0**20),
-            md.Layout(precision=precision),
+            layout,
             loss=lambda outputs, targets: outputs.sum() * 2.0**-26,
-            **options,
+            loss_scale=LossScale(start) if layout.precision == "fp16" else None,
         )
         engine.step(torch.ones(1, 1), torch.zeros(1))
         return float(engine.full_state_dict()["weight"])
 
-    assert moved("fp32", 0) == moved("bf16", 0) == moved("fp16", 2.0**16) == -(2.0**-6)
-    assert moved("fp16", 1.0) == 0.0
+    right = -(2.0**-6)
+    assert [moved(md.Layout(precision=each), 2.0**16) for each in ("fp32", "bf16", "fp16")] == [right] * 3
+    assert moved(md.Layout(precision="fp16"), 1.0) == 0.0
+    for zero in range(4):
+        layout = md.Layout(dp=2, zero=zero, precision="fp16")
+        assert cluster_of(2).run(moved, layout, 2.0**16) == [right] * 2
 
 
 class Mixed(nn.Module):

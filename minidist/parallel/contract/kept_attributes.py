@@ -1,11 +1,10 @@
-"""An engine's arguments that are functions; and calls of a model that leave no trace in it."""
+"""Put modules and functions back: their mode, and what a call has written to their attributes."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, CodeType
@@ -14,63 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Loss = Callable[..., Any]
-"""From outputs and targets to a scalar, their mean over rows, or to a pair (mean, weight). Or one from the
-model and a batch to either, whose first argument is called `model`."""
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""From parameters to a torch optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`."""
-MakeFromNamed = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""From (name, parameter) pairs to a torch optimizer; its first argument is called `named_parameters`."""
-
-
-def first_argument(function: Any) -> str:
-    """The name of a function's first argument; "" if it does not say."""
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError):
-        return ""
-
-
-def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step evaluates the loss itself, perhaps several times: as LBFGS and SAM do."""
-    kind: Any = type(getattr(optimizer, "inner", optimizer))  # of a ZeroOptimizer or MasterWeights
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def by_parameters(optimizer: Any, model: nn.Module, first: Mapping[str, str]) -> MakeOptimizer:
-    """`optimizer` as a function of parameters; one that takes pairs gets their names in `model`.
-
-    first: the first name of each parameter, where the model is a part of one that ties some.
-    """
-    takes_names = first_argument(optimizer) == "named_parameters"
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        given: list[Any] = [*parameters]
-        known = set(map(id, given))
-        if takes_names:
-            names = [first.get(name, name) for name, _ in model.named_parameters()]
-            # Masters and shards' stand-ins come in the order of the model's parameters.
-            given = [*zip(names, given, strict=True)]
-        made: torch.optim.Optimizer = optimizer(given)
-        for group in getattr(made, "param_groups", ()):
-            group.pop("param_names", None)  # shards replace the parameters, and checkpoints have the names
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise ValueError(
-                        f"optimizer has a parameter of shape {tuple(parameter.shape)} that is none of those "
-                        "that the function is given, so ranks would not share it. If it is the loss's, train "
-                        "a module that holds model and loss and returns the loss, with loss=lambda outputs, "
-                        "targets: outputs"
-                    )
-        return made
-
-    return make
-
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, all parts of these modules are in evaluation mode without gradients; then each as it was."""
+    """Put all parts of these modules in evaluation mode without gradients; afterwards each as it was."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
@@ -101,7 +47,7 @@ def state_of(*owners: Any) -> State:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """What copy.deepcopy shall take for attributes that it refuses, such as pruned weights."""
+    """Replacements for attributes that copy.deepcopy refuses, such as pruned weights: its `memo`."""
     tensors = (x for _, _, x in state_of(model) if isinstance(x, Tensor) and x.grad_fn is not None)
     return {id(x): x.detach() for x in tensors}
 
@@ -125,7 +71,7 @@ def forwards(model: nn.Module) -> list[Any]:
 
 
 def _named(owner: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """The globals that a function names, or the `forward` of a model's parts, and a partial's arguments."""
+    """Where functions keep state: globals that they, or a model's `forward`, name; a partial's arguments."""
     while isinstance(owner, partial):
         yield from ((owner.keywords, name) for name in owner.keywords)
         owner = owner.func
@@ -165,7 +111,7 @@ class KeptAttributes:
         self._before = [v.detach().clone() if isinstance(v, Tensor) else v for _, _, v in self._state]
 
     def restore(self) -> None:
-        """Give the objects the state that they had, and no more; lists and dicts have their items again."""
+        """Give the objects the state that they had; remove what is new; give lists and dicts their items."""
         for cell, content in self._cells:
             cell.cell_contents = content
         for store, name, value in self._named:
@@ -190,7 +136,7 @@ def _is_expanded(x: Tensor) -> bool:
 
 @contextmanager
 def unchanged(*owners: Any) -> Iterator[None]:
-    """Afterwards, modules and other objects have the state that they have now, and no more."""
+    """Restore the state of modules and other objects at the end of the block."""
     kept = KeptAttributes(*owners)
     try:
         yield
@@ -199,7 +145,7 @@ def unchanged(*owners: Any) -> Iterator[None]:
 
 
 def differs(value: Any, old: Any) -> bool:
-    """Whether a tensor has other values than before, a list or dict other items; or it is another object."""
+    """Whether a tensor's values, or a list's or dict's items, have changed, or it is another object."""
     if type(value) is type(old) is list:
         return len(value) != len(old) or any(x is not y for x, y in zip(value, old, strict=True))
     if type(value) is type(old) is dict:
