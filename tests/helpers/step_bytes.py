@@ -22,15 +22,15 @@ def bytes_of_a_step(
     if ranks == 1:
         return 0
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    parts, how = (
-        deal_to_buckets(parameters, reversed(range(len(parameters))), int(bucket_mb * MB)),
-        compression_of(compression),
-    )
-    tail, total = len(parameters) + TOTALS, 0
+    parts = deal_to_buckets(parameters, reversed(range(len(parameters))), int(bucket_mb * MB))
+    how, tail, total = compression_of(compression), 8 * (len(parameters) + TOTALS), 0
     for indices in parts:
-        bucket, more = [parameters[index] for index in indices], 0
-        is_exact = not how.compresses and bucket[0].dtype in (torch.float32, torch.float64)
-        if indices is parts[-1] and is_exact:  # the last bucket carries the counts and the totals
-            more, tail = tail, 0
-        total += how.bytes_sent(bucket, ranks, more)
-    return total + all_reduce_bytes(8 * tail, ranks)
+        bucket = [parameters[index] for index in indices]
+        if how is not None:
+            total += how.bytes_sent(bucket, ranks)
+            continue
+        size, element = sum(p.nbytes for p in bucket), bucket[0].dtype.itemsize
+        if indices is parts[-1] and bucket[0].dtype in (torch.float32, torch.float64):
+            size, tail = size + tail // 8 * element, 0  # it carries the counts and the totals
+        total += all_reduce_bytes(size, ranks)
+    return total + all_reduce_bytes(tail, ranks)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from minidist._names import unknown
-from minidist.parallel.compression.compressor import Cast, Compression, NoCompression
+from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.power_sgd import PowerSGD
 from minidist.parallel.compression.top_k import TopK
 
@@ -26,11 +26,9 @@ COMPRESSIONS: dict[str, Compression] = {
 }
 
 
-def compression_of(given: str | Compression | None) -> Compression:
-    """Return the compression of that name (None: no compression), or `given` itself if it is an object."""
-    if given is None:
-        return NoCompression()
-    if isinstance(given, Compression):
+def compression_of(given: str | Compression | None) -> Compression | None:
+    """Return the compression of that name, or `given` itself if it is an object or None."""
+    if given is None or isinstance(given, Compression):
         return given
     if not isinstance(given, str):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The interface of a compression, and the two that keep every element: none at all, and 16-bit numbers.
+"""The interface of a compression, and the one that keeps every element: 16-bit numbers.
 
 `DataParallel` asks a `Compression` for one `Reduction` for each bucket. The reduction sums the bucket's
 gradients over the ranks, and keeps what it needs from one step to the next.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minidist.comm.work import bytes_of
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
 
@@ -45,30 +44,13 @@ class Reduction(ABC):
 class Compression(ABC):
     """Makes the reduction of each bucket."""
 
-    compresses = True
-    """Whether anything is lost. If so, counts that must be exact are sent separately."""
-
     @abstractmethod
     def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
         """Make the reduction of bucket `number`."""
 
     @abstractmethod
-    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
-        """Return the bytes that a rank sends for a bucket of `tensors`, with `more` elements at its end."""
-
-
-class NoCompression(Compression):
-    """Sends the bucket as it is."""
-
-    compresses = False
-
-    def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:
-        """An all-reduce in place."""
-        return _InPlace(bucket, gradient_comm)
-
-    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
-        """2 (n - 1) / n of the bucket."""
-        return all_reduce_bytes(sum(map(bytes_of, tensors)) + more * tensors[0].element_size(), ranks)
+    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
+        """Return the bytes that a rank sends for a bucket of `tensors`."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +71,9 @@ class Cast(Compression):
         """An all-reduce of a rounded copy."""
         return _Rounded(bucket, gradient_comm, self.dtype)
 
-    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
+    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """2 (n - 1) / n of 2 bytes an element."""
-        return all_reduce_bytes(2 * (elements_of(tensors) + more), ranks)
-
-
-class _InPlace(Reduction):
-    def __init__(self, bucket: Bucket, gradient_comm: GradientComm) -> None:
-        self._flat, self._gradient_comm = bucket.gradients, gradient_comm
-
-    def run(self) -> Iterator[PendingMessage]:
-        yield self._gradient_comm.all_reduce(self._flat)
+        return all_reduce_bytes(2 * elements_of(tensors), ranks)
 
 
 class _Rounded(Reduction):

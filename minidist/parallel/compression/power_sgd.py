@@ -44,7 +44,7 @@ class PowerSGD(Compression):
         """Two all-reduces, of all the bucket's P and of all its Q."""
         return _LowRank(bucket, gradient_comm, self, number)
 
-    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
+    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """2 (n - 1) / n of P and what is sent whole, and of Q."""
         shapes = [self.matrix(tensor.shape) for tensor in tensors]
         whole = sum(tensor.numel() for tensor, shape in zip(tensors, shapes, strict=True) if shape is None)

@@ -45,7 +45,7 @@ class TopK(Compression):
         """An all-gather of the chosen elements and their indices."""
         return _TopKReduction(bucket, gradient_comm, self)
 
-    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int, more: int = 0) -> int:
+    def bytes_sent(self, tensors: Sequence[Tensor], ranks: int) -> int:
         """(n - 1) k (4 + s)."""
         return (ranks - 1) * self.chosen(elements_of(tensors)) * (INDEX.itemsize + tensors[0].element_size())
 

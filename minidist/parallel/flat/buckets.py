@@ -47,7 +47,8 @@ class Bucket(BucketLayout):
         gradients, views: (n share,), this rank's own gradients, and each parameter's part of them. Other
             numbers may be sent along at the end. holds: whether there is memory for them now.
         reduced: (share,), this rank's part of the gradients, summed over the ranks.
-        op: "mean" or "sum", over the ranks. reduction: reduces in another way, as `Reduction.run` does.
+        op: "mean" or "sum", over the ranks. everyone: the ranks that all get the sums, where no rank owns a
+            share alone. reduction: reduces in another way, as `Reduction.run` does.
         secondary, is_fresh: this rank's part of a second copy that the ranks of a host share, and whether it
             has the present values.
         begun: whether the next gradients are added to `reduced`, instead of replacing it.
@@ -59,6 +60,7 @@ class Bucket(BucketLayout):
     views: list[Tensor]
     reduced: Tensor | None = None
     secondary: Tensor | None = None
+    everyone: GradientComm | None = None
     reduction: Callable[[], Iterator[PendingMessage]] | None = None
     op = "mean"
     begun = holds = is_fresh = False
@@ -112,12 +114,22 @@ class Bucket(BucketLayout):
             self.hold(torch.zeros(self.length, dtype=self.dtype, device=self.device))
 
     def reduce(self, blocking: bool = False) -> Messages:
-        """Launch the reduction of the gradients: to their owners, unless `reduction` does it otherwise.
+        """Launch the reduction of the gradients: to everyone or to their owners, or as `reduction` does it.
 
         blocking: complete the first message at once; see `GradientComm.start`.
         """
-        self._sending = Messages(self.reduction() if self.reduction else self._reduce_to_owners(blocking))
+        if self.reduction is not None:
+            steps = self.reduction()
+        elif self.everyone is not None:
+            steps = self._reduce_to_everyone(self.everyone)
+        else:
+            steps = self._reduce_to_owners(blocking)
+        self._sending = Messages(steps)
         return self._sending
+
+    def _reduce_to_everyone(self, over: GradientComm) -> Iterator[PendingMessage]:
+        """An all-reduce, in place, of the gradients and of what is sent along."""
+        yield over.all_reduce(self.gradients)
 
     def _reduce_to_owners(self, blocking: bool) -> Iterator[PendingMessage]:
         """A reduce-scatter; with hybrid sharding an all-reduce over the owners of this share follows."""

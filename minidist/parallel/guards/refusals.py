@@ -130,18 +130,6 @@ def refuse_transforms(what: str) -> None:
         )
 
 
-def refuse_backward(stale: bool) -> None:
-    """Raise RuntimeError in a backward pass through gathered parameters that could not be finished.
-
-    stale: whether the parameters have changed since the forward pass.
-    """
-    if stale:
-        raise RuntimeError(
-            "backward came to a forward pass from before the optimizer's last step, which computed with "
-            "other parameters than there are now; call backward() before step()"
-        )
-
-
 def require_metric(metric: object) -> None:
     """Raise TypeError if `metric` is neither a function nor None, which stands for the loss."""
     if metric is not None and not callable(metric):

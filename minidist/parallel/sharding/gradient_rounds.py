@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.compression.compressor import Compression, NoCompression, all_reduce_bytes
+from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
 from minidist.parallel.flat.buckets import Bucket, GradientMemory
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.sharding.residency import Residency
@@ -65,7 +65,7 @@ class GradientRounds:
     ) -> None:
         device = parameters[0].device if parameters else torch.device("cpu")
         self.parameters, self.buckets, self.gradient_comm = parameters, [*buckets], gradient_comm
-        self.residency, self.compression = residency, compression or NoCompression()
+        self.residency, self.compression = residency, compression
         self.leaves_grad = leaves_grad
         self.in_buckets = residency.parameters and residency.gradients and not leaves_grad
         self.sparse = [parameters[index] for index in sparse]
@@ -79,23 +79,19 @@ class GradientRounds:
         self.tail_in_bucket = (
             residency.state
             and bool(self.buckets)
-            and not self.compression.compresses
+            and compression is None
             and self.buckets[-1].dtype in TAIL_DTYPES
         )
         self.memories: list[GradientMemory] = []
         self._make_memory(tail_length)
         if not self.tail_in_bucket:
             self.tail = gradient_comm.zeros(tail_length, torch.float64, device)
-        self.reductions = (
-            [
-                self.compression.reduction(bucket, gradient_comm, number)
-                for number, bucket in enumerate(self.buckets)
-            ]
-            if residency.state
-            else []
-        )
-        for bucket, reduction in zip(self.buckets, self.reductions, strict=False):
-            bucket.reduction = reduction.run
+        self.reductions: list[Reduction] = []  # of compression, for each bucket
+        for number, bucket in enumerate(self.buckets) if residency.state else ():
+            bucket.everyone = gradient_comm
+            if compression is not None:
+                self.reductions.append(compression.reduction(bucket, gradient_comm, number))
+                bucket.reduction = self.reductions[-1].run
         self.used = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self.sums = torch.zeros(totals, dtype=torch.float64, device=device)
@@ -116,7 +112,7 @@ class GradientRounds:
             length = bucket.length
             if bucket is self.buckets[-1] and self.tail_in_bucket:
                 length += tail_length
-            if self.compression.compresses:  # the bucket itself is not sent
+            if self.compression is not None:  # the bucket itself is not sent
                 flat = torch.zeros(length, dtype=bucket.dtype, device=bucket.device)
             else:
                 flat = self.gradient_comm.zeros(length, bucket.dtype, bucket.device)
@@ -238,14 +234,15 @@ class GradientRounds:
         ranks = self.gradient_comm.ranks
         if ranks == 1:
             return 0
-        tail = 0 if self.tail_in_bucket else all_reduce_bytes(8 * len(self.tail), ranks)
+        sent = 0 if self.tail_in_bucket else all_reduce_bytes(8 * len(self.tail), ranks)
         if not self.residency.state:
-            return sum(bucket.reduce_bytes() for bucket in self.buckets) + tail
-        carries = self.buckets[-1] if self.tail_in_bucket else None
-        return tail + sum(
-            self.compression.bytes_sent(bucket.parameters, ranks, len(self.tail) if bucket is carries else 0)
-            for bucket in self.buckets
-        )
+            return sum(bucket.reduce_bytes() for bucket in self.buckets) + sent
+        for bucket in self.buckets:
+            if self.compression is None:
+                sent += all_reduce_bytes(bucket.gradients.nbytes, ranks)
+            else:
+                sent += self.compression.bytes_sent(bucket.parameters, ranks)
+        return sent
 
 
 def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[GradientMemory]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.parallel.contract.user_functions import requires_closure
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.memory_source import MemorySource
@@ -77,6 +78,7 @@ class OptimizerSlices:
         self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
         self.whole, self.cut_anywhere = whole, is_elementwise(type(optimizer)) and not whole
         self.all: list[OptimizerSlice] = []
+        self.updating = False  # the optimizer's step is under way
         self._why: Why = lambda _: None
 
     def guarded_by(self, why: Why) -> None:
@@ -138,6 +140,46 @@ class OptimizerSlices:
     def masters(self) -> list[Tensor]:
         """The copies in the master dtype."""
         return [each.tensor for each in self.all if each.is_master]
+
+    def update(
+        self,
+        complete: Callable[[], object],
+        publish: Callable[[], object],
+        closure: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The optimizer's step on this rank's slices; returns the loss that `closure` computes.
+
+        complete: completes the gradients. publish: lets all ranks compute with what the optimizer has made of
+        the slices. closure: computes the loss and its gradients anew. An optimizer that requires one calls it
+        itself; each call but the first publishes before. options: further arguments of the optimizer's own
+        `step`.
+        """
+        calls = 0
+
+        def evaluate() -> Any:
+            nonlocal calls
+            if calls:  # the optimizer has changed the slices since
+                publish()
+            calls += 1
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            complete()
+            return loss
+
+        self.updating = True
+        try:
+            if closure is not None and requires_closure(self.optimizer):
+                loss = self.step(closure=evaluate, **options)
+            else:
+                loss = evaluate()
+                self.step(**options)
+        finally:
+            self.updating = False
+        publish()
+        return loss
 
     def step(self, **options: Any) -> Any:
         """Update the slices; `round_masters` comes next. `options` are for the optimizer's own step."""

@@ -240,8 +240,13 @@ class ShardedParameters(SharedParameters):
         self.slices.round_masters()
         self.runtime.changed()
 
-    def updated(self) -> None:
-        """Keep the gradients: `zero_grad` forgets them."""
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the complete gradients."""
+        return self.slices.gradients()
+
+    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's slices and publish them; `zero_grad` forgets the gradients."""
+        return self.slices.update(self.complete, self.publish, closure, **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as the optimizer's method of this name does."""
@@ -307,10 +312,17 @@ class ShardedParameters(SharedParameters):
                 for unit in self.units:
                     unit.free()
 
+    def named_ranges(self) -> Iterator[tuple[str, range, Tensor]]:
+        """This rank's part of each parameter: its name, which elements of it, flattened, and their values."""
+        for bucket in self.buckets:
+            for at, span in bucket.ranges():
+                elements = range(span.start, span.stop)
+                yield self.name_of(span.param_index), elements, bucket.shard[at : at + len(span)]
+
     # What a loop around the optimizer may do with it.
 
     def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.updating:
+        if self.slices.updating:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise RuntimeError("the optimizer of shards takes no closure; give it to the FullyShard's step()")

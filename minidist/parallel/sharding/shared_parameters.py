@@ -10,13 +10,11 @@ left (sharded_parameters.py). From there on all sets do the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.user_functions import requires_closure
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding.gradient_rounds import GradientRounds
@@ -44,7 +42,6 @@ class SharedParameters(ABC):
     buckets: list[Bucket]
     slices: OptimizerSlices
     rounds: GradientRounds | None
-    updating = False  # the optimizer's step is under way
     waiting: list[int]
     masters: dict[Tensor, Tensor]
     orders: list[list[int]] | None
@@ -61,47 +58,8 @@ class SharedParameters(ABC):
         """Let all ranks compute with what the optimizer has made of the slices. A collective."""
 
     @abstractmethod
-    def updated(self) -> None:
-        """React to the end of an update."""
-
-    @abstractmethod
     def name_of(self, param_index: int) -> str:
         """A parameter's name."""
-
-    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """The optimizer's step on this rank's slices, then `publish`. A collective.
-
-        closure: computes the loss and its gradients anew. An optimizer that requires one calls it itself;
-        each call but the first publishes before. options: further arguments of the optimizer's own `step`.
-        Returns the loss.
-        """
-        owns_closure = closure is not None and requires_closure(self.slices.optimizer)
-        calls = 0
-
-        def evaluate() -> Any:
-            nonlocal calls
-            if calls:  # the optimizer has changed the slices since
-                self.publish()
-            calls += 1
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self.complete(steps=True)
-            return loss
-
-        self.updating = True
-        try:
-            if owns_closure:
-                loss = self.slices.step(closure=evaluate, **options)
-            else:
-                loss = evaluate()
-                self.slices.step(**options)
-        finally:
-            self.updating = False
-        self.publish()
-        self.updated()
-        return loss
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
@@ -110,12 +68,12 @@ class SharedParameters(ABC):
 
     def after_own_method(self, *_: Any) -> None:
         """Publish what a method of the optimizer's own has changed, unless its step calls that method."""
-        if not self.updating:
+        if not self.slices.updating:
             self.publish()
 
+    @abstractmethod
     def gradients(self) -> list[Tensor]:
         """This rank's part of the complete gradients."""
-        return self.slices.gradients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; returns the norm before.
@@ -127,10 +85,3 @@ class SharedParameters(ABC):
         self.complete()
         is_shared, over = not self.residency.state, self.gradient_comm.share_group
         return clip_gradients(self.gradients(), max_norm, is_shared, over, norm_type)
-
-    def named_ranges(self) -> Iterator[tuple[str, range, Tensor]]:
-        """This rank's part of each parameter: its name, which elements of it, flattened, and their values."""
-        for bucket in self.buckets:
-            for at, span in bucket.ranges():
-                elements = range(span.start, span.stop)
-                yield self.name_of(span.param_index), elements, bucket.shard[at : at + len(span)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import tensors_in
-from minidist.parallel.guards.refusals import refuse_backward, refuse_transforms
+from minidist.parallel.guards.refusals import refuse_transforms
 from minidist.parallel.sharding.collective_order import (
     expected,
     own,
@@ -151,7 +151,11 @@ class UnitRuntime:
         if not self._open:
             self._open, self._recorded = True, torch.is_grad_enabled()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        refuse_backward(of.version != self.version)
+        if of.version != self.version:
+            raise RuntimeError(
+                "backward came to a forward pass from before the optimizer's last step, which computed with "
+                "other parameters than there are now; call backward() before step()"
+            )
         if self._backward is not of:
             self._complete(self._backward)
             self._backward = of

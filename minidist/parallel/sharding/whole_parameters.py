@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -354,14 +355,16 @@ class WholeParameters(SharedParameters):
             self._is_given = True
         return self.slices.gradients()
 
-    def updated(self) -> None:
-        """Forget the sums that the update has used."""
+    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's slices and publish them; forget the sums that this has used."""
+        loss = self.slices.update(partial(self.complete, steps=True), self.publish, closure, **options)
         self.slices.drop_gradients()
         if self.rounds is not None:
             self.rounds.begin()
         if not (self.residency.state or self.leaves_grad):
             for parameter in self.parameters:  # sums in one part, and this rank's own gradients in the others
                 parameter.grad = None
+        return loss
 
     def forget(self) -> None:
         """Forget the gradients of a step, and their sums."""

@@ -17,7 +17,8 @@ from minidist.kernels import CPU_LADDER
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy
 from minidist.model.matmul import Linear
-from minidist.parallel.compression import compressor
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
 from minidist.parallel.sharding import reducer, whole_parameters
 from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from tests.helpers import contract
@@ -188,15 +189,15 @@ def without_broadcast(patch: pytest.MonkeyPatch) -> None:
 
 def without_one_bucket(patch: pytest.MonkeyPatch) -> None:
     """A bucket is sent, and what comes back is dropped."""
-    run = compressor._InPlace.run
+    reduce = Bucket._reduce_to_everyone
 
-    def wrong(self: Any) -> Any:
-        if self._flat.numel() == 3:  # the last layer's bias
-            yield comm.all_reduce(self._flat.clone(), async_op=True)
+    def wrong(self: Bucket, over: GradientComm) -> Any:
+        if self.gradients.numel() == 3:  # the last layer's bias
+            yield over.all_reduce(self.gradients.clone())
         else:
-            yield from run(self)
+            yield from reduce(self, over)
 
-    patch.setattr(compressor._InPlace, "run", wrong)
+    patch.setattr(Bucket, "_reduce_to_everyone", wrong)
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
