@@ -35,11 +35,6 @@ class MappedFiles:
         flat = torch.frombuffer(self.files[box.file], dtype=stored.dtype, count=count, offset=box.start)
         return flat.view(box.sizes)
 
-    def release(self) -> None:
-        """Drop what has been read from this process's memory; views stay valid and read it again."""
-        for mapped in self.files.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
-
 
 def read_whole(index: Index, name: str) -> Tensor:
     """Return one tensor of a checkpoint, whole, in memory."""

@@ -333,12 +333,12 @@ def test_works_that_nobody_waits_for_are_not_kept(cluster_of: Clusters) -> None:
             last = comm.all_reduce(torch.ones(2), async_op=True)
         last.wait()
         comm.all_reduce(torch.ones(2), async_op=True)
-        return len(work._under_way)
+        return len(work.under_way)
 
     def left() -> int:
         from minidist.comm import work
 
-        return len(work._under_way)
+        return len(work.under_way)
 
     assert all(count <= 64 for count in cluster_of(2).run(drop))
     assert cluster_of(2).run(left) == [0, 0]

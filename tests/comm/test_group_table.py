@@ -41,7 +41,7 @@ def make_and_destroy(groups: int) -> tuple[tuple[int, int, int], tuple[int, int,
         )
         dist.destroy_process_group(group)
         del group
-    return before, holdings(), len(algorithm_choice._memories)
+    return before, holdings(), len(algorithm_choice.memories)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -27,7 +27,7 @@ def in_two_threads(group: work.Group, other: work.Group) -> tuple[list[str], lis
             inside.wait()
 
         x = torch.ones(3)
-        work.run("all_reduce", "torch", x, group, work.Dispatch(start, 0, 0), lambda: x, False)
+        work.run("all_reduce", x, group, work.CallPlan("torch", start, 0, 0), lambda: x, False)
 
     def second() -> None:
         inside.wait()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidist.comm.failures import describe_tensor
+from minidist.comm.errors import describe_tensor
 from minidist.comm.ledgers import Call
 
 _COMM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -8,6 +8,7 @@ ranks over sockets, and reports the first rank that fails.
 - `arguments.py`: checks of its arguments
 - `rank_processes.py`: the caller's handles of the supervisor and of each rank's process
 - `collect_results.py`: wait for the ranks; find the first failure
+- `channel.py`: messages between the caller and a rank, over a socket
 - `sending.py`: functions, results and handles of kept objects as bytes, with the source of notebook cells
 - `supervisor.py`: runs in the supervisor process
 - `worker.py`: runs in a rank

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.group_table import alone
+from minidist.comm.work import alone
 from minidist.parallel.contract.batch import call, rows_of
 from minidist.parallel.contract.engine import (
     KeptAttributes,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.transport.hosts import this_process
+from minidist.comm.transport.host import this_process
 from minidist.parallel.contract.batch import joined, mapped, moved, rows_of, split, tensors
 from minidist.parallel.contract.engine import KeptAttributes, differs, forwards
 from minidist.parallel.contract.strategy import TensorBox

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm import group_table
+from minidist.comm import work
 from minidist.comm.errors import CollectiveError
 from minidist.parallel.contract.engine import requires_closure
 from minidist.parallel.flat.buckets import Bucket
@@ -125,7 +125,7 @@ class UnitSharding:
 
     def follow_changes(self) -> None:
         """Begin with gradients of parameters that were frozen when this was made."""
-        if group_table.is_alone:
+        if work.is_alone:
             raise RuntimeError("it calls a model of which ZeRO 3 keeps parts on the other ranks")
         frozen = [bucket for unit in self.runtime.units for bucket in unit.buckets if bucket.frozen]
         self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])

@@ -378,7 +378,7 @@ def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
         from minidist.comm import checking
 
-        store = checking._checker.watch.store  # type: ignore[union-attr]
+        store = checking.checker.watch.store  # type: ignore[union-attr]
         comm.barrier()
         before = store.num_keys()
         for _ in range(100):
@@ -737,7 +737,7 @@ def test_launch_takes_the_flag() -> None:
     def check() -> bool:
         from minidist.comm import checking
 
-        return checking._checker is not None
+        return checking.checker is not None
 
     assert md.launch(check, 2, check=True) == [True, True]
     assert md.launch(check, 2) == [False, False]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import minidist as md
 from minidist import comm
-from minidist.comm.transport import semaphores, shared_collectives, shared_memory
+from minidist.comm.transport import host, shared_memory
 from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
-pytestmark = pytest.mark.skipif(not semaphores.available(), reason="needs Linux, for shared semaphores")
+pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda parts: parts.sum(0),
@@ -50,9 +50,7 @@ def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
     def shrink() -> None:
         from minidist.comm.transport import algorithm_choice
 
-        for module in (shared_memory, shared_collectives):
-            module.STAGE = 64  # type: ignore[attr-defined]
-        shared_collectives.PIECE = 16
+        shared_memory.STAGE, shared_memory.PIECE = 64, 16
         algorithm_choice.forget()
 
     def get(ranks: int) -> md.Cluster:
@@ -64,12 +62,10 @@ def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
     def restore() -> None:
         from minidist.comm.transport import algorithm_choice
 
-        for module in (shared_memory, shared_collectives):
-            module.STAGE = stage  # type: ignore[attr-defined]
-        shared_collectives.PIECE = piece
+        shared_memory.STAGE, shared_memory.PIECE = stage, piece
         algorithm_choice.forget()
 
-    stage, piece, used = shared_memory.STAGE, shared_collectives.PIECE, list[md.Cluster]()
+    stage, piece, used = shared_memory.STAGE, shared_memory.PIECE, list[md.Cluster]()
     yield get
     for cluster in used:
         cluster.run(restore)
@@ -448,8 +444,8 @@ def test_a_peer_may_end_once_it_has_come() -> None:
 
     late = [1]
     waiting = object.__new__(shared_memory.SharedMemory)
-    waiting._peers = [Peer(), Peer()]  # type: ignore[list-item]
-    waiting._look_after(lambda: list(late))
+    waiting.peers = [Peer(), Peer()]  # type: ignore[list-item]
+    waiting.look_after(lambda: list(late))
     assert not late, "it was looked at"
 
 
@@ -458,7 +454,7 @@ def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cluste
         group = md.comm.Mesh(dp=2, tp=2).group("tp")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-            return shared_memory.SharedMemory(group, 30.0)._barrier._spins
+            return shared_memory.SharedMemory(group, 30.0).process_barrier.spins
 
     assert cluster_of(4).run(spins, 3) == [0] * 4
-    assert cluster_of(4).run(spins, 4) == [semaphores.SPINS] * 4
+    assert cluster_of(4).run(spins, 4) == [host.SPINS] * 4

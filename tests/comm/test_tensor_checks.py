@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
-from minidist.comm.arguments import OPERATIONS, REFUSALS, refusal
+from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, refusal
 from minidist.comm.transport.algorithm_choice import ALGORITHMS
 
 Clusters = Callable[[int], md.Cluster]

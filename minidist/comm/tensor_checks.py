@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives and messages: an error names the argument, its value, the remedy."""
+"""Which tensors, ranks and reductions calls accept: an error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
