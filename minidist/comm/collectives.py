@@ -84,7 +84,7 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
-    """Reduce `x` over all ranks and leave each with its share: rank r gets rows r k to (r + 1) k of it.
+    """Reduce `x` over all ranks and leave each with its shard: rank r gets rows r k to (r + 1) k of it.
 
     Sends (n - 1) / n S. Over gloo that is an all-to-all and a local sum in rank order, so that the result
     does not depend on timing; gloo's own reduce-scatter sends as much as an all-reduce.
@@ -92,10 +92,10 @@ def reduce_scatter(
     Args:
         x: (n k, ...), the same shape and dtype on all ranks; it is not changed.
         op, algorithm, group, async_op: as for `all_reduce`.
-        out: (k, ...), where to put the share; None for a new tensor.
+        out: (k, ...), where to put the shard; None for a new tensor.
 
     Returns:
-        This rank's share, (k, ...), or the `Work` whose `wait()` returns it.
+        This rank's shard, (k, ...), or the `Work` whose `wait()` returns it.
 
     Raises:
         ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
@@ -104,28 +104,28 @@ def reduce_scatter(
     data = tensor_checks.check_reducible("reduce_scatter", x, op, algorithm, in_place=False).contiguous()
     ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, async_op, op)
     rows = tensor_checks.rows_per_rank("reduce_scatter", x, ranks)
-    share = tensor_checks.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
+    shard = tensor_checks.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
     if how != "torch":
-        plan = algorithm_choice.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
-        return run("reduce_scatter", x, group, plan, lambda: share if out is None else out, async_op)
+        plan = algorithm_choice.reduce_scatter(how, data.view(-1), shard.view(-1), op, group)
+        return run("reduce_scatter", x, group, plan, lambda: shard if out is None else out, async_op)
     operation, reduce = tensor_checks.OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
     by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > gloo_workarounds.CHUNK
-    # Row r of what arrives is rank r's contribution to this rank's share.
-    arrived = share if by_library or by_chunks else torch.empty_like(data)
+    # Row r of what arrives is rank r's contribution to this rank's shard.
+    arrived = shard if by_library or by_chunks else torch.empty_like(data)
 
     def result() -> torch.Tensor:
         if not by_library and not by_chunks:
-            share.copy_(reduce(arrived.view(ranks, *share.shape), dim=0))
+            shard.copy_(reduce(arrived.view(ranks, *shard.shape), dim=0))
         if op == "mean" and ranks > 1:
-            share.div_(ranks)
-        return share if out is None else out
+            shard.div_(ranks)
+        return shard if out is None else out
 
     if by_library:
-        start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
+        start = partial(_reduce_scatter_single, shard, data, operation, group=group, async_op=True)
     elif by_chunks:
         parts = data.view(ranks, -1)
-        start = partial(gloo_workarounds.scatter_by_chunks, parts, share.view(-1), reduce, group)
+        start = partial(gloo_workarounds.scatter_by_chunks, parts, shard.view(-1), reduce, group)
     else:
         start = partial(dist.all_to_all_single, movable(arrived), movable(data), group=group, async_op=True)
     plan = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
@@ -235,11 +235,11 @@ def all_to_all(
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
     width = x.shape[1:].numel()  # also where x has no rows
-    how = choose("all_to_all", algorithm, group, x, async_op)
-    gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
+    how, flat, into = choose("all_to_all", algorithm, group, x, async_op), data.view(-1), received.view(-1)
+    outgoing, incoming = ([rows * width for rows in parts] for parts in (sends, comes))
     if how == "torch":
-        start = partial(gloo_workarounds.all_to_all, received.view(-1), data.view(-1), takes, gives, group)
-        plan = by_torch(start, bytes_of(x) - gives[rank_in(group)] * x.element_size())
+        start = partial(gloo_workarounds.all_to_all, into, flat, incoming, outgoing, group)
+        plan = by_torch(start, bytes_of(x) - outgoing[rank_in(group)] * x.element_size())
     else:
-        plan = algorithm_choice.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
+        plan = algorithm_choice.all_to_all(how, flat, into, outgoing, incoming, group)
     return run("all_to_all", x, group, plan, lambda: received, async_op, partial(received.copy_, data))

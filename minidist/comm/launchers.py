@@ -127,24 +127,26 @@ def adopt() -> None:
 
 
 def end_with_launcher() -> None:
-    """Have a rank that a launcher started end with it, also where it is killed: the others cannot come back.
-
-    A thread looks twice a second. It is no `prctl`, which goes by the thread that started this process.
-    """
+    """Have a rank end with the launcher that started it, also a killed one: the others cannot come back."""
     parent = os.getppid()
     if started() is None:
         return
+    if parent == 1:  # the launcher itself, as in a container, or a stranger who adopts orphans
+        with suppress(OSError):
+            if not re.search(rb"python|mpi|prte|hydra|slurm", Path("/proc/1/cmdline").read_bytes()):
+                os._exit(1)
+    end_with(parent)  # no `prctl`, which goes by the thread that started this process
+
+
+def end_with(parent: int) -> None:
+    """Have this process end within a second of its parent: a thread looks twice a second."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    if parent == 1:  # the launcher itself, as in a container, or a stranger who adopts orphans
-        with suppress(OSError):
-            if not re.search(rb"python|mpi|prte|hydra|slurm", Path("/proc/1/cmdline").read_bytes()):
-                os._exit(1)
-    threading.Thread(target=watch, daemon=True, name="minidist-launcher").start()
+    threading.Thread(target=watch, daemon=True, name="minidist-parent").start()
 
 
 def without_launcher(environment: dict[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from minidist.comm.algorithms.message_segments import Receive, Send, plan
+from minidist.comm.algorithms.message_segments import Receive, Send, cut_into_segments
 from minidist.comm.algorithms.steps import Step, meet
 
 TAG = 2**30
@@ -79,7 +79,7 @@ def execute(
     if target.is_cuda:
         return in_batches(steps, source, target, COMBINE[op], rank, group)
     in_place = source.data_ptr() == target.data_ptr()
-    sends, receives = plan(steps, source.element_size(), rank, in_place)
+    sends, receives = cut_into_segments(steps, source.element_size(), rank, in_place)
     try:
         _run(sends, receives, source, target, COMBINE[op], group)
     except BaseException:

@@ -49,7 +49,9 @@ class Receive:
     work: Any = None
 
 
-def plan(steps: Iterable[Step], itemsize: int, rank: int, in_place: bool) -> tuple[list[Send], list[Receive]]:
+def cut_into_segments(
+    steps: Iterable[Step], itemsize: int, rank: int, in_place: bool
+) -> tuple[list[Send], list[Receive]]:
     """The segments of the messages in one rank's steps.
 
     A message of `rank` to itself becomes a copy, in the step that receives it. in_place: whether sends and

@@ -203,25 +203,25 @@ def all_reduce(algorithm: str, x: Tensor, op: str, group: Group) -> CallPlan:
     memory = group_memory(group).memory if algorithm in ("shared_memory", "hierarchical") else None
     if memory is not None and (algorithm == "shared_memory" or len(memory.hosts) == 1):
         run = partial(shared_memory.all_reduce, memory, x, op)
-        return _shared(memory, run, 2 * (ranks - 1) * bytes_of(x) // ranks, algorithm)
+        return _shared(group, run, 2 * (ranks - 1) * bytes_of(x) // ranks, algorithm)
     if memory is not None:
-        return _hierarchical_all_reduce(memory, x, op)
+        return _hierarchical_all_reduce(memory, x, op, group)
     finish = partial(x.div_, ranks) if op == "mean" else None
     return _messages("all_reduce", algorithm, x, x, group, op, finish)
 
 
 def reduce_scatter(algorithm: str, x: Tensor, out: Tensor, op: str, group: Group) -> CallPlan:
-    """Reduce x, and put this rank's share into out."""
+    """Reduce x, and put this rank's shard into out."""
     ranks, rank = len(ranks_of(group)), rank_in(group)
     if algorithm == "shared_memory":
         memory, parts = _memory(group), [i * len(out) for i in range(ranks + 1)]
         run = partial(shared_memory.reduce_scatter, memory, x, out, op, parts)
-        return _shared(memory, run, bytes_of(x) - bytes_of(out))
+        return _shared(group, run, bytes_of(x) - bytes_of(out))
     scratch = x.clone()
-    share = scratch[rank * len(out) : (rank + 1) * len(out)]
+    shard = scratch[rank * len(out) : (rank + 1) * len(out)]
 
     def finish() -> None:
-        out.copy_(share)
+        out.copy_(shard)
         if op == "mean":
             out.div_(ranks)
 
@@ -234,7 +234,7 @@ def all_gather(algorithm: str, x: Tensor, out: Tensor, group: Group) -> CallPlan
     if algorithm == "shared_memory":
         memory, parts = _memory(group), [i * len(x) for i in range(ranks + 1)]
         run = partial(shared_memory.all_gather, memory, x, out, parts)
-        return _shared(memory, run, (ranks - 1) * bytes_of(x))
+        return _shared(group, run, (ranks - 1) * bytes_of(x))
     own = out[rank * len(x) : (rank + 1) * len(x)]
     if own.data_ptr() != x.data_ptr():
         own.copy_(x)
@@ -244,10 +244,9 @@ def all_gather(algorithm: str, x: Tensor, out: Tensor, group: Group) -> CallPlan
 def broadcast(algorithm: str, x: Tensor, source: int, group: Group) -> CallPlan:
     """Copy x from one rank to all."""
     if algorithm == "shared_memory":
-        memory = _memory(group)
-        run = partial(shared_memory.broadcast, memory, x, source)
+        run = partial(shared_memory.broadcast, _memory(group), x, source)
         sent = (len(ranks_of(group)) - 1) * bytes_of(x) if rank_in(group) == source else 0
-        return _shared(memory, run, sent)
+        return _shared(group, run, sent)
     return _messages("broadcast", algorithm, x, x, group, options={"source": source})
 
 
@@ -256,17 +255,15 @@ def all_to_all(
 ) -> CallPlan:
     """Send each rank its part of x, and put the parts that arrive into out. The parts have these lengths."""
     if algorithm == "shared_memory":
-        memory = _memory(group)
-        run = partial(shared_memory.all_to_all, memory, x, out, sends, receives)
-        return _shared(memory, run, bytes_of(x) - sends[rank_in(group)] * x.element_size())
+        run = partial(shared_memory.all_to_all, _memory(group), x, out, sends, receives)
+        return _shared(group, run, bytes_of(x) - sends[rank_in(group)] * x.element_size())
     bounds = {"input_offsets": [0, *accumulate(sends)], "output_offsets": [0, *accumulate(receives)]}
     return _messages("all_to_all", algorithm, x, out, group, options=bounds)
 
 
 def barrier(group: Group) -> CallPlan:
     """Wait for the other ranks, in shared memory."""
-    memory = _memory(group)
-    return _shared(memory, partial(shared_memory.barrier, memory), 0)
+    return _shared(group, partial(shared_memory.barrier, _memory(group)), 0)
 
 
 def _memory(group: Group) -> SharedMemory:
@@ -275,10 +272,8 @@ def _memory(group: Group) -> SharedMemory:
     return memory
 
 
-def _shared(
-    memory: SharedMemory, run: Callable[[], None], sent: int, algorithm: str = "shared_memory"
-) -> CallPlan:
-    return CallPlan(algorithm, partial(_begin, background(memory.group), run), sent, 0)
+def _shared(group: Group, run: Callable[[], None], sent: int, algorithm: str = "shared_memory") -> CallPlan:
+    return CallPlan(algorithm, partial(_begin, background(group), run), sent, 0)
 
 
 def _begin(runner: Background, run: Callable[[], None], at_once: bool) -> Any:
@@ -310,7 +305,7 @@ def _messages(
     return CallPlan(algorithm, partial(_begin, runner, run), sent, sent)
 
 
-def _hierarchical_all_reduce(memory: SharedMemory, x: Tensor, op: str) -> CallPlan:
+def _hierarchical_all_reduce(memory: SharedMemory, x: Tensor, op: str, group: Group) -> CallPlan:
     """Reduce in shared memory inside each host, and by a ring of messages between hosts.
 
     The phases are those of `algorithms/hierarchical.py`. There are as many parts as the smallest host has
@@ -328,7 +323,6 @@ def _hierarchical_all_reduce(memory: SharedMemory, x: Tensor, op: str) -> CallPl
         within = offsets(len(part), len(ring))
         steps = [*reduce_scatter_among(ring, here, within), *all_gather_among(ring, here, within)]
     combine = "sum" if op == "mean" else op
-    group = memory.group
 
     def run() -> None:
         if members > 1:

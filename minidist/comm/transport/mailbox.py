@@ -190,7 +190,7 @@ class Arrival:
         self.box.look()
         return self.came >= 0 and not self.elsewhere
 
-    def take(self, message: memoryview | bytes | int | None) -> None:
+    def deliver(self, message: memoryview | bytes | int | None) -> None:
         """Copy a message to its place, unless it has another size.
 
         message: its bytes; only its size if it comes elsewhere; None if the sender has failed.
@@ -229,7 +229,7 @@ class Incoming:
         self._spins = 0 if patient else SPINS
         self._count = 0  # of records taken
         self._expected: dict[Key, deque[Arrival]] = {}
-        self._early: dict[Key, deque[bytes | int | None]] = {}  # arrived before anybody asked; see `take`
+        self._early: dict[Key, deque[bytes | int | None]] = {}  # arrived before anybody asked; see `deliver`
         self._lock = threading.Lock()
 
     def expect(
@@ -244,7 +244,7 @@ class Incoming:
         with self._lock:
             early = self._early.get(key)
             if early:
-                arrival.take(early.popleft())
+                arrival.deliver(early.popleft())
                 if not early:
                     del self._early[key]
             else:
@@ -315,7 +315,7 @@ class Incoming:
                 message = size if offset == ELSEWHERE else self._memory[CONTROL + offset :][:size]
             asking = self._expected.get((group, tag))
             if asking:
-                asking.popleft().take(message)
+                asking.popleft().deliver(message)
             else:
                 kept = bytes(message) if isinstance(message, memoryview) else message
                 self._early.setdefault((group, tag), deque()).append(kept)

@@ -121,13 +121,6 @@ class SharedMemory(InStep):
         self._headers = common[ProcessBarrier.size(ranks) :]
         self._typed: dict[torch.dtype, list[list[Tensor]]] = {}
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group, which makes all calls here and so is alive."""
-        group = self._group()
-        assert group is not None
-        return group
-
     def agree(self, what: str, segment: int = 0, offset: int = 0, sizes: Sequence[int] = ()) -> list[Header]:
         """Wait for the other members, and return what each is about to do. Failed if their calls differ.
 
@@ -211,7 +204,9 @@ class SharedMemory(InStep):
         None on all ranks if the tensor would be empty or memory is short.
         """
         pitch = host.padded(torch.Size(shape).numel() * dtype.itemsize)
-        descriptor = host.share_file(self.group, self.hosts, pitch) if pitch else None
+        group = self._group()
+        assert group is not None  # it makes all calls here, and so is alive
+        descriptor = host.share_file(group, self.hosts, pitch) if pitch else None
         if descriptor is None:
             return None
         segment = host.map_segment(descriptor, len(self.members), pitch)
@@ -258,7 +253,7 @@ def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
 
 
 def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offsets: Sequence[int]) -> None:
-    """Reduce x over the members, and put this rank's share, x[offsets[own] : offsets[own + 1]], into out.
+    """Reduce x over the members, and put this rank's shard, x[offsets[own] : offsets[own + 1]], into out.
 
     out may be that part of x.
     """
@@ -269,16 +264,16 @@ def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offset
         rounds, fill = -(-max(map(len, parts)) // chunk), _filler(memory, x, parts, chunk)
         buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
         if buffer is None:
-            shares = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
-            if shares[own].data_ptr() == out.data_ptr():  # out is read before it is overwritten
-                shares[0], shares[own] = shares[own], shares[0]
-            _combine(shares, [out], op)
+            shards = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
+            if shards[own].data_ptr() == out.data_ptr():  # out is read before it is overwritten
+                shards[0], shards[own] = shards[own], shards[0]
+            _combine(shards, [out], op)
             memory.barrier()  # after it x may change
             return
         for i in range(rounds):
-            share = out[i * chunk : (i + 1) * chunk]
-            staged, buffer = [part[own * chunk :][: len(share)] for part in buffer], fill(i + 1)
-            _combine(staged, [share], op)
+            shard = out[i * chunk : (i + 1) * chunk]
+            staged, buffer = [part[own * chunk :][: len(shard)] for part in buffer], fill(i + 1)
+            _combine(staged, [shard], op)
             if i + 1 < rounds:
                 memory.barrier()
 

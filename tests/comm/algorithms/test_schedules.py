@@ -25,7 +25,7 @@ from minidist.comm.algorithms import (
     message_segments,
     schedule,
 )
-from minidist.comm.algorithms.message_segments import Receive, plan
+from minidist.comm.algorithms.message_segments import Receive, cut_into_segments
 from minidist.comm.algorithms.proof import run, start
 from minidist.comm.algorithms.ring import all_gather_among
 from tests.helpers.clocks import HANG
@@ -294,7 +294,7 @@ def test_a_plan_waits_for_what_it_must_and_no_more(data: st.DataObject) -> None:
         patch.setattr(
             message_segments, "SEGMENT_BYTES", data.draw(st.sampled_from([(4, 8), (8, 40), (20, 20)]))
         )
-        sends, receives = plan(one.steps[rank], 4, rank, in_place=True)
+        sends, receives = cut_into_segments(one.steps[rank], 4, rank, in_place=True)
     assert 4 * sum(send.stop - send.start for send in sends) == algorithms.bytes_sent(one.steps[rank], 4)
 
     def meet(a: Any, b: Any) -> bool:
