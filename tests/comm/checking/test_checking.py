@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import sys
-import textwrap
 import threading
 import time
 from collections import deque
@@ -24,7 +21,7 @@ from minidist import comm
 from minidist.comm.checking import WINDOW
 from minidist.comm.checking.call_records import Record, find_swap
 from minidist.model import GPT, GPTConfig
-from tests.helpers import warm_python
+from tests.comm.programs import run_script, torchrun
 from tests.helpers.clocks import HANG
 
 Checked = Callable[[int], md.Cluster]
@@ -776,42 +773,29 @@ def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
         if child:
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(program))
-    command = [sys.executable, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm_python.run(command, timeout=HANG, env=environment)
+    done = run_script(tmp_path, program)
     assert done.returncode == 0, done.stderr
     # The two processes' lines may run into each other.
     texts = re.findall(r"rank \d: (the ranks make different calls: .*?in the same order)", done.stdout)
     assert len(texts) == 2, done.stdout
     assert texts[0] == texts[1]
-    assert texts[0].count(f"{script}:23") == 2
+    assert texts[0].count(f"{tmp_path / 'program.py'}:23") == 2
 
 
 @pytest.mark.deep
 def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import time, torch, minidist as md\n"
-        "from minidist import comm\n"
-        "md.init(timeout=40, check=True)\n"
-        "if md.rank() == 0:\n"
-        "    try:\n"
-        "        comm.all_reduce(torch.ones(2))\n"
-        "    except comm.CollectiveError as error:\n"
-        "        print(error, flush=True)\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
-    done = warm_python.run(command, timeout=HANG, env=environment)
+    program = """
+        import torch, minidist as md
+        from minidist import comm
+
+        md.init(timeout=40, check=True)
+        if md.rank() == 0:
+            try:
+                comm.all_reduce(torch.ones(2))
+            except comm.CollectiveError as error:
+                print(error, flush=True)
+    """
+    done = torchrun(tmp_path, program)
     assert "rank 1 left the world, it has made no call, and rank 0 waits for it in all_reduce" in done.stdout
 
 
