@@ -121,13 +121,13 @@ def _tensors_of(index: Index) -> Iterator[tuple[str, Tensor]]:
 
 
 def _extra_state(index: Index) -> dict[str, Any]:
-    """The extra state of the model's modules, which older checkpoints lack."""
+    """Return the extra state of the model's modules, which older checkpoints lack."""
     found: dict[str, Any] = decode(index.facts.get("extra_state", {}))
     return found
 
 
 def _refuse_extra_state(extra: Mapping[str, Any]) -> None:
-    """TypeError where a model has state that is no tensor, which a safetensors file cannot hold."""
+    """Raise TypeError if a model has state that is not a tensor: a safetensors file cannot hold it."""
     for name, value in extra.items():
         raise TypeError(
             f"a safetensors file holds tensors alone, and {name} of the model is a {type(value).__name__}; "

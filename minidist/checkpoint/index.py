@@ -24,7 +24,7 @@ from minidist.checkpoint.values import dtype_named
 
 INDEX = "index.json"
 VERSION = 1
-_HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
+HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
 _WHOLE_HEAD = rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", '
 FILE = r"rank-\d+\.bin"
 """Names of the files beside the index."""
@@ -79,7 +79,7 @@ def write_index(
     )
     body = text[1:].encode()
     with open(directory / INDEX, "wb") as file:
-        file.write(_HEAD % (VERSION, _checksum(VERSION, body)) + body)
+        file.write(HEAD % (VERSION, _checksum(VERSION, body)) + body)
         file.flush()
         os.fsync(file.fileno())
 
@@ -173,7 +173,7 @@ def _parsed(path: Path, content: dict[str, Any]) -> Index:
 def check_boxes(
     name: str, shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
-    """ValueError unless these boxes (offsets, sizes) hold every element of a tensor exactly once."""
+    """Raise ValueError unless these boxes (offsets, sizes) hold every element of a tensor exactly once."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a box of {name} has {len(sizes)} dimensions and the tensor {len(shape)}")

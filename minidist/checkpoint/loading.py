@@ -138,7 +138,7 @@ def _checked(path: Path) -> Index:
 
 
 def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sampler | None) -> Loaded:
-    """Take everything from a whole checkpoint, if it fits."""
+    """Load everything from a whole checkpoint, if it fits."""
     doing = f"load {index.path}"
     facts: dict[str, Any] = {}
     agree(lambda: facts.update(_decoded(index)), doing)
@@ -184,7 +184,7 @@ def _model_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
-    """CheckpointError for the first difference between the saved model and this one."""
+    """Raise CheckpointError for the first difference between the saved model and this one."""
     saved = {name: stored.shape for name, stored in stored_names(index.tensors, "model").items()}
     for name in [*saved, *here]:
         mine, theirs = here.get(name), saved.get(name)
@@ -199,7 +199,7 @@ def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
 
 
 def _check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str | None] | None) -> None:
-    """CheckpointError for another class of optimizer or scheduler. Older checkpoints do not name theirs."""
+    """Raise CheckpointError for a different optimizer or scheduler. Older checkpoints do not name theirs."""
     for what, theirs in (saved or {}).items():
         mine = here[what]
         if None not in (mine, theirs) and mine != theirs:
@@ -210,7 +210,7 @@ def _check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str
 
 
 def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
-    """CheckpointError if the optimizer's groups have other settings, as those of another optimizer do."""
+    """Raise CheckpointError if the optimizer's groups have other settings than the saved ones."""
     for number, (mine, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=False)):
         different = ({*mine} ^ {*theirs}) - _OF_SCHEDULERS
         if different:
@@ -223,7 +223,7 @@ def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) ->
 
 
 def _check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
-    """ValueError if the sampler deals rows in another order than the saved one, or none was saved."""
+    """Raise ValueError if the sampler deals rows in another order than the saved one, or none was saved."""
     if sampler is None:
         return
     if saved is None:

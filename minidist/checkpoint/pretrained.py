@@ -92,7 +92,7 @@ def load_pretrained(
 def _sources(
     engine: Engine, tensors: Mapping[str, InFile], rename: Callable[[str], str]
 ) -> tuple[dict[str, InFile], Differences]:
-    """For each name of the whole model the tensor in the files that it is read from; and the differences."""
+    """Return the tensor in the files that each name of the whole model is read from; and the differences."""
     first, names = engine.placement.first, [*engine.placement.entries]
     here = {name: rename(name) for name in names}
     # A tied parameter has several names, and files may have any of them; all read the same one.
@@ -107,7 +107,7 @@ def _sources(
 
 
 def _check_shapes(engine: Engine, path: Path, sources: Mapping[str, InFile]) -> None:
-    """CheckpointError for tensors of other shapes in the files than in the model."""
+    """Raise CheckpointError if tensors have other shapes in the files than in the model."""
     shapes = {name: tuple(engine.placement.entries[name].shape) for name in sources}
     wrong = [
         f"{name} has {shapes[name]} and the files {source.shape}"

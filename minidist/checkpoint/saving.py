@@ -154,7 +154,7 @@ def save(
 
 
 def check_engine(engine: Engine) -> None:
-    """TypeError unless `engine` is what `md.prepare` returned."""
+    """Raise TypeError unless `engine` is what `md.prepare` returned."""
     if not isinstance(engine, Engine):
         raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
 

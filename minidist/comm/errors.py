@@ -51,7 +51,7 @@ class RankTimeout(RankError, TimeoutError):
 
 
 class RankCountError(ValueError):
-    """A launcher started another number of ranks than the program asks for. Every rank raises it."""
+    """A launcher started more or fewer ranks than the program asks for. Every rank raises it."""
 
 
 class OutOfSync(RuntimeError):
@@ -69,7 +69,7 @@ class OutOfSync(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A call was not completed: a peer is gone, did not make the call in time, or made another one."""
+    """A call was not completed: a peer is gone, did not make the call in time, or made a different one."""
 
 
 out_of_step: list[str] = []

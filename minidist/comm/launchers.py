@@ -70,7 +70,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started | None:
-    """The launcher that started this process as one of several ranks; None if there is none.
+    """Return the launcher that started this process as one of several ranks; None if there is none.
 
     ValueError if a variable is not a number.
     """
@@ -98,7 +98,7 @@ def started() -> Started | None:
 
 
 def adopt() -> None:
-    """Give this process torchrun's variables, if mpirun or srun started it; those that are set stay.
+    """Give this process torchrun's variables if mpirun or srun started it. Variables that are set stay.
 
     Raises ValueError if nothing says on which machine rank 0 is.
     """
@@ -150,13 +150,13 @@ def end_with(parent: int) -> None:
 
 
 def without_launcher(environment: dict[str, str]) -> dict[str, str]:
-    """`environment` for processes that this one starts: they are no ranks of its launcher."""
+    """Return `environment` for processes that this one starts, which are not ranks of its launcher."""
     own = {names.rank for names in _LAUNCHERS}
     return {k: v for k, v in environment.items() if k not in own and not k.startswith("TORCHELASTIC_")}
 
 
 def number(name: str, default: int | None = None) -> int:
-    """The variable's value. ValueError if it is not a whole number."""
+    """Return a variable's value; ValueError if it is not a whole number."""
     if default is not None and name not in os.environ:
         return default
     try:
@@ -166,12 +166,12 @@ def number(name: str, default: int | None = None) -> int:
 
 
 def _first(*names: str) -> str:
-    """The first of these variables that is set, or ""."""
+    """Return the first of these variables that is set, or ""."""
     return next((name for name in names if os.environ.get(name)), "")
 
 
 def _tasks_here(ranks: int) -> int:
-    """Ranks on this machine by SLURM's list of tasks, such as "2(x3),1" for 2, 2, 2 and 1; else all ranks."""
+    """Return the ranks on this machine by SLURM's list of tasks: "2(x3),1" is 2, 2, 2, 1. Else all ranks."""
     tasks = os.environ.get(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "")
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
@@ -181,7 +181,7 @@ def _tasks_here(ranks: int) -> int:
 
 
 def _first_host(found: Started) -> str | None:
-    """The machine of rank 0: this one if it has all ranks, or the first of SLURM's node list."""
+    """Return the machine of rank 0: this one if it has all ranks, or the first of SLURM's node list."""
     nodes = os.environ.get(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), "")
     # "rack1gpu[03-05,9],login1" begins with rack1gpu03.
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)

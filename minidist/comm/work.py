@@ -225,7 +225,7 @@ class Work:
         return self._value
 
     def done(self) -> bool:
-        """True where `wait` would not block. Of a send or a receive, gloo can say so only after it."""
+        """Return whether `wait` would return at once. Of a message, gloo knows it only after `wait`."""
         handle = self._handle
         return self._waited or handle is None or bool(handle.is_completed())
 

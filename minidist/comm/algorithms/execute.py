@@ -164,7 +164,7 @@ def _finish(sends: list[Send], copied: bool = False) -> None:
 
 
 def _scratch(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """This thread's scratch, kept for the next call because touching fresh memory costs as much as adding."""
+    """Return this thread's scratch. It is kept: touching fresh memory costs as much as adding."""
     size = elements * like.element_size()
     kept: torch.Tensor | None = getattr(_kept, "scratch", None)
     if kept is None or kept.numel() < size:

@@ -52,7 +52,7 @@ class Receive:
 def cut_into_segments(
     steps: Iterable[Step], itemsize: int, rank: int, in_place: bool
 ) -> tuple[list[Send], list[Receive]]:
-    """The segments of the messages in one rank's steps.
+    """Cut the messages of one rank's steps into segments.
 
     A message of `rank` to itself becomes a copy, in the step that receives it. in_place: whether sends and
     receives name elements of the same buffer.

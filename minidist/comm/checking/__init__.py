@@ -42,7 +42,7 @@ _unordered: list[None] = []  # no context variable: a backward pass runs in othe
 
 @contextmanager
 def unordered() -> Iterator[None]:
-    """Tell `check=True` that calls inside may come in another order elsewhere; one rank's word is enough."""
+    """Inside, `check=True` lets other ranks make these calls in another order. One rank has to say so."""
     _unordered.append(None)
     try:
         yield
@@ -74,7 +74,7 @@ class Checker:
 
     @contextmanager
     def run(self, limit: float | None) -> Iterator[None]:
-        """Check a function that all ranks run; see the function of this name."""
+        """Check the calls of a function that all ranks run in `limit` seconds; say when it ends."""
         with self._failing("before its function"):  # time out before the launcher, which names no call
             self._begin(math.inf if limit is None else time.monotonic() + limit - min(1.0, limit / 5))
         try:
@@ -136,7 +136,7 @@ class Checker:
         return records
 
     def _missing(self, sequence: CallSequence, calls: int) -> list[int]:
-        """Compare so many calls, and return the ranks that have not made the first incomplete one."""
+        """Compare the first `calls` calls; return the ranks that have not made the first incomplete one."""
         with self._lock:
             while sequence.compared < calls:
                 records = self._compare(f"{sequence.name}{sequence.compared}")
@@ -156,7 +156,7 @@ class Checker:
             sequence.deleted += 1
 
     def _wait(self, sequence: CallSequence, calls: int, call: str) -> None:
-        """Wait until so many calls are known of all members, and agree."""
+        """Wait until all members have made the first `calls` calls, and these agree."""
         begun = time.monotonic()
         limit, look, pause = min(begun + self.limit, self._deadline), begun + AWHILE, 0.0
         with self._failing(call):
@@ -208,7 +208,7 @@ class Watch:
         self.thread.start()
 
     def begin(self) -> None:
-        """Start anew, in the thread that is to be watched; all ranks have left the run before."""
+        """Begin a run, in the thread that is to be watched; all ranks have left the run before."""
         for kind in ("note", "at"):
             self.store.delete_key(f"{self.run}/{kind}/{self.rank}")
         self.run, self.last, self._watched = self.run + 1, "", threading.get_ident()
@@ -254,7 +254,7 @@ class Watch:
                 self.fail(f"no rank can go on: {'; '.join(waits)}; {SAME_CALLS} in the same order")
 
     def time_out(self, call: str, missing: list[int], seconds: float) -> None:
-        """Fail because the ranks that are waited for have not come; says where each of them is."""
+        """Fail because some ranks have not come in time; say where each of them is."""
         places = (self._look(f"{self.run}/at/{rank}").decode() for rank in missing)
         seen = [f"rank {rank} {at or 'does not answer'}" for rank, at in zip(missing, places, strict=True)]
         self.fail(
@@ -305,5 +305,5 @@ def stop() -> None:
 
 
 def run(limit: float | None) -> AbstractContextManager[None]:
-    """Count the calls of a function that all ranks run in `limit` seconds; tell the others when it ends."""
+    """Check the calls of a function that all ranks run in `limit` seconds, if the world is checked."""
     return nullcontext() if checker is None else checker.run(limit)

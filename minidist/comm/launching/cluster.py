@@ -240,7 +240,7 @@ class Cluster:
 
 
 def _check_ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
-    """The ranks that `value` names; an error where it names no ranks of these."""
+    """Return the ranks that `value` names; raise an error unless all are ranks of the cluster."""
     given = tuple(value) if isinstance(value, Iterable) else value
     if not isinstance(given, tuple) or not all(map(is_whole, given)):
         raise TypeError(f"{name} is {given!r}; give ranks, such as (1, 2)")
@@ -250,7 +250,7 @@ def _check_ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
 
 
 def _check_seconds(name: str, value: float) -> float:
-    """`value` as a float; an error where it is no time to wait."""
+    """Return `value` as a float; raise an error unless it is a time limit."""
     if not is_number(value):
         raise TypeError(f"{name} is {value!r}; give a number of seconds")
     if not 0 < value <= LONGEST_TIMEOUT:
@@ -260,7 +260,7 @@ def _check_seconds(name: str, value: float) -> float:
 
 
 def _check_loopback() -> None:
-    """ConnectionError if 127.0.0.1 cannot be reached: ranks would try for minutes."""
+    """Raise ConnectionError if 127.0.0.1 cannot be reached: ranks would try for minutes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             asked.connect(("127.0.0.1", 9))  # looks up the way, and sends nothing

@@ -86,7 +86,7 @@ class Serving:
         while self.working:
             self._handle(self._inbox.get())
             while together := self.updates.next():
-                self._update([self._pushed.pop(worker) for worker in together])
+                self.update([self._pushed.pop(worker) for worker in together])
                 if after_update is not None:
                     after_update(self.updates.made)
             for worker in [worker for worker in self._pulling if not self.updates.waits(worker)]:
@@ -148,7 +148,7 @@ class Serving:
         if worker in self._sending:
             self._sending.pop(worker).forget()
 
-    def _update(self, pushes: list[_Request]) -> None:
+    def update(self, pushes: list[_Request]) -> None:
         """Make an optimizer step with the mean of the gradients over the pushes' rows."""
         rows = sum(push.rows for push in pushes)
         for i, parameter in enumerate(self.part.parameters):
