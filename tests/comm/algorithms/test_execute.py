@@ -29,14 +29,14 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 @contextmanager
 def small_segments(segment: int, ahead: int) -> Iterator[None]:
     """Cut small tensors as large ones are cut."""
-    from minidist.comm.algorithms import execute, message_segments
+    from minidist.comm.algorithms import execute
 
-    former = message_segments.SEGMENT_BYTES, execute.AHEAD
-    message_segments.SEGMENT_BYTES, execute.AHEAD = (segment, 4 * segment), ahead
+    former = execute.SEGMENT_BYTES, execute.AHEAD
+    execute.SEGMENT_BYTES, execute.AHEAD = (segment, 4 * segment), ahead
     try:
         yield
     finally:
-        message_segments.SEGMENT_BYTES, execute.AHEAD = former
+        execute.SEGMENT_BYTES, execute.AHEAD = former
 
 
 @contextmanager
