@@ -16,8 +16,7 @@ from minidist import comm
 from minidist._arguments import check_whole
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, checkpoints, make_directory, sync_directory
-from minidist.checkpoint.index import Index, read_index, stored_names, verify
-from minidist.checkpoint.reading import read_whole
+from minidist.checkpoint.index import Index, read_index, read_whole, stored_names, verify
 from minidist.checkpoint.safetensors_files import SafetensorsFiles, divide
 from minidist.checkpoint.state import Shaped, config_files, ties
 from minidist.checkpoint.values import decode
