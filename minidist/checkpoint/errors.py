@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from minidist import comm
-from minidist.comm.failures import failed
+from minidist.comm.errors import failed
 
 T = TypeVar("T")
 

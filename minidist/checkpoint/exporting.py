@@ -16,8 +16,7 @@ from minidist import comm
 from minidist._arguments import check_whole
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, checkpoints, make_directory, sync_directory
-from minidist.checkpoint.index import Index, read_index, stored_names, verify
-from minidist.checkpoint.reading import read_whole
+from minidist.checkpoint.index import Index, read_index, read_whole, stored_names, verify
 from minidist.checkpoint.safetensors_files import SafetensorsFiles, divide
 from minidist.checkpoint.state import Shaped, config_files, ties
 from minidist.checkpoint.values import decode
@@ -121,13 +120,13 @@ def _tensors_of(index: Index) -> Iterator[tuple[str, Tensor]]:
 
 
 def _extra_state(index: Index) -> dict[str, Any]:
-    """The extra state of the model's modules, which older checkpoints lack."""
+    """Return the extra state of the model's modules, which older checkpoints lack."""
     found: dict[str, Any] = decode(index.facts.get("extra_state", {}))
     return found
 
 
 def _refuse_extra_state(extra: Mapping[str, Any]) -> None:
-    """TypeError where a model has state that is no tensor, which a safetensors file cannot hold."""
+    """Raise TypeError if a model has state that is not a tensor: a safetensors file cannot hold it."""
     for name, value in extra.items():
         raise TypeError(
             f"a safetensors file holds tensors alone, and {name} of the model is a {type(value).__name__}; "

@@ -93,7 +93,7 @@ def put_in_place(aside: Path, path: Path) -> None:
     sync_directory(aside)
     if not os.path.lexists(path):
         os.rename(aside, path)
-    elif not _exchange(aside, path):  # for a moment nothing has the name, and `aside` is whole
+    elif not exchange(aside, path):  # for a moment nothing has the name, and `aside` is whole
         old = path.with_name(path.name + _OLD)
         discard(old)
         os.rename(path, old)
@@ -172,7 +172,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one step; False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
     if rename is None:

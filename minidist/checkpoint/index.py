@@ -1,4 +1,4 @@
-"""A checkpoint's index: what is where, and whether everything is still as it was written.
+"""A checkpoint's index: what is where, whether it is as it was written, and how to read it in any other cut.
 
 The index holds the length and the CRC-32 of each file. The CRC-32 of the index itself stands at its beginning
 and covers the rest. A CRC-32 detects every flipped bit, every altered run of up to 32 bits, and all but one
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import zlib
@@ -18,13 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.values import dtype_named
+from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.flat.ranges import narrowed
 
 INDEX = "index.json"
 VERSION = 1
-_HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
+HEAD = b'{"minidist checkpoint": %d, "crc32": "%08x", '
 _WHOLE_HEAD = rb'\{"minidist checkpoint": ([1-9]\d{0,8}), "crc32": "([0-9a-f]{8})", '
 FILE = r"rank-\d+\.bin"
 """Names of the files beside the index."""
@@ -79,7 +83,7 @@ def write_index(
     )
     body = text[1:].encode()
     with open(directory / INDEX, "wb") as file:
-        file.write(_HEAD % (VERSION, _checksum(VERSION, body)) + body)
+        file.write(HEAD % (VERSION, _checksum(VERSION, body)) + body)
         file.flush()
         os.fsync(file.fileno())
 
@@ -173,7 +177,7 @@ def _parsed(path: Path, content: dict[str, Any]) -> Index:
 def check_boxes(
     name: str, shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
-    """ValueError unless these boxes (offsets, sizes) hold every element of a tensor exactly once."""
+    """Raise ValueError unless these boxes (offsets, sizes) hold every element of a tensor exactly once."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a box of {name} has {len(sizes)} dimensions and the tensor {len(shape)}")
@@ -233,3 +237,66 @@ def _counted(path: Path) -> tuple[int, int]:
         while piece := file.read(_PIECE):
             size, crc = size + len(piece), zlib.crc32(piece, crc)
     return size, crc
+
+
+class MappedFiles:
+    """The files of a checkpoint, mapped when they are first used: only the pages that are used are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, mmap.mmap] = {}
+
+    def box(self, stored: Stored, box: Box) -> Tensor:
+        """Return a box, with at least one element, as a view of its file."""
+        if box.file not in self.files:
+            with open(self.path / box.file, "rb") as file:
+                self.files[box.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        count = math.prod(box.sizes)
+        flat = torch.frombuffer(self.files[box.file], dtype=stored.dtype, count=count, offset=box.start)
+        return flat.view(box.sizes)
+
+
+def read_whole(index: Index, name: str) -> Tensor:
+    """Return one tensor of a checkpoint, whole, in memory."""
+    stored, files = index.tensors[name], MappedFiles(index.path)
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for box in stored.boxes:
+        if math.prod(box.sizes):
+            narrowed(whole, box.offsets, box.sizes).copy_(files.box(stored, box))
+    return whole
+
+
+def overlaps(index: Index, chunks: Iterable[TensorBox]) -> list[tuple[Tensor, Stored, Box, list[int]]]:
+    """Find what to read for chunks, without reading or changing anything.
+
+    Each overlap of a chunk with a stored box gives the part of the chunk to fill, the stored tensor and box,
+    and the offsets of the overlap in the box. Raises CheckpointError if a chunk's tensor is not there, or has
+    another shape, and DamagedCheckpoint if a part of a chunk is not there.
+    """
+    found = []
+    for chunk in chunks:
+        if not chunk.tensor.numel():
+            continue
+        stored = index.tensors.get(chunk.name)
+        if stored is None or stored.shape != chunk.shape:
+            saved = "nothing of that name" if stored is None else f"shape {stored.shape}"
+            raise CheckpointError(
+                f"{chunk.name} has shape {chunk.shape} here, and {index.path} has {saved}; load the "
+                "checkpoint of this model and optimizer"
+            )
+        missing = chunk.tensor.numel()
+        for box in stored.boxes:
+            starts = [max(a, b) for a, b in zip(chunk.offsets, box.offsets, strict=True)]
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(chunk.offsets, chunk.tensor.shape, box.offsets, box.sizes, strict=True)
+            ]
+            sizes = [max(0, end - start) for start, end in zip(starts, ends, strict=True)]
+            if math.prod(sizes):
+                in_chunk = [start - offset for start, offset in zip(starts, chunk.offsets, strict=True)]
+                in_box = [start - offset for start, offset in zip(starts, box.offsets, strict=True)]
+                found.append((narrowed(chunk.tensor, in_chunk, sizes), stored, box, in_box))
+                missing -= math.prod(sizes)
+        if missing:
+            raise DamagedCheckpoint(f"{index.path} has not all of {chunk.name}; load another")
+    return found

@@ -1,4 +1,8 @@
-"""`load`: continue a training from a checkpoint, on any number of ranks."""
+"""`load`: continue a training from a checkpoint, on any number of ranks.
+
+It checks the files, then whether they fit this model, optimizer, scheduler and order of rows, and then fills
+the engine. Until all checks have passed, on every rank, nothing of the engine changes.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,8 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.checkpoint import folders
-from minidist.checkpoint.compatibility import (
-    check_classes,
-    check_model,
-    check_optimizer,
-    check_sampler,
-    model_shapes,
-)
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
-from minidist.checkpoint.index import Index, read_index, verify
-from minidist.checkpoint.reading import MappedFiles, overlaps
+from minidist.checkpoint.index import Index, MappedFiles, overlaps, read_index, stored_names, verify
 from minidist.checkpoint.saving import check_engine
 from minidist.checkpoint.state import (
     Scheduler,
@@ -30,6 +26,7 @@ from minidist.checkpoint.state import (
     optimizer_state,
     own_name,
     random_name,
+    sampler_settings,
     set_random_state,
 )
 from minidist.checkpoint.values import decode
@@ -38,6 +35,9 @@ from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.contract.training_state import load_extra_state
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""Keys that schedulers add to an optimizer's groups."""
 
 
 class Loaded(NamedTuple):
@@ -137,19 +137,19 @@ def _checked(path: Path) -> Index:
 
 
 def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sampler | None) -> Loaded:
-    """Take everything from a whole checkpoint, if it fits."""
+    """Load everything from a whole checkpoint, if it fits."""
     doing = f"load {index.path}"
     facts: dict[str, Any] = {}
     agree(lambda: facts.update(_decoded(index)), doing)
     here: dict[str, tuple[int, ...]] = {}
-    for each in agree(lambda: model_shapes(engine), doing):
+    for each in agree(lambda: _model_shapes(engine), doing):
         here |= each
 
     def fits() -> None:
-        check_model(index, here)
-        check_classes(index.path, classes(engine, scheduler), facts.get("classes"))
-        check_optimizer(index.path, engine.state_settings(), facts["settings"])
-        check_sampler(index.path, sampler, facts["sampler"])
+        _check_model(index, here)
+        _check_classes(index.path, classes(engine, scheduler), facts.get("classes"))
+        _check_optimizer(index.path, engine.state_settings(), facts["settings"])
+        _check_sampler(index.path, sampler, facts["sampler"])
         if scheduler is not None and facts["scheduler"] is None:
             raise ValueError(
                 f"{index.path} was saved without a scheduler; load it without, or save one with it"
@@ -171,6 +171,68 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
 
     agree(rest, doing)
     return Loaded(index.path, facts["step"], facts["extra"], facts["ranks"])
+
+
+def _model_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of the model's tensors of which this rank holds a part, by name."""
+    return {
+        chunk.name.partition(".")[2]: chunk.shape
+        for chunk in engine.chunks()
+        if chunk.name.startswith("model.")
+    }
+
+
+def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError for the first difference between the saved model and this one."""
+    saved = {name: stored.shape for name, stored in stored_names(index.tensors, "model").items()}
+    for name in [*saved, *here]:
+        mine, theirs = here.get(name), saved.get(name)
+        if mine == theirs or 0 in (mine or theirs or ()):
+            continue
+        described = "no such tensor" if mine is None else f"shape {mine}"
+        there = "no such tensor" if theirs is None else f"shape {theirs}"
+        raise CheckpointError(
+            f"{index.path} is of another model: of {name} it has {there}, and the engine's model has "
+            f"{described}; prepare the model that was saved"
+        )
+
+
+def _check_classes(path: Path, here: dict[str, str | None], saved: dict[str, str | None] | None) -> None:
+    """Raise CheckpointError for a different optimizer or scheduler. Older checkpoints do not name theirs."""
+    for what, theirs in (saved or {}).items():
+        mine = here[what]
+        if None not in (mine, theirs) and mine != theirs:
+            raise CheckpointError(
+                f"{path} is of another {what}: it was saved with {theirs}, and is loaded with {mine}; give "
+                f"the {what} that was saved"
+            )
+
+
+def _check_optimizer(path: Path, here: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise CheckpointError if the optimizer's groups have other settings than the saved ones."""
+    for number, (mine, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=False)):
+        different = ({*mine} ^ {*theirs}) - _OF_SCHEDULERS
+        if different:
+            name = min(different)
+            has, lacks = ("it", "the engine's") if name in theirs else ("the engine's", "it")
+            raise CheckpointError(
+                f"{path} is of another optimizer: {has} has {name!r} in its group {number}, and {lacks} "
+                "has none; prepare the optimizer that was saved"
+            )
+
+
+def _check_sampler(path: Path, sampler: Sampler | None, saved: dict[str, Any] | None) -> None:
+    """Raise ValueError if the sampler deals rows in another order than the saved one, or none was saved."""
+    if sampler is None:
+        return
+    if saved is None:
+        raise ValueError(f"{path} was saved without a sampler; load it without, or save one with it")
+    for name, mine in sampler_settings(sampler).items():
+        if mine != saved[name]:
+            raise ValueError(
+                f"the sampler has {name}={mine} and that of {path} had {saved[name]}, so rows would come in "
+                "another order; give the sampler that was saved"
+            )
 
 
 def _fill(engine: Engine, index: Index, doing: str) -> Tensor | None:

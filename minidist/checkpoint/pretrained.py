@@ -1,26 +1,23 @@
 """`load_pretrained`: fill an engine with the weights of safetensors files, such as `save_pretrained` writes.
 
-A safetensors file is one more set of boxes, so this is the last part of `load`: find where a rank's boxes
-overlap with the files, and copy these parts. No rank reads or holds more of a tensor than its own part.
+Each rank looks up its own boxes of the model in the files, and copies these slices. No rank reads or holds
+more of a tensor than its own part.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from minidist.checkpoint.errors import CheckpointError, agree
-from minidist.checkpoint.index import Index
-from minidist.checkpoint.reading import MappedFiles, overlaps
-from minidist.checkpoint.safetensors_files import read_files
+from minidist.checkpoint.safetensors_files import InFile, find_tensors
 from minidist.checkpoint.saving import check_engine
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.ranges import narrowed
 
 
 class Differences(NamedTuple):
@@ -65,67 +62,63 @@ def load_pretrained(
     """
     check_engine(engine)
     path = Path(os.path.realpath(path))
-    doing, found = f"load {path}", list[tuple[Index, Differences, list[TensorBox]]]()
+    doing, found = f"load {path}", list[tuple[Differences, list[tuple[TensorBox, InFile]]]]()
 
     def find() -> None:
-        index = read_files(path)
-        sources, differences = _sources(engine, index, rename or (lambda name: name))
+        tensors = find_tensors(path)
+        sources, differences = _sources(engine, tensors, rename or (lambda name: name))
         if strict and any(differences):
             raise CheckpointError(_different(path, *differences))
-        _check_shapes(engine, index, path, sources)
+        _check_shapes(engine, path, sources)
         boxes = [
-            chunk._replace(name=sources[name])
+            (chunk, sources[name])
             for chunk in engine.chunks()
             for kind, _, name in [chunk.name.partition(".")]
-            if kind == "model" and name in sources
+            if kind == "model" and name in sources and chunk.tensor.numel()
         ]
-        found.append((index, differences, boxes))
+        found.append((differences, boxes))
+
+    @torch.no_grad()
+    def fill() -> None:
+        for chunk, source in found[0][1]:
+            chunk.tensor.copy_(source.read(chunk.offsets, chunk.tensor.shape))
 
     agree(find, doing)
-    index, differences, boxes = found[0]
-    agree(lambda: _fill(index, boxes), doing)
+    agree(fill, doing)
     engine.strategy.loaded()
-    return differences
+    return found[0][0]
 
 
 def _sources(
-    engine: Engine, index: Index, rename: Callable[[str], str]
-) -> tuple[dict[str, str], Differences]:
-    """For each name of the whole model the name in the files that it is read from; and the differences."""
+    engine: Engine, tensors: Mapping[str, InFile], rename: Callable[[str], str]
+) -> tuple[dict[str, InFile], Differences]:
+    """Return the tensor in the files that each name of the whole model is read from; and the differences."""
     first, names = engine.placement.first, [*engine.placement.entries]
     here = {name: rename(name) for name in names}
     # A tied parameter has several names, and files may have any of them; all read the same one.
-    source: dict[str, str] = {}
+    source: dict[str, InFile] = {}
     for name in names:
-        if here[name] in index.tensors:
-            source.setdefault(first.get(name, name), here[name])
+        if here[name] in tensors:
+            source.setdefault(first.get(name, name), tensors[here[name]])
     found = {name: source[first.get(name, name)] for name in names if first.get(name, name) in source}
     return found, Differences(
-        [name for name in names if name not in found], sorted(index.tensors.keys() - set(here.values()))
+        [name for name in names if name not in found], sorted(tensors.keys() - set(here.values()))
     )
 
 
-def _check_shapes(engine: Engine, index: Index, path: Path, sources: Mapping[str, str]) -> None:
-    """CheckpointError for tensors of other shapes in the files than in the model."""
+def _check_shapes(engine: Engine, path: Path, sources: Mapping[str, InFile]) -> None:
+    """Raise CheckpointError if tensors have other shapes in the files than in the model."""
     shapes = {name: tuple(engine.placement.entries[name].shape) for name in sources}
     wrong = [
-        f"{name} has {shapes[name]} and the files {index.tensors[source].shape}"
+        f"{name} has {shapes[name]} and the files {source.shape}"
         for name, source in sources.items()
-        if index.tensors[source].shape != shapes[name]
+        if source.shape != shapes[name]
     ]
     if wrong:
         raise CheckpointError(
             f"{path} is of a model with other shapes: {_some(wrong, '; ')}; prepare the model of its "
             "config.json"
         )
-
-
-def _fill(index: Index, boxes: Iterable[TensorBox]) -> None:
-    files = MappedFiles(index.path)
-    for target, stored, box, offsets in overlaps(index, boxes):
-        with torch.no_grad():
-            target.copy_(narrowed(files.box(stored, box), offsets, target.shape))
-        files.release()
 
 
 def _different(path: Path, missing: list[str], unexpected: list[str]) -> str:

@@ -1,9 +1,10 @@
-"""The safetensors format: read its files as an index of boxes, and write them tensor by tensor.
+"""The safetensors format: find tensors in its files, read parts of them, and write a file tensor by tensor.
 
-A file begins with the length of its header in 8 bytes. The header is JSON that gives each tensor's dtype,
-shape and first and last byte; the numbers follow, without gaps. So a reader maps a file and takes the parts
-that it needs, and a writer that knows all shapes can write tensors in any order. A large model is several
-files, and `model.safetensors.index.json` says which tensor is in which.
+The format's library reads: it maps a file and copies nothing but the slice that it is asked for. To write,
+the library needs all tensors of a file in memory at once. `SafetensorsFiles` writes them one by one, in any
+order, and only has to know their shapes before: a file begins with the length of its header in 8 bytes, then
+comes the header, JSON with each tensor's dtype, shape and first and last byte, and then the numbers, without
+gaps. A large model is several files, and `model.safetensors.index.json` says which tensor is in which.
 
 Source: the format's description in the repository huggingface/safetensors, and transformers' names of files.
 """
@@ -16,54 +17,68 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.folders import WRITING, sync_directory
-from minidist.checkpoint.index import Box, Index, Stored
 from minidist.checkpoint.state import Shaped, as_bytes
 
 ONE_FILE, FILES_INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The dtypes that can be written, by their names in a header."""
 _OF_A_MODEL = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 """The names of a model's files in a folder."""
-_LONGEST_HEADER = 100_000_000  # bytes, as in the library of the format
 
 
-def read_files(path: Path) -> Index:
-    """Return what a safetensors file, or a folder of them, holds: an index in which each tensor is one box.
+class InFile(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a part of the tensor, mapped. What was read leaves this process's memory with the part."""
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        with safe_open(self.path, "pt") as file:
+            part: Tensor = file.get_slice(self.name)[box]
+        return part
+
+
+def find_tensors(path: Path) -> dict[str, InFile]:
+    """Return the tensors of a safetensors file, or of a folder of them, by name.
 
     Raises:
         CheckpointError: there is no such file or folder, or the folder has no weights in this format.
         DamagedCheckpoint: a file is cut short or is not in this format, or the index names what is not there.
     """
     if path.is_file():
-        return Index(path.parent, {}, _tensors(path), {})
+        return _in_one(path)
     if not path.is_dir():
         raise CheckpointError(f"there is no file or folder {path}; give one with safetensors weights")
     if (path / ONE_FILE).is_file():
-        return Index(path, {}, _tensors(path / ONE_FILE), {})
+        return _in_one(path / ONE_FILE)
     if not (path / FILES_INDEX).is_file():
         names = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
         raise CheckpointError(
@@ -72,39 +87,27 @@ def read_files(path: Path) -> Index:
         )
     try:
         weight_map = dict(json.loads((path / FILES_INDEX).read_bytes())["weight_map"])
-        found: dict[str, Stored] = {}
+        found: dict[str, InFile] = {}
         for name in sorted(set(weight_map.values())):
-            found |= _tensors(path / name)
+            found |= _in_one(path / name)
     except (ValueError, KeyError, TypeError):
         raise DamagedCheckpoint(f"{path / FILES_INDEX} is damaged; get it again") from None
     if lost := sorted(weight_map.keys() - found.keys()):
         raise DamagedCheckpoint(
             f"{path / FILES_INDEX} names {lost[0]}, which no file has; get the files again"
         )
-    return Index(path, {}, found, {})
+    return found
 
 
-def _tensors(path: Path) -> dict[str, Stored]:
-    """Read a file's header: each tensor's dtype, shape and place."""
+def _in_one(path: Path) -> dict[str, InFile]:
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
-        header.pop("__metadata__", None)
-        return {name: _stored(path, entry, 8 + length, size) for name, entry in header.items()}
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}; get it again") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path} is not a whole safetensors file ({error!r}); get it again") from None
-
-
-def _stored(path: Path, entry: Mapping[str, Any], start: int, size: int) -> Stored:
-    dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-    first, last = entry["data_offsets"]
-    if last - first != math.prod(shape) * dtype.itemsize or not 0 <= first <= last <= size - start:
-        raise ValueError(f"bytes {first} to {last} of {size - start}")
-    return Stored(dtype, shape, (Box((0,) * len(shape), shape, path.name, start + first),))
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}; get it again") from error
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is not a whole safetensors file ({error}); get it again") from None
+    return {name: InFile(path, name, shape) for name, shape in shapes.items()}
 
 
 def divide(tensors: Mapping[str, Shaped], most: int) -> dict[str, list[str]]:
@@ -137,7 +140,7 @@ class SafetensorsFiles:
         self._files, self._tensors, self._missing = files, tensors, set[str]()
         self._open: dict[Path, BinaryIO] = {}
         self._where: dict[str, tuple[BinaryIO, int]] = {}
-        foreign = sorted({str(dtype) for _, dtype in tensors.values() if dtype not in _NAMES})
+        foreign = sorted({str(dtype) for _, dtype in tensors.values() if dtype not in DTYPES})
         if foreign:
             raise TypeError(
                 f"a safetensors file cannot hold these weights, of {', '.join(foreign)}; export to .pt"
@@ -159,7 +162,7 @@ class SafetensorsFiles:
             shape, dtype = self._tensors[name]
             starts[name], first = end, end
             end += math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [first, end]}
+            header[name] = {"dtype": DTYPES[dtype], "shape": [*shape], "data_offsets": [first, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         # Stays open until all tensors have come.

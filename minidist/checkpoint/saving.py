@@ -16,7 +16,7 @@ from minidist import comm
 from minidist._arguments import check_whole
 from minidist.checkpoint import folders
 from minidist.checkpoint.errors import agree
-from minidist.checkpoint.state import CheckpointState, Scheduler, take
+from minidist.checkpoint.state import CheckpointState, Scheduler, collect_state
 from minidist.checkpoint.writing import write
 from minidist.comm.work import limit_of
 from minidist.model.sampler import Sampler
@@ -137,7 +137,7 @@ def save(
 
     states: list[CheckpointState] = []
     agree(
-        lambda: states.append(take(engine, step or 0, scheduler, sampler, extra, asynchronous)),
+        lambda: states.append(collect_state(engine, step or 0, scheduler, sampler, extra, asynchronous)),
         f"write {target}",
     )
     group = _thread_group() if asynchronous else None
@@ -154,7 +154,7 @@ def save(
 
 
 def check_engine(engine: Engine) -> None:
-    """TypeError unless `engine` is what `md.prepare` returned."""
+    """Raise TypeError unless `engine` is what `md.prepare` returned."""
     if not isinstance(engine, Engine):
         raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
 

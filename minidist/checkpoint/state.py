@@ -51,7 +51,7 @@ def random_name(rank: int) -> str:
     return own_name(rank, "random")
 
 
-def take(
+def collect_state(
     engine: Engine,
     step: int,
     scheduler: Scheduler | None,

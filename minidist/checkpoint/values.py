@@ -65,7 +65,7 @@ def decode(value: Any) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch.float32 for "float32". ValueError for a name of no dtype."""
+    """Return torch.float32 for "float32"; ValueError if no dtype has this name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")

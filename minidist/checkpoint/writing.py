@@ -179,7 +179,7 @@ def _equals_rank_0(name: str, holder: RankContents, first: RankContents) -> bool
 
 
 def write_boxes(path: Path, boxes: Mapping[BoxKey, Tensor]) -> WrittenFile:
-    """Write boxes into one file and sync it; no file for no boxes."""
+    """Write boxes into one file and sync it. If there are none, there is no file."""
     starts: dict[BoxKey, int] = {}
     crc = size = 0
     if boxes:
@@ -188,13 +188,13 @@ def write_boxes(path: Path, boxes: Mapping[BoxKey, Tensor]) -> WrittenFile:
                 gap, data = bytes(-size % ALIGNMENT), as_bytes(tensor)
                 starts[key] = size + len(gap)
                 for piece in (gap, data):
-                    _write_all(file.fileno(), piece)
+                    write_all(file.fileno(), piece)
                     size, crc = size + len(piece), zlib.crc32(piece, crc)
             os.fsync(file.fileno())
     return WrittenFile(starts, size, crc)
 
 
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write all of `data`; one system call writes at most 2 GiB."""
     rest = memoryview(data)
     while rest:
@@ -229,7 +229,7 @@ def _located(
 
 
 def _merged_facts(contents: Sequence[RankContents]) -> dict[str, Any]:
-    """Return rank 0's facts, with what is no tensor of optimizer and model from all ranks that have it."""
+    """Return rank 0's facts, joined by the state of optimizer and model that is no tensor, of all ranks."""
     facts = dict(contents[0].facts)
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}

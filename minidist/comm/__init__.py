@@ -5,28 +5,24 @@
 ...     comm.all_reduce(x)
 >>> ledger.bytes_sent
 
-collectives   all_reduce, reduce_scatter, all_gather, broadcast and all_to_all
-messages      send, recv, gather, scatter and barrier
-arguments     checks of the arguments of both
-work          a call under way: started, counted, waited for; the members of a group
-stream_times  when a call on CUDA tensors ran, by the GPU's clock
-may_be_async  the types of a function that takes async_op
-opaque        torch.compile leaves these functions as they are
-failures      why the backend could not complete a call, in words
-one_thread    two threads of a rank in one group are an error
+collectives     all_reduce, reduce_scatter, all_gather, broadcast and all_to_all
+messages        send, recv, gather, scatter and barrier
+tensor_checks   which tensors, ranks and reductions they accept
+work            a call under way: started, counted, waited for; the groups that make calls
+stream_times    when a call on CUDA tensors ran, by the GPU's clock
+opaque          torch.compile leaves these functions as they are; the types of one that takes async_op
 returned_ranks  which ranks have returned from the function that all run, and join no more calls
-world         which rank this process is; joining and leaving the world
-group_table   what is known of a group, as long as it lives
-mesh          ranks in a grid, and the groups along its axes
-ledgers       the bytes and the time of every call
-errors        the exceptions that name a rank
-launchers     the rank that torchrun, mpirun or srun gave this process
-rendezvous    the store in which the ranks of a world find each other
-launching/    starts processes for ranks, in a script, a notebook or under torchrun
-transport/    how bytes travel: torch.distributed, shared memory, or messages of our own algorithms
-algorithms/   ring, tree and other collectives as schedules of messages
-checking/     `check=True`: ranks compare their calls, and a deadlock is named
-cost/         predicts the time of a collective from latency and bandwidth
+world           which rank this process is; joining and leaving the world
+mesh            ranks in a grid, and the groups along its axes
+ledgers         the bytes and the time of every call
+errors          the exceptions that name a rank, and why the backend could not complete a call, in words
+launchers       the rank that torchrun, mpirun or srun gave this process
+rendezvous      the store in which the ranks of a world find each other
+launching/      starts processes for ranks, in a script, a notebook or under torchrun
+transport/      how bytes travel: torch.distributed, shared memory, or messages of our own algorithms
+algorithms/     ring, tree and other collectives as schedules of messages
+checking/       `check=True`: ranks compare their calls, and a deadlock is named
+cost/           predicts the time of a collective from latency and bandwidth
 """
 
 from __future__ import annotations

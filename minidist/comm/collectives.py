@@ -22,9 +22,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from minidist.comm import arguments
-from minidist.comm.may_be_async import may_be_async
-from minidist.comm.transport import dispatch, gloo_workarounds
+from minidist.comm import tensor_checks
+from minidist.comm.opaque import may_be_async
+from minidist.comm.transport import algorithm_choice, gloo_workarounds
 from minidist.comm.transport.algorithm_choice import choose
 from minidist.comm.transport.gloo_workarounds import movable
 from minidist.comm.work import Group, by_torch, bytes_of, copy_back, rank_in, ranks_of, run
@@ -56,9 +56,9 @@ def all_reduce(
 
     Raises:
         ValueError: an unknown `op` or `algorithm`, or elements of `x` share memory, as after `expand`.
-        TypeError: not a dense tensor with values, or a reduction in `arguments.REFUSALS`: a mean of integers.
+        TypeError: not a dense tensor with values, or a reduction of `tensor_checks.REFUSALS`: a mean of ints.
     """
-    buffer = arguments.check_reducible("all_reduce", x, op, algorithm, in_place=True).contiguous()
+    buffer = tensor_checks.check_reducible("all_reduce", x, op, algorithm, in_place=True).contiguous()
     ranks, how = len(ranks_of(group)), choose("all_reduce", algorithm, group, x, async_op, op)
 
     def result() -> torch.Tensor:
@@ -67,12 +67,12 @@ def all_reduce(
         return copy_back(buffer, x)
 
     if how == "torch":
-        operation, _ = arguments.OPERATIONS[op]
+        operation, _ = tensor_checks.OPERATIONS[op]
         start = partial(dist.all_reduce, buffer, operation, group=group, async_op=True)
-        dispatched = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
+        plan = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
     else:
-        dispatched = dispatch.all_reduce(how, buffer.view(-1), op, group)
-    return run("all_reduce", how, x, group, dispatched, result, async_op)
+        plan = algorithm_choice.all_reduce(how, buffer.view(-1), op, group)
+    return run("all_reduce", x, group, plan, result, async_op)
 
 
 @may_be_async
@@ -84,7 +84,7 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> torch.Tensor:
-    """Reduce `x` over all ranks and leave each with its share: rank r gets rows r k to (r + 1) k of it.
+    """Reduce `x` over all ranks and leave each with its shard: rank r gets rows r k to (r + 1) k of it.
 
     Sends (n - 1) / n S. Over gloo that is an all-to-all and a local sum in rank order, so that the result
     does not depend on timing; gloo's own reduce-scatter sends as much as an all-reduce.
@@ -92,46 +92,44 @@ def reduce_scatter(
     Args:
         x: (n k, ...), the same shape and dtype on all ranks; it is not changed.
         op, algorithm, group, async_op: as for `all_reduce`.
-        out: (k, ...), where to put the share; None for a new tensor.
+        out: (k, ...), where to put the shard; None for a new tensor.
 
     Returns:
-        This rank's share, (k, ...), or the `Work` whose `wait()` returns it.
+        This rank's shard, (k, ...), or the `Work` whose `wait()` returns it.
 
     Raises:
         ValueError: n does not divide the first dimension, or `out` has another shape or dtype.
         TypeError: as for `all_reduce`.
     """
-    data = arguments.check_reducible("reduce_scatter", x, op, algorithm, in_place=False).contiguous()
+    data = tensor_checks.check_reducible("reduce_scatter", x, op, algorithm, in_place=False).contiguous()
     ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, async_op, op)
-    rows = arguments.rows_per_rank("reduce_scatter", x, ranks)
-    share = arguments.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
+    rows = tensor_checks.rows_per_rank("reduce_scatter", x, ranks)
+    shard = tensor_checks.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
     if how != "torch":
-        dispatched = dispatch.reduce_scatter(how, data.view(-1), share.view(-1), op, group)
-        return run(
-            "reduce_scatter", how, x, group, dispatched, lambda: share if out is None else out, async_op
-        )
-    operation, reduce = arguments.OPERATIONS[op]
+        plan = algorithm_choice.reduce_scatter(how, data.view(-1), shard.view(-1), op, group)
+        return run("reduce_scatter", x, group, plan, lambda: shard if out is None else out, async_op)
+    operation, reduce = tensor_checks.OPERATIONS[op]
     by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
     by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > gloo_workarounds.CHUNK
-    # Row r of what arrives is rank r's contribution to this rank's share.
-    arrived = share if by_library or by_chunks else torch.empty_like(data)
+    # Row r of what arrives is rank r's contribution to this rank's shard.
+    arrived = shard if by_library or by_chunks else torch.empty_like(data)
 
     def result() -> torch.Tensor:
         if not by_library and not by_chunks:
-            share.copy_(reduce(arrived.view(ranks, *share.shape), dim=0))
+            shard.copy_(reduce(arrived.view(ranks, *shard.shape), dim=0))
         if op == "mean" and ranks > 1:
-            share.div_(ranks)
-        return share if out is None else out
+            shard.div_(ranks)
+        return shard if out is None else out
 
     if by_library:
-        start = partial(_reduce_scatter_single, share, data, operation, group=group, async_op=True)
+        start = partial(_reduce_scatter_single, shard, data, operation, group=group, async_op=True)
     elif by_chunks:
         parts = data.view(ranks, -1)
-        start = partial(gloo_workarounds.scatter_by_chunks, parts, share.view(-1), reduce, group)
+        start = partial(gloo_workarounds.scatter_by_chunks, parts, shard.view(-1), reduce, group)
     else:
         start = partial(dist.all_to_all_single, movable(arrived), movable(data), group=group, async_op=True)
-    dispatched = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
-    return run("reduce_scatter", how, x, group, dispatched, result, async_op, partial(arrived.copy_, data))
+    plan = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
+    return run("reduce_scatter", x, group, plan, result, async_op, partial(arrived.copy_, data))
 
 
 @may_be_async
@@ -157,17 +155,17 @@ def all_gather(
     Raises:
         ValueError: `out` has another shape or dtype, or `x` has no dimension.
     """
-    data, ranks = arguments.check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
-    rows = arguments.rows_per_rank("all_gather", x, 1)
-    gathered = arguments.output("all_gather", out, data, (ranks * rows, *x.shape[1:]))
+    data, ranks = tensor_checks.check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
+    rows = tensor_checks.rows_per_rank("all_gather", x, 1)
+    gathered = tensor_checks.output("all_gather", out, data, (ranks * rows, *x.shape[1:]))
     how = choose("all_gather", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(_all_gather_single, movable(gathered), movable(data), group=group, async_op=True)
-        dispatched = by_torch(start, (ranks - 1) * bytes_of(x))
+        plan = by_torch(start, (ranks - 1) * bytes_of(x))
     else:
-        dispatched = dispatch.all_gather(how, data.view(-1), gathered.view(-1), group)
+        plan = algorithm_choice.all_gather(how, data.view(-1), gathered.view(-1), group)
     result, alone = gathered if out is None else out, partial(gathered.copy_, data)
-    return run("all_gather", how, x, group, dispatched, lambda: result, async_op, alone)
+    return run("all_gather", x, group, plan, lambda: result, async_op, alone)
 
 
 @may_be_async
@@ -190,16 +188,16 @@ def broadcast(
     Raises:
         ValueError: `source` is not a rank of the group, or elements of `x` share memory.
     """
-    buffer, ranks = arguments.check_in_place("broadcast", x).contiguous(), len(ranks_of(group))
-    arguments.check_member("source", source, ranks)
+    buffer, ranks = tensor_checks.check_in_place("broadcast", x).contiguous(), len(ranks_of(group))
+    tensor_checks.check_member("source", source, ranks)
     how = choose("broadcast", algorithm, group, x, async_op)
     if how == "torch":
         start = partial(dist.broadcast, movable(buffer), group=group, async_op=True, group_src=source)
         children = gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks)
-        dispatched = by_torch(start, children * bytes_of(x))
+        plan = by_torch(start, children * bytes_of(x))
     else:
-        dispatched = dispatch.broadcast(how, buffer.view(-1), source, group)
-    return run("broadcast", how, x, group, dispatched, partial(copy_back, buffer, x), async_op)
+        plan = algorithm_choice.broadcast(how, buffer.view(-1), source, group)
+    return run("broadcast", x, group, plan, partial(copy_back, buffer, x), async_op)
 
 
 @may_be_async
@@ -228,22 +226,20 @@ def all_to_all(
         ValueError: n does not divide the rows, or the parts do not add up to them.
         CollectiveError: a peer is gone or late, or sends other sizes than this rank expects of it.
     """
-    data, ranks = arguments.check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
-    sends = arguments.check_rows("input_rows", input_rows, x, ranks)
-    comes = arguments.check_rows("output_rows", output_rows, x, ranks)
+    data, ranks = tensor_checks.check_tensor("all_to_all", x).contiguous(), len(ranks_of(group))
+    sends = tensor_checks.check_rows("input_rows", input_rows, x, ranks)
+    comes = tensor_checks.check_rows("output_rows", output_rows, x, ranks)
     if sum(sends) != len(x):
         raise ValueError(
             f"input_rows {sends} add up to {sum(sends)}, and x has {len(x)} rows; they have to agree"
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
     width = x.shape[1:].numel()  # also where x has no rows
-    how = choose("all_to_all", algorithm, group, x, async_op)
-    gives, takes = ([rows * width for rows in parts] for parts in (sends, comes))
+    how, flat, into = choose("all_to_all", algorithm, group, x, async_op), data.view(-1), received.view(-1)
+    outgoing, incoming = ([rows * width for rows in parts] for parts in (sends, comes))
     if how == "torch":
-        start = partial(gloo_workarounds.all_to_all, received.view(-1), data.view(-1), takes, gives, group)
-        dispatched = by_torch(start, bytes_of(x) - gives[rank_in(group)] * x.element_size())
+        start = partial(gloo_workarounds.all_to_all, into, flat, incoming, outgoing, group)
+        plan = by_torch(start, bytes_of(x) - outgoing[rank_in(group)] * x.element_size())
     else:
-        dispatched = dispatch.all_to_all(how, data.view(-1), received.view(-1), gives, takes, group)
-    return run(
-        "all_to_all", how, x, group, dispatched, lambda: received, async_op, partial(received.copy_, data)
-    )
+        plan = algorithm_choice.all_to_all(how, flat, into, outgoing, incoming, group)
+    return run("all_to_all", x, group, plan, lambda: received, async_op, partial(received.copy_, data))

@@ -1,9 +1,17 @@
-"""Exceptions for what goes wrong between ranks; they name the rank."""
+"""Exceptions for what goes wrong between ranks, and the words for a call that the backend gave up."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a program that only launches ranks imports no torch
+    import torch
+
 FOLLOWS = "; its own error says why"
-"""The end of an error that only follows from another rank's failure, and is thus not the first cause."""
+"""The end of an error that only follows from another rank's failure, and so is not the first cause."""
 
 
 class RankError(RuntimeError):
@@ -43,7 +51,7 @@ class RankTimeout(RankError, TimeoutError):
 
 
 class RankCountError(ValueError):
-    """A launcher started another number of ranks than the program asks for. Every rank raises it."""
+    """A launcher started more or fewer ranks than the program asks for. Every rank raises it."""
 
 
 class OutOfSync(RuntimeError):
@@ -61,4 +69,63 @@ class OutOfSync(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A call was not completed: a peer is gone, did not make the call in time, or made another one."""
+    """A call was not completed: a peer is gone, did not make the call in time, or made a different one."""
+
+
+out_of_step: list[str] = []
+"""The first error of a call that had begun in this process, if any. Other ranks may still be in that call, or
+its messages on the way, so a `Cluster` runs nothing more here."""
+
+
+def note_out_of_step(text: str) -> None:
+    """Note that the ranks are out of step from now on."""
+    if not out_of_step:
+        out_of_step.append(text)
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Note a CollectiveError of a call that has begun."""
+    try:
+        yield
+    except CollectiveError as error:
+        note_out_of_step(str(error))
+        raise
+
+
+def failed(
+    what: str, ranks: Sequence[int], error: RuntimeError, leaves_traces: bool = True
+) -> CollectiveError:
+    """Return the error for a call that the backend could not complete, with the reason in words.
+
+    leaves_traces: note that the ranks are out of step from now on.
+    """
+    import torch.distributed as dist
+
+    text = str(error)
+    if "imed out" in text:
+        reason = (
+            "the other ranks did not all make this call within the time limit; one may have skipped it, "
+            "or still be computing: look there, or give a longer timeout="
+        )
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")  # a launcher says how many ranks it started here
+        if here.isdigit() and dist.is_initialized() and int(here) < dist.get_world_size():
+            reason += "; or their hosts may no longer reach each other: try ping from one to the other"
+    elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
+        reason = "another rank's process has ended; its own error says why"
+    else:
+        reason = text
+    text = f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
+    if leaves_traces:
+        note_out_of_step(text)
+    return CollectiveError(text)
+
+
+def described(x: torch.Tensor) -> str:
+    """Return how an error names a tensor: float32[3x4]."""
+    return describe_tensor(str(x.dtype).removeprefix("torch."), x.shape)
+
+
+def describe_tensor(dtype: str, shape: Sequence[int]) -> str:
+    """Return how an error names a tensor of this dtype and shape: float32[3x4]."""
+    return f"{dtype}[{'x'.join(map(str, shape)) or 'scalar'}]"

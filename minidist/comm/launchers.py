@@ -70,7 +70,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started | None:
-    """The launcher that started this process as one of several ranks; None if there is none.
+    """Return the launcher that started this process as one of several ranks; None if there is none.
 
     ValueError if a variable is not a number.
     """
@@ -98,7 +98,7 @@ def started() -> Started | None:
 
 
 def adopt() -> None:
-    """Give this process torchrun's variables, if mpirun or srun started it; those that are set stay.
+    """Give this process torchrun's variables if mpirun or srun started it. Variables that are set stay.
 
     Raises ValueError if nothing says on which machine rank 0 is.
     """
@@ -127,34 +127,36 @@ def adopt() -> None:
 
 
 def end_with_launcher() -> None:
-    """Have a rank that a launcher started end with it, also where it is killed: the others cannot come back.
-
-    A thread looks twice a second. It is no `prctl`, which goes by the thread that started this process.
-    """
+    """Have a rank end with the launcher that started it, also a killed one: the others cannot come back."""
     parent = os.getppid()
     if started() is None:
         return
+    if parent == 1:  # the launcher itself, as in a container, or a stranger who adopts orphans
+        with suppress(OSError):
+            if not re.search(rb"python|mpi|prte|hydra|slurm", Path("/proc/1/cmdline").read_bytes()):
+                os._exit(1)
+    end_with(parent)  # no `prctl`, which goes by the thread that started this process
+
+
+def end_with(parent: int) -> None:
+    """Have this process end within a second of its parent: a thread looks twice a second."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    if parent == 1:  # the launcher itself, as in a container, or a stranger who adopts orphans
-        with suppress(OSError):
-            if not re.search(rb"python|mpi|prte|hydra|slurm", Path("/proc/1/cmdline").read_bytes()):
-                os._exit(1)
-    threading.Thread(target=watch, daemon=True, name="minidist-launcher").start()
+    threading.Thread(target=watch, daemon=True, name="minidist-parent").start()
 
 
 def without_launcher(environment: dict[str, str]) -> dict[str, str]:
-    """`environment` for processes that this one starts: they are no ranks of its launcher."""
+    """Return `environment` for processes that this one starts, which are not ranks of its launcher."""
     own = {names.rank for names in _LAUNCHERS}
     return {k: v for k, v in environment.items() if k not in own and not k.startswith("TORCHELASTIC_")}
 
 
 def number(name: str, default: int | None = None) -> int:
-    """The variable's value. ValueError if it is not a whole number."""
+    """Return a variable's value; ValueError if it is not a whole number."""
     if default is not None and name not in os.environ:
         return default
     try:
@@ -164,12 +166,12 @@ def number(name: str, default: int | None = None) -> int:
 
 
 def _first(*names: str) -> str:
-    """The first of these variables that is set, or ""."""
+    """Return the first of these variables that is set, or ""."""
     return next((name for name in names if os.environ.get(name)), "")
 
 
 def _tasks_here(ranks: int) -> int:
-    """Ranks on this machine by SLURM's list of tasks, such as "2(x3),1" for 2, 2, 2 and 1; else all ranks."""
+    """Return the ranks on this machine by SLURM's list of tasks: "2(x3),1" is 2, 2, 2, 1. Else all ranks."""
     tasks = os.environ.get(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "")
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
@@ -179,7 +181,7 @@ def _tasks_here(ranks: int) -> int:
 
 
 def _first_host(found: Started) -> str | None:
-    """The machine of rank 0: this one if it has all ranks, or the first of SLURM's node list."""
+    """Return the machine of rank 0: this one if it has all ranks, or the first of SLURM's node list."""
     nodes = os.environ.get(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), "")
     # "rack1gpu[03-05,9],login1" begins with rack1gpu03.
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)

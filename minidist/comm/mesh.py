@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.group_table import GroupTable
-from minidist.comm.work import Group, limit_of, process_group
+from minidist.comm.work import Group, GroupTable, limit_of, process_group, ranks_of
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
@@ -159,3 +158,21 @@ def check_ranks(sizes: dict[str, int], ranks: int) -> None:
             remedy = f"change the layout, to {axis}={ranks // others} for one, or start {needed} ranks"
             break
     raise ValueError(f"the layout needs {needed} ranks ({product}) and the world has {ranks}; {remedy}")
+
+
+def duplicate_group(group: Group) -> Group:
+    """Make another group of the same ranks in the same order. All of them call it, and no others.
+
+    Its messages do not wait for those of the first one. Over NCCL, two ranks of a group exchange all their
+    messages in the order in which each of them made its calls. If both send first, or one posts a receive
+    before a send, they wait for ever; with a group for each direction they do not. gloo needs none: there
+    each message travels by itself.
+
+    Connections are made when they are first used. A group of one rank is returned as it is.
+    """
+    ranks = ranks_of(group)
+    if len(ranks) == 1:
+        return group
+    limit = timedelta(seconds=limit_of(group))
+    made: Group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    return made

@@ -12,11 +12,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from minidist.comm.arguments import check_in_place, check_member, check_plain, check_tensor, rows_per_rank
-from minidist.comm.ledgers import MessageIdentity
-from minidist.comm.may_be_async import may_be_async
-from minidist.comm.transport import dispatch, mailbox_registry
-from minidist.comm.transport.algorithm_choice import choose, preferred
+from minidist.comm.opaque import may_be_async
+from minidist.comm.tensor_checks import (
+    check_in_place,
+    check_member,
+    check_plain,
+    check_tensor,
+    rows_per_rank,
+)
+from minidist.comm.transport import algorithm_choice, mailbox_registry
 from minidist.comm.transport.gloo_workarounds import movable
 from minidist.comm.work import (
     Group,
@@ -50,14 +54,11 @@ def send(
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
     by_library = partial(dist.isend, data, group=group, group_dst=destination)
-    ranks = ranks_of(group)
-    message = MessageIdentity(
-        ranks[rank_in(group)], ranks[destination], tag, mailbox_registry.number_of(group)
-    )
-    box = mailbox_registry.outgoing(message.destination, data) if _may_share() else None
+    message = mailbox_registry.identity(rank_in(group), destination, tag, group)
+    box = mailbox_registry.outgoing(message.destination, data)
     if box is None:
-        dispatched = by_torch(partial(by_library, tag=tag), bytes_of(x))
-        return run("send", "torch", x, group, dispatched, lambda: x, async_op, message=message)
+        plan = by_torch(partial(by_library, tag=tag), bytes_of(x))
+        return run("send", x, group, plan, lambda: x, async_op, message=message)
 
     def start(at_once: bool) -> Any:
         if box.put((message.group, tag), data, partial(limit_of, group)):
@@ -84,15 +85,12 @@ def recv(
     """
     buffer = check_in_place("recv", x).contiguous()
     _check_peer("source", source, group)
-    ranks = ranks_of(group)
-    message = MessageIdentity(ranks[source], ranks[rank_in(group)], tag, mailbox_registry.number_of(group))
-    box = mailbox_registry.incoming(message.source, buffer) if _may_share() else None
-    if box is None:
-        dispatched = by_torch(partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
-    else:
-        dispatched = by_torch(partial(mailbox_registry.Arrival, box, buffer, group, source, tag), 0)
-    how = "shared_memory" if box else "torch"
-    return run("recv", how, x, group, dispatched, partial(copy_back, buffer, x), async_op, message=message)
+    message = mailbox_registry.identity(source, rank_in(group), tag, group)
+    by_mailbox = mailbox_registry.incoming(source, buffer, tag, group)
+    plan = by_torch(by_mailbox or partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
+    if by_mailbox:
+        plan = plan._replace(algorithm="shared_memory")
+    return run("recv", x, group, plan, partial(copy_back, buffer, x), async_op, message=message)
 
 
 def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
@@ -105,7 +103,7 @@ def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
         ValueError: `destination` is not another rank of the group.
     """
     _check_peer("destination", destination, group)
-    box = mailbox_registry.outgoing(ranks_of(group)[destination], torch.empty(0)) if _may_share() else None
+    box = mailbox_registry.outgoing(ranks_of(group)[destination], torch.empty(0))
     if box is not None:
         box.fail((mailbox_registry.number_of(group), tag), partial(limit_of, group))
 
@@ -139,13 +137,13 @@ def gather(
         return None if gathered is None else gathered.flatten(0, 1)
 
     start = partial(dist.gather, movable(data), parts, group=group, async_op=True, group_dst=destination)
-    dispatched = by_torch(start, 0 if here else bytes_of(x))
+    plan = by_torch(start, 0 if here else bytes_of(x))
 
     def alone() -> None:
         if gathered is not None:
             gathered[0].copy_(data)
 
-    return run("gather", "torch", x, group, dispatched, result, async_op, alone)
+    return run("gather", x, group, plan, result, async_op, alone)
 
 
 @may_be_async
@@ -182,13 +180,13 @@ def scatter(
         parts, sent = list(data.chunk(ranks)) if len(out) else [part] * ranks, (ranks - 1) * bytes_of(out)
     wire = None if parts is None else [movable(each) for each in parts]
     start = partial(dist.scatter, movable(part), wire, group=group, async_op=True, group_src=source)
-    dispatched = by_torch(start, sent)
+    plan = by_torch(start, sent)
 
     def alone() -> None:
         if parts is not None:
             part.copy_(parts[0])
 
-    return run("scatter", "torch", out, group, dispatched, lambda: out, async_op, alone)
+    return run("scatter", out, group, plan, lambda: out, async_op, alone)
 
 
 @may_be_async
@@ -199,16 +197,12 @@ def barrier(group: Group = None, async_op: bool = False) -> None:
         None, or the `Work` whose `wait()` returns when all have come.
     """
     nothing = torch.empty(0)
-    how = choose("barrier", "auto", group, nothing, async_op)
+    how = algorithm_choice.choose("barrier", "auto", group, nothing, async_op)
     if how == "torch":
-        dispatched = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
+        plan = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
     else:
-        dispatched = dispatch.barrier(group)
-    return run("barrier", how, nothing, group, dispatched, lambda: None, async_op)
-
-
-def _may_share() -> bool:
-    return preferred("send") == "shared_memory"
+        plan = algorithm_choice.barrier(group)
+    return run("barrier", nothing, group, plan, lambda: None, async_op)
 
 
 def _check_peer(what: str, peer: int, group: Group) -> None:

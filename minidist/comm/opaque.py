@@ -1,4 +1,4 @@
-"""Functions into which torch cannot see: `opaque` has torch.compile call one as it is.
+"""Functions into which torch cannot see: `opaque` has torch.compile call one as it is. And their types.
 
 Dynamo reads Python once and replays the tensor operations that it saw. A collective also waits for other
 ranks, and writes to memory that torch does not know of: a replay of it gives wrong numbers. A compiled model
@@ -9,10 +9,15 @@ gradient that a collective computes for a constant: `refuse_recorded` ends a pas
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
+if TYPE_CHECKING:
+    from minidist.comm.work import Work
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned", covariant=True)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -40,3 +45,20 @@ def refuse_recorded(what: str, remedy: str) -> None:
             f"this backward pass is recorded for second derivatives (create_graph=True), and {what} has "
             f"none; {remedy}"
         )
+
+
+class MaybeAsync(Protocol[Arguments, Returned]):
+    """A function of these arguments, one of which is `async_op`: with `async_op=True` it returns a `Work`."""
+
+    @overload
+    def __call__(self, *args: Any, async_op: Literal[True], **kwargs: Any) -> Work: ...
+    @overload
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned: ...
+
+
+def may_be_async(function: Callable[Arguments, Returned]) -> MaybeAsync[Arguments, Returned]:
+    """Give a function both types, and keep torch.compile out of it.
+
+    The function stays itself, so that a call costs nothing more and `help` shows it.
+    """
+    return cast("MaybeAsync[Arguments, Returned]", opaque(function))

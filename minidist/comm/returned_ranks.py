@@ -46,7 +46,7 @@ class ReturnedRanks:
             self._store.set(_key(self._own), str(self._runs))
 
     def has(self, rank: int) -> bool:
-        """Whether a rank of the world is found to have returned from the function that this rank runs.
+        """Return whether a rank of the world is known to have returned from the function that this rank runs.
 
         A thread asks: if the store's host is gone, the store never answers, whatever the limit.
         """
@@ -87,7 +87,7 @@ def end_run() -> None:
 
 
 def why_absent(rank: int) -> str:
-    """Why a rank of the world will not come, in words; "" if it may. Asks the store now and then."""
+    """Return why a rank of the world will not come, in words; "" if it may. Asks the store now and then."""
     if not _world or not _world[0].has(rank):
         return ""
     return (

@@ -1,42 +1,162 @@
-"""A call under way: checked, counted, started and waited for. And the members of the group that makes it."""
+"""A call of the communication API: counted, started and waited for. And the groups that make calls.
+
+`run` takes every call through here: it makes the ledger's entry, lets the ranks of a checked world compare
+the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from minidist.comm import checking, group_table, ledgers, one_thread, returned_ranks
-from minidist.comm.errors import CollectiveError
-from minidist.comm.failures import describe_tensor, failed, noted
-from minidist.comm.group_table import GroupTable
+from minidist.comm import checking, ledgers, returned_ranks
+from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step, noted
 from minidist.comm.stream_times import StreamTimes
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+# Groups
 
 Group = dist.ProcessGroup | None
 """A process group of torch.distributed; None is the whole world."""
 
-Result = TypeVar("Result")
+
+class GroupTable(Generic[Value]):
+    """A dictionary by process group that keeps no group alive: an entry goes when its group does.
+
+    A group that was destroyed would otherwise keep its threads, sockets and memory. A value must not hold its
+    group. Like `weakref.WeakKeyDictionary`, but every call looks here several times, and this takes a quarter
+    of the time.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, Value] = {}
+
+    def get(self, group: dist.ProcessGroup) -> Value | None:
+        """Return the group's value; None if it has none."""
+        return self._values.get(id(group))
+
+    def put(self, group: dist.ProcessGroup, value: Value) -> Value:
+        """Set the group's value, and return it."""
+        self._values[id(group)] = value
+        # The group's id may name another object only after this has run.
+        weakref.finalize(group, self._values.pop, id(group), None).atexit = False
+        return value
+
+    def values(self) -> list[Value]:
+        """Return all values."""
+        return list(self._values.values())
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._values.clear()
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
-class Dispatch(NamedTuple):
-    """How a call is carried out."""
+_memberships: GroupTable[tuple[tuple[int, ...], int]] = GroupTable()
+"""A group's members, and this rank's number among them. torch takes microseconds to answer each time."""
+is_alone = False
 
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, every group has this rank alone, as in a single process: collectives move nothing."""
+    global is_alone
+    is_alone = True
+    try:
+        yield
+    finally:
+        is_alone = False
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """Return the members of a group, as ranks of the world; (0,) where there is no world.
+
+    Raises:
+        TypeError: it is not a group.
+        ValueError: this rank is not one of them.
+    """
+    return _membership(group)[0]
+
+
+def rank_in(group: Group) -> int:
+    """Return this rank's number in a group, from 0; ValueError if it is not a member."""
+    return _membership(group)[1]
+
+
+def _membership(group: Group) -> tuple[tuple[int, ...], int]:
+    if is_alone:
+        return (0,), 0
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:  # there is no world
+            return (0,), 0
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"group is {group!r}; give a process group, such as a Mesh's group('dp'), or None for all ranks"
+        )
+    found = _memberships.get(group)
+    if found is None:
+        own = dist.get_rank(group)
+        if own < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
+            )
+        found = _memberships.put(group, (tuple(dist.get_process_group_ranks(group)), own))
+    return found
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """Return the group itself, or the world's where it is None."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def limit_of(group: Group) -> float:
+    """Return the seconds that a call waits: the least of the group's and the world's limits.
+
+    The world's counts because torch gives a new group 30 minutes.
+    """
+    groups, cpu = {process_group(group), process_group(None)}, [torch.device("cpu")]  # a dry run's names none
+    limits = (one._get_backend(each).options._timeout for one in groups for each in one._device_types or cpu)
+    return float(min(limits).total_seconds())
+
+
+def forget_groups() -> None:
+    """Forget what is known of groups, because their world has ended."""
+    _memberships.clear()
+
+
+# Calls
+
+
+class CallPlan(NamedTuple):
+    """How a call will be carried out."""
+
+    algorithm: str  # as the ledger names it: "torch", "shared_memory", "ring"
     start: Callable[[bool], Any]  # begins it, and with True returns at once; gives the handle to wait on
     bytes_sent: int  # what the other ranks get from this one
-    bytes_on_wire: int  # of these, through sockets
+    bytes_on_wire: int  # the part of them that goes through sockets
 
 
-def by_torch(start: Callable[[], Any], bytes_sent: int) -> Dispatch:
-    """A call of torch.distributed, which always returns at once."""
-    return Dispatch(lambda at_once: start(), bytes_sent, bytes_sent)
+def by_torch(start: Callable[[], Any], bytes_sent: int) -> CallPlan:
+    """Plan a call of torch.distributed, which always returns at once."""
+    return CallPlan("torch", lambda at_once: start(), bytes_sent, bytes_sent)
 
 
 MANY = 64
-"""From so many calls under way on, those that are complete are forgotten."""
-_under_way: set[Work] = set()
+"""When this many calls are under way, the complete ones among them are forgotten."""
+under_way: set[Work] = set()
 """Calls that nobody has waited for yet. They are kept because gloo drops the message of a send with its
 handle, and the receiver then waits in vain."""
 
@@ -50,7 +170,7 @@ class Work:
     def __init__(
         self, call: ledgers.Call, start: Callable[[bool], Any], result: Callable[[], Any], at_once: bool
     ) -> None:
-        self._check = checking.enter(call)
+        self._check = None if checking.checker is None else checking.checker.enter(call)
         self._call, self._result = call, result
         self._value: Any = None
         self._waited = False
@@ -65,10 +185,10 @@ class Work:
         self._call.waited = returned - self._started
         for watcher in ledgers.watchers:
             watcher.called(call, self._started, returned, at_once, self._handle is None)
-        if len(_under_way) >= MANY:
+        if len(under_way) >= MANY:
             # A copy, because other threads make calls too.
-            _under_way.difference_update([work for work in list(_under_way) if work.done()])
-        _under_way.add(self)
+            under_way.difference_update([work for work in list(under_way) if work.done()])
+        under_way.add(self)
 
     def wait(self) -> Any:
         """Wait until the call is complete, and return its result. A second `wait` returns the same at once.
@@ -77,7 +197,7 @@ class Work:
             CollectiveError: a peer is gone, or did not make the same call within the time limit.
         """
         if not self._waited:
-            _under_way.discard(self)
+            under_way.discard(self)
             if self._check is not None:
                 with noted():
                     self._check()
@@ -105,22 +225,21 @@ class Work:
         return self._value
 
     def done(self) -> bool:
-        """True where `wait` would not block. Of a send or a receive, gloo can say so only after it."""
+        """Return whether `wait` would return at once. Of a message, gloo knows it only after `wait`."""
         handle = self._handle
         return self._waited or handle is None or bool(handle.is_completed())
 
     def forget(self) -> None:
         """Give up on a call whose peer is dead: a send that was under way then may never complete."""
-        _under_way.discard(self)
+        under_way.discard(self)
         cancel = getattr(self._handle, "cancel", None)
         if cancel is not None:
             cancel()
 
     def _failed(self, error: RuntimeError) -> CollectiveError:
         call = self._call
-        what = f"{call.name} of {describe_tensor(call.dtype, call.shape)}"
         by_mailbox = call.message is not None and call.algorithm == "shared_memory"  # which forgets it
-        return failed(what, call.group, error, leaves_traces=not by_mailbox)
+        return failed(_words(call), call.group, error, leaves_traces=not by_mailbox)
 
 
 def call_of(
@@ -132,7 +251,7 @@ def call_of(
     bytes_on_wire: int = 0,
     message: ledgers.MessageIdentity | None = None,
 ) -> ledgers.Call:
-    """The ledger's entry for a call."""
+    """Make the ledger's entry for a call."""
     dtype, shape, ranks = str(x.dtype).removeprefix("torch."), tuple(x.shape), ranks_of(group)
     sent = bytes_sent, bytes_on_wire
     return ledgers.Call(name, algorithm, dtype, shape, ranks, *sent, message=message, on_gpu=x.is_cuda)
@@ -140,10 +259,9 @@ def call_of(
 
 def run(
     name: str,
-    algorithm: str,
     x: torch.Tensor,
     group: Group,
-    dispatched: Dispatch,
+    plan: CallPlan,
     result: Callable[[], Result],
     async_op: bool,
     alone: Callable[[], object] | None = None,
@@ -154,18 +272,48 @@ def run(
     result: completes the call after the wait, and returns what the caller gets. alone: runs instead of the
     call in a group of one, which communicates with nobody.
     """
-    start, bytes_sent, bytes_on_wire = dispatched
+    algorithm, start, bytes_sent, bytes_on_wire = plan
     call = call_of(name, algorithm, x, group, bytes_sent, bytes_on_wire, message)
     if len(call.group) == 1:
         if alone is not None:
             alone()
         start = _nothing
-    one_thread.enter(group, call)
+    if message is not None:  # messages are paired by their tags: any number of threads may send them
+        work = Work(call, start, result, async_op)
+        return cast("Result", work if async_op else work.wait())
+    # The ranks of a group pair their calls by order. Two threads of a rank have no order that the other ranks
+    # could share: rank 0's first thread would be paired with rank 1's second, and both would get wrong
+    # numbers without a word. A lock would only hide it, so both threads get an error.
+    other = _inside.setdefault(group, call)
+    if other is not call:
+        _inside[group] = call  # so that the other finds it when it leaves
+        raise _two_threads(call, other)
     try:
         work = Work(call, start, result, async_op)
         return cast("Result", work if async_op else work.wait())
     finally:
-        one_thread.leave(group, call)
+        other = _inside.pop(group, call)
+        if other is not call:  # another thread has come meanwhile
+            raise _two_threads(call, other)
+
+
+_inside: dict[Group, ledgers.Call] = {}
+"""The call of each group in which a thread is now. One operation on a dictionary is atomic. Calls that are
+under way (`async_op=True`) do not count: minidist's own thread runs them in their order."""
+
+
+def _two_threads(call: ledgers.Call, other: ledgers.Call) -> CollectiveError:
+    text = (
+        f"two threads of this rank are in collectives of one group at once, {_words(call)} and "
+        f"{_words(other)}; ranks pair their calls by order, so make them in one thread, or give each thread "
+        "a group of its own, such as Mesh.duplicate's"
+    )
+    note_out_of_step(text)
+    return CollectiveError(text)
+
+
+def _words(call: ledgers.Call) -> str:
+    return f"{call.name} of {describe_tensor(call.dtype, call.shape)}"
 
 
 def _nothing(at_once: bool) -> None:
@@ -174,77 +322,17 @@ def _nothing(at_once: bool) -> None:
 
 def finish() -> None:
     """Wait for every call that nobody has waited for: done at the end of each function that a rank runs."""
-    for work in list(_under_way):
+    for work in list(under_way):
         work.wait()
 
 
 def copy_back(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Copy a contiguous buffer into `x`, unless it lies in the memory of `x`; returns `x`."""
+    """Copy a contiguous buffer into `x`, unless it lies in the memory of `x`; return `x`."""
     if buffer.data_ptr() != x.data_ptr():
         x.detach().copy_(buffer)
     return x
 
 
 def bytes_of(x: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
-
-
-_memberships: GroupTable[tuple[tuple[int, ...], int]] = GroupTable()
-"""A group's members, and this rank's number among them. torch takes microseconds to answer each time."""
-
-
-def ranks_of(group: Group) -> tuple[int, ...]:
-    """The members of a group, as ranks of the world; (0,) where there is no world.
-
-    Raises:
-        TypeError: it is not a group.
-        ValueError: this rank is not one of them.
-    """
-    return _membership(group)[0]
-
-
-def rank_in(group: Group) -> int:
-    """This rank's number in a group, from 0; ValueError if it is not a member."""
-    return _membership(group)[1]
-
-
-def _membership(group: Group) -> tuple[tuple[int, ...], int]:
-    if group_table.is_alone:
-        return (0,), 0
-    if group is None:
-        group = dist.group.WORLD
-        if group is None:  # there is no world
-            return (0,), 0
-    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
-        raise TypeError(
-            f"group is {group!r}; give a process group, such as a Mesh's group('dp'), or None for all ranks"
-        )
-    found = _memberships.get(group)
-    if found is None:
-        own = dist.get_rank(group)
-        if own < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
-            )
-        found = _memberships.put(group, (tuple(dist.get_process_group_ranks(group)), own))
-    return found
-
-
-def process_group(group: Group) -> dist.ProcessGroup:
-    """The group itself, or the world's where it is None."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def limit_of(group: Group) -> float:
-    """Seconds that a call waits: the least of the group's and the world's; a new group's is 30 minutes."""
-    groups, cpu = {process_group(group), process_group(None)}, [torch.device("cpu")]  # a dry run's names none
-    limits = (one._get_backend(each).options._timeout for one in groups for each in one._device_types or cpu)
-    return float(min(limits).total_seconds())
-
-
-def forget_groups() -> None:
-    """Forget what is known of groups, because their world has ended."""
-    _memberships.clear()

@@ -105,7 +105,7 @@ def test_every_bit_of_the_header_is_guarded(folder: Path) -> None:
     newest = checkpoints(folder)[0]
     file, made = files(newest)[0], trained(0)
     whole = file.read_bytes()
-    head = len(index._HEAD % (index.VERSION, 0))
+    head = len(index.HEAD % (index.VERSION, 0))
     for place in range(8 * head):
         at, bit = divmod(place, 8)
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
@@ -217,8 +217,8 @@ def test_a_file_outside_of_the_checkpoint_is_not_read(folder: Path, outside: str
 
 def test_another_version_is_said(folder: Path) -> None:
     file = files(checkpoints(folder)[0])[0]
-    body = file.read_bytes()[len(index._HEAD % (index.VERSION, 0)) :]
-    file.write_bytes(index._HEAD % (2, zlib.crc32(body, zlib.crc32(b"2"))) + body)
+    body = file.read_bytes()[len(index.HEAD % (index.VERSION, 0)) :]
+    file.write_bytes(index.HEAD % (2, zlib.crc32(body, zlib.crc32(b"2"))) + body)
     with pytest.raises(md.CheckpointError, match="has version 2 of the checkpoint format"):
         md.load(trained(0), file.parent)
 
@@ -430,7 +430,7 @@ def test_damaged_ones_take_no_place_of_whole_ones(tmp_path: Path) -> None:
 def test_a_save_killed_where_neither_has_the_name_loses_nothing(
     tmp_path: Path, monkeypatch: Any, step: int | None
 ) -> None:
-    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     made, path, rename = trained(), tmp_path / "one", os.rename
     target = path if step is None else path / folders.step_name(step)
     md.save(made, path, step=step, extra="first")
@@ -458,7 +458,7 @@ def test_a_save_killed_where_neither_has_the_name_loses_nothing(
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_save_replaces_what_was_there(tmp_path: Path, monkeypatch: Any, exchange: bool) -> None:
     if not exchange:
-        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     made, path = trained(), tmp_path / "one"
     for _ in range(2):
         made.step(ROWS, TARGETS)
@@ -621,7 +621,7 @@ def test_an_error_in_the_thread_surfaces_at_the_next_save(tmp_path: Path, monkey
 
     def fail() -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(writing, "_write_all", full)
+            patch.setattr(writing, "write_all", full)
             saving = md.save(made, tmp_path / "one", asynchronous=True)
             while not saving.done:
                 pass

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from minidist.comm.rendezvous import fresh_part
-from tests.helpers import warm_python
+from tests.comm.programs import torchrun
 from tests.helpers.clocks import HANG
 
 
@@ -53,38 +50,28 @@ def test_ranks_that_do_not_come_are_given_up() -> None:
 @pytest.mark.deep
 def test_torchrun_restarts_ranks_that_were_killed(tmp_path: Path) -> None:
     """In its first life rank 1 is killed after a collective, and in its second before it joins."""
-    script = tmp_path / "program.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, torch
-            import minidist as md
-            from minidist import comm
+    program = """
+        import os, signal, torch
+        import minidist as md
+        from minidist import comm
 
-            life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-            def die(when):
-                if md.rank() == 1 and life == when or when == 1 == life and os.environ["RANK"] == "1":
-                    os.kill(os.getpid(), signal.SIGKILL)
+        def die(when):
+            if md.rank() == 1 and life == when or when == 1 == life and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
 
-            die(1)
-            md.init(timeout=20)
-            total = comm.all_reduce(torch.ones(1)).item()
-            comm.barrier()
-            die(0)
-            comm.barrier()
-            if md.rank() == 0:
-                print(f"life {life}: {total:g}")
-            """
-        )
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-    done = warm_python.run(
-        [*command, "--nproc-per-node", "2", "--max-restarts", "2", str(script)],
-        timeout=HANG,
-        env={**environment, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "6"},
-    )
+        die(1)
+        md.init(timeout=20)
+        total = comm.all_reduce(torch.ones(1)).item()
+        comm.barrier()
+        die(0)
+        comm.barrier()
+        if md.rank() == 0:
+            print(f"life {life}: {total:g}")
+    """
+    options = ("--monitor-interval", "0.1", "--max-restarts", "2")
+    done = torchrun(tmp_path, program, *options, children="6", without="TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "life 2: 2\n"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm import returned_ranks
 from minidist.comm.returned_ranks import ReturnedRanks
-from tests.helpers import warm_python
+from tests.comm.programs import torchrun
 from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
@@ -85,17 +83,14 @@ def test_a_rank_that_is_late_has_not_returned(cluster_of: Clusters) -> None:
 
 @pytest.mark.deep
 def test_torchrun_ends_when_a_rank_waits_for_one_that_has_returned(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import torch, minidist as md\n"
-        "def loop():\n"
-        "    for _ in range(4 - md.rank()):\n"
-        "        md.comm.all_reduce(torch.ones(3))\n"
-        "md.launch(loop, ranks=2)\n"
-    )
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, warm_python.CHILDREN: "2"}
-    done = warm_python.run([sys.executable, *command], timeout=HANG, env=environment)
+    program = """
+        import torch, minidist as md
+        def loop():
+            for _ in range(4 - md.rank()):
+                md.comm.all_reduce(torch.ones(3))
+        md.launch(loop, ranks=2)
+    """
+    done = torchrun(tmp_path, program)
     assert done.returncode
     assert "rank 1 has returned from its function, and will never join this call" in done.stderr
 

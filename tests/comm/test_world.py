@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 import minidist as md
 from minidist import comm
-from tests.helpers import warm_python
-from tests.helpers.clocks import HANG
+from tests.comm.programs import run_script, torchrun
 
 
 def test_a_process_alone_is_a_world_of_one() -> None:
@@ -44,9 +39,8 @@ for gpus in range(3):
 """
 
 
-def test_ranks_that_leave_a_gpu_idle_say_so_once() -> None:
-    command = [sys.executable, "-c", FEW_GPUS]
-    done = warm_python.run(command, timeout=HANG)
+def test_ranks_that_leave_a_gpu_idle_say_so_once(tmp_path: Path) -> None:
+    done = run_script(tmp_path, FEW_GPUS)
     assert done.returncode == 0, done.stderr
     for gpus, line in enumerate(done.stdout.splitlines(keepends=True)):
         backend = "cpu:gloo,cuda:nccl" if gpus == 2 else "gloo"
@@ -54,22 +48,6 @@ def test_ranks_that_leave_a_gpu_idle_say_so_once() -> None:
         told = "2 ranks of this machine share 1 GPU(s), so all ranks compute on CPUs" in line
         assert told == (gpus == 1)
     assert gpus == 2
-
-
-def torchrun(tmp_path: Path, text: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(text))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        str(script),
-    ]
-    return warm_python.run(
-        command, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
-    )
 
 
 def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:

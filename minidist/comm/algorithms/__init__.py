@@ -21,8 +21,7 @@ registry           every algorithm by operation and name; the schedule of all ra
 formulas           bytes that a rank sends, in closed form
 proof              runs a schedule in one process, and checks its result
 drawing            draws a schedule
-message_segments   cuts messages into segments, and finds what each waits for
-execute            runs a rank's steps over torch.distributed
+execute            runs a rank's steps over torch.distributed, in segments that overlap
 
 For readers of Horovod: `hvd.size()`, `hvd.rank()` and `hvd.local_rank()` are `minidist.size()`,
 `minidist.rank()` and `minidist.local_rank()`; `hvd.allreduce(x)` is `comm.all_reduce(x, op="mean")`, since

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidist.comm.failures import describe_tensor
+from minidist.comm.errors import describe_tensor
 from minidist.comm.ledgers import Call
 
 _COMM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -39,17 +39,17 @@ class Record(NamedTuple):
     compared: int = 0  # how many of the group's calls this rank has compared when it sends the record
 
     def at(self, depth: int = 1) -> str:
-        """The call in words, with so many lines of the stack."""
+        """Describe the call, with the first `depth` lines of the stack."""
         return f"{self.words} at {', called at '.join(f'{path}:{n}' for path, _, n in self.stack[:depth])}"
 
     def contradicts(self, other: Record) -> bool:
-        """True where the two cannot be one collective, or one message."""
+        """Return whether the two cannot be the same collective, or the same message."""
         rows = self.rows.get(other.rank, ()), other.rows.get(self.rank, ())
         return self.kind != other.kind or rows[0] != rows[1][::-1]
 
 
 def find_swap(rounds: Iterable[dict[int, Record]], now: Iterable[Record]) -> str:
-    """The error for a call in `now` and one of an earlier round that two ranks swapped; "" without one."""
+    """Return the error for calls that two ranks made in opposite order, the last of them `now`; else ""."""
     for one, other in combinations(now, 2):
         for earlier in rounds if one.stack != other.stack else ():
             first, other_first = earlier[one.rank], earlier[other.rank]
@@ -74,7 +74,7 @@ def find_swap(rounds: Iterable[dict[int, Record]], now: Iterable[Record]) -> str
 
 
 def _difference(one: Stack, other: Stack) -> tuple[int, bool]:
-    """How many frames two places need to differ, and whether they are one, or two lines of one function."""
+    """Return how many frames tell two places apart, and whether they are in one function, or the same."""
     for depth, (frame, other_frame) in enumerate(zip(one, other, strict=False), 1):
         if frame != other_frame:
             return depth, frame[:2] == other_frame[:2]
@@ -82,7 +82,10 @@ def _difference(one: Stack, other: Stack) -> tuple[int, bool]:
 
 
 def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, Any]] | None:
-    """A call that this thread begins and the collective's variables, from the stack; None inside comm."""
+    """Return the record of the call that this thread begins, and the local variables of its function.
+
+    None if comm itself makes the call.
+    """
     frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     while frames and frames[0].f_code.co_name != call.name:
         frames.pop(0)
@@ -112,7 +115,7 @@ def read_call(rank: int, call: Call, ordered: bool) -> tuple[Record, dict[str, A
 
 
 def user_stack(frame: FrameType) -> Stack:
-    """The frames outside of minidist, torch and Python; in autograd's own threads, the hook of minidist's."""
+    """Return the frames of the user's code; in a thread of autograd, which has none, minidist's own hook."""
     places = [(f.f_code.co_filename, f.f_code.co_firstlineno, line) for f, line in walk_stack(frame)]
     outside = [place for place in places if not place[0].startswith(_COMM)] or places
     return tuple(place for place in outside if not place[0].startswith(_LIBRARY)) or (outside[0],)

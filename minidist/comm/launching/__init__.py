@@ -5,12 +5,12 @@ ranks over sockets, and reports the first rank that fails.
 
 - `launch.py`: `minidist.launch`, one function on fresh ranks, or under torchrun
 - `cluster.py`: `Cluster`, ranks that stay up between runs
-- `arguments.py`: checks of its arguments
 - `rank_processes.py`: the caller's handles of the supervisor and of each rank's process
 - `collect_results.py`: wait for the ranks; find the first failure
+- `channel.py`: messages between the caller and a rank, over a socket
 - `sending.py`: functions, results and handles of kept objects as bytes, with the source of notebook cells
 - `supervisor.py`: runs in the supervisor process
 - `worker.py`: runs in a rank
-- `safeguards.py`: what a new process checks: it must not launch ranks itself, and must die with its parent
+- `safeguards.py`: a process that starts must not launch ranks itself, and must die with its parent
 - `cores.py`: how many cores this process may use
 """

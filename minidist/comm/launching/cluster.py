@@ -18,14 +18,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from minidist._arguments import check_whole
+from minidist._arguments import check_whole, is_number, is_whole
 from minidist.comm.errors import RankError
 from minidist.comm.launchers import without_launcher
-from minidist.comm.launching.arguments import check_ranks, check_seconds
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
 from minidist.comm.launching.rank_processes import RankProcess, stop, supervisor
-from minidist.comm.launching.safeguards import check_loopback
 from minidist.comm.launching.sending import Keeping, Kept, WithSource, pickle_call, unpickle_result
 from minidist.comm.launching.worker import Setup
 
@@ -36,6 +34,8 @@ COLLECTIVE_TIMEOUT = 300.0
 COLLECTIVE_MARGIN = 5.0
 """Seconds that a collective waits beyond the run's limit. The run's error comes first, since it says where
 each rank is."""
+LONGEST_TIMEOUT = 1e6
+"""Seconds. Beyond this the clocks of the libraries below soon overflow."""
 _REPLACED = """fresh processes replace the ranks, and what they kept is gone, because their last run caught an
 error that left them out of step: {}"""
 
@@ -82,12 +82,12 @@ class Cluster:
         self.ranks = ranks
         self.threads = max(1, available_cores() // ranks) if threads is None else threads
         check_whole("threads", self.threads, 1)
-        self.timeout = None if timeout is None else check_seconds("timeout", timeout)
-        self.start_timeout = check_seconds("start_timeout", start_timeout)
+        self.timeout = None if timeout is None else _check_seconds("timeout", timeout)
+        self.start_timeout = _check_seconds("start_timeout", start_timeout)
         if not isinstance(check, bool):
             raise TypeError(f"check is {check!r}; give True or False")
         self.check = check
-        self.may_fail = check_ranks("may_fail", may_fail, ranks)
+        self.may_fail = _check_ranks("may_fail", may_fail, ranks)
         if check and self.may_fail:
             raise ValueError(
                 f"check=True compares every rank's calls, and may_fail names ranks {sorted(self.may_fail)}, "
@@ -212,7 +212,7 @@ class Cluster:
         directory = "/"
         with contextlib.suppress(FileNotFoundError):  # the directory has been removed
             directory = os.getcwd()
-        check_loopback()
+        _check_loopback()
         with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
             limit = COLLECTIVE_TIMEOUT if self.timeout is None else self.timeout + COLLECTIVE_MARGIN
             setup = Setup(
@@ -237,3 +237,36 @@ class Cluster:
             except BaseException:
                 self._stop(0.0)
                 raise
+
+
+def _check_ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
+    """Return the ranks that `value` names; raise an error unless all are ranks of the cluster."""
+    given = tuple(value) if isinstance(value, Iterable) else value
+    if not isinstance(given, tuple) or not all(map(is_whole, given)):
+        raise TypeError(f"{name} is {given!r}; give ranks, such as (1, 2)")
+    if not set(given) <= set(range(ranks)):
+        raise ValueError(f"{name} is {given}; the ranks are 0 to {ranks - 1}: give some of them")
+    return frozenset(given)
+
+
+def _check_seconds(name: str, value: float) -> float:
+    """Return `value` as a float; raise an error unless it is a time limit."""
+    if not is_number(value):
+        raise TypeError(f"{name} is {value!r}; give a number of seconds")
+    if not 0 < value <= LONGEST_TIMEOUT:
+        none = ", or None for no limit" if name == "timeout" else ""
+        raise ValueError(f"{name} is {value}; give seconds above 0 and up to {LONGEST_TIMEOUT:.0f}{none}")
+    return float(value)
+
+
+def _check_loopback() -> None:
+    """Raise ConnectionError if 127.0.0.1 cannot be reached: ranks would try for minutes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("127.0.0.1", 9))  # looks up the way, and sends nothing
+        except OSError as error:
+            raise ConnectionError(
+                error.errno,
+                f"ranks of one machine meet at 127.0.0.1, which cannot be reached ({error.strerror}): the "
+                "interface lo may be down; ip link set lo up",
+            ) from None

@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 
+from minidist.comm.launching.channel import Connection
 from minidist.comm.launching.safeguards import check_not_starting
 from minidist.comm.launching.supervisor import REQUEST
-from minidist.comm.transport.channel import Connection
 
 START_METHODS = ("fork", "spawn")
 KILL_TIMEOUT = 3.0

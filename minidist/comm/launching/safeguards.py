@@ -1,15 +1,14 @@
-"""Safeguards: a process that starts launches no ranks, and dies with its parent; ranks can meet."""
+"""Safeguards: a process that starts launches no ranks, and dies with its parent."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import socket
 import sys
-import threading
-import time
 from types import FrameType
+
+from minidist.comm.launchers import end_with
 
 _PR_SET_PDEATHSIG = 1
 _starting = False
@@ -49,24 +48,5 @@ def die_with_parent(parent: int) -> bool:
 def watch_parent() -> None:
     """Have this process end with its parent; where the kernel cannot do it, a thread does within a second."""
     parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
     if not die_with_parent(parent):
-        threading.Thread(target=watch, daemon=True, name="minidist-parent").start()
-
-
-def check_loopback() -> None:
-    """ConnectionError if 127.0.0.1 cannot be reached: ranks would try for minutes."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            asked.connect(("127.0.0.1", 9))  # looks up the way, and sends nothing
-        except OSError as error:
-            raise ConnectionError(
-                error.errno,
-                f"ranks of one machine meet at 127.0.0.1, which cannot be reached ({error.strerror}): the "
-                "interface lo may be down; ip link set lo up",
-            ) from None
+        end_with(parent)

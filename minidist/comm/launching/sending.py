@@ -112,7 +112,7 @@ def _name(function: object) -> str:
 
 
 def require_function(function: object) -> None:
-    """TypeError where `function` is not one."""
+    """Raise TypeError if `function` is not callable."""
     if not callable(function):
         raise TypeError(
             f"function is {function!r}, of type {type(function).__name__}; give the function itself, "
@@ -127,7 +127,7 @@ def pickle_call(
     held: Collection[int] = (),
     forgotten: Collection[int] = (),
 ) -> bytes:
-    """Pickle a call. TypeError where `function` is not one, or something cannot be pickled.
+    """Pickle a call. TypeError if `function` is not callable, or something cannot be pickled.
 
     held: keys of the objects that the ranks keep. forgotten: keys of those that they can let go.
     """
@@ -150,7 +150,7 @@ def pickle_call(
 
 
 def unpickle_result(rank: int, value: bytes | RankError) -> Any:
-    """Unpickle what a rank returned. A RankError, in the place of a result, is passed on."""
+    """Unpickle what a rank returned. A RankError that stands for a result is returned as it is."""
     if isinstance(value, RankError):
         return value
     try:

@@ -21,8 +21,8 @@ import traceback
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from minidist.comm.launching.channel import Connection
 from minidist.comm.launching.safeguards import set_starting, watch_parent
-from minidist.comm.transport.channel import Connection
 
 _OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "sending.py"))
 """Files whose frames the user does not need in a traceback."""
@@ -106,7 +106,7 @@ def _run(call: bytearray, limit: float | None) -> Returned:
     import cloudpickle
     import torch.distributed as dist
 
-    from minidist.comm import checking, failures, returned_ranks, work
+    from minidist.comm import checking, errors, returned_ranks, work
     from minidist.comm.launching.sending import forget
 
     joined = dist.group.WORLD
@@ -122,7 +122,7 @@ def _run(call: bytearray, limit: float | None) -> Returned:
         work.finish()
     returned_ranks.end_run()
     try:
-        return Returned(bytes(cloudpickle.dumps(value)), *failures.out_of_step[:1])
+        return Returned(bytes(cloudpickle.dumps(value)), *errors.out_of_step[:1])
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise TypeError(

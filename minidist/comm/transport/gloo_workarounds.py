@@ -41,20 +41,20 @@ def movable(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_to_all(
-    received: torch.Tensor, sent: torch.Tensor, takes: Sequence[int], gives: Sequence[int], group: Group
+    received: torch.Tensor, sent: torch.Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: Group
 ) -> Any:
-    """As torch's, for flat tensors of any dtype; returns its handle. takes, gives: elements for each rank."""
+    """As torch's, for flat tensors of any dtype. incoming, outgoing: elements from and to each rank."""
     scale = 1 if sent.dtype in _DTYPES else sent.element_size()
-    takes, gives = ([scale * count for count in parts] for parts in (takes, gives))
-    return dist.all_to_all_single(movable(received), movable(sent), takes, gives, group, async_op=True)
+    incoming, outgoing = ([scale * count for count in parts] for parts in (incoming, outgoing))
+    return dist.all_to_all_single(movable(received), movable(sent), incoming, outgoing, group, async_op=True)
 
 
 def scatter_by_chunks(
-    parts: torch.Tensor, share: torch.Tensor, reduce: Callable[..., torch.Tensor], group: Group
+    parts: torch.Tensor, shard: torch.Tensor, reduce: Callable[..., torch.Tensor], group: Group
 ) -> None:
     """Reduce-scatter by an all-to-all and a local reduction, a range of columns at a time, to save memory.
 
-    parts: (ranks, length), row r for rank r. share: (length,), this rank's result.
+    parts: (ranks, length), row r for rank r. shard: (length,), this rank's result.
     """
     ranks, length = parts.shape
     width = max(1, CHUNK // (ranks * parts.element_size()))
@@ -64,7 +64,7 @@ def scatter_by_chunks(
         outgoing, incoming = (buffer[: part.numel()].view(part.shape) for buffer in (sent, arrived))
         outgoing.copy_(part)
         dist.all_to_all_single(movable(incoming), movable(outgoing), group=group)
-        share[low : low + width].copy_(reduce(incoming, dim=0))
+        shard[low : low + width].copy_(reduce(incoming, dim=0))
 
 
 def tree_children(rank: int, ranks: int) -> int:

@@ -1,9 +1,9 @@
 """A mailbox, in which one rank sends messages to another of its host through memory that both map.
 
 A mailbox has a ring of records, which describe the messages, and a ring of bytes. The sender copies a tensor
-in and goes on; the receiver copies it out when it asks for it (`mailbox_receiver.py`). So a message costs two
-copies, and no third thread, like gloo's, takes time on a core on which a rank computes. Two semaphores order
-everything: one has a token for each record that was written, the other for each that was taken.
+in and goes on; the receiver copies it out when it asks for it. So a message costs two copies, and no third
+thread, like gloo's, takes time on a core on which a rank computes. Two semaphores order everything: one has a
+token for each record that was written, the other for each that was taken.
 
 A message that finds no room goes elsewhere, through torch.distributed, and its record says so. Messages of
 one key arrive in order. A record may also say that the sender has failed and sends no more of that key; the
@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 import torch
 
-from minidist.comm.transport.segments import padded
-from minidist.comm.transport.semaphores import LINE, Semaphore, address_of
+from minidist.comm.errors import FOLLOWS
+from minidist.comm.transport.host import LINE, SPINS, Process, Semaphore, address_of, padded
 
 RECORDS = 1024
 """The most messages in a mailbox."""
@@ -102,6 +102,11 @@ class Outgoing:
             self._wait_for_record(limit)
             self._record(0, FAILED, key)
 
+    def close(self) -> None:
+        """Close the file. Its memory stays mapped as long as this object lives."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
     def _record(self, size: int, offset: int, key: Key) -> None:
         """Write the next record, and post its token."""
         at = RECORDS_START + self._sent % RECORDS * RECORD.size
@@ -109,11 +114,6 @@ class Outgoing:
         self._sent += 1
         self._ends.append(self._next)
         self._written.post()
-
-    def close(self) -> None:
-        """Close the file. Its memory stays mapped as long as this object lives."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
     def _wait_for_record(self, limit: Callable[[], float]) -> None:
         """Free what was taken, and wait while all records are in use."""
@@ -146,3 +146,178 @@ class Outgoing:
             self._allocated = more
         self._next = end
         return first % CAPACITY
+
+
+class Arrival:
+    """A message that the receiver has asked for, with `wait` and `is_completed` like torch's handles.
+
+    limit: returns the seconds to wait. receive_elsewhere: receives it through torch.distributed.
+    """
+
+    def __init__(
+        self,
+        box: Incoming,
+        key: Key,
+        x: torch.Tensor,
+        limit: Callable[[], float],
+        receive_elsewhere: Callable[[], object],
+    ) -> None:
+        self.box, self.key, self.x, self.limit = box, key, x, limit
+        self.size = x.numel() * x.element_size()
+        self.came = -1  # bytes that the sender sent; -1 before it did
+        self.elsewhere = False  # it comes through torch.distributed
+        self._failed = False  # the sender has failed and does not send it
+        self._receive_elsewhere = receive_elsewhere
+
+    def wait(self) -> None:
+        """Wait until the message has arrived.
+
+        Raises:
+            RuntimeError: the sender has ended, is late, has failed, or has sent another size.
+        """
+        self.box.wait(self)
+        if self._failed:
+            raise RuntimeError(f"rank {self.box.source} failed, and this belongs to what it did{FOLLOWS}")
+        if self.elsewhere:
+            self._receive_elsewhere()
+
+    def cancel(self) -> None:
+        """Stop asking for it. The message then goes to whoever asks next."""
+        self.box.cancel(self)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        self.box.look()
+        return self.came >= 0 and not self.elsewhere
+
+    def deliver(self, message: memoryview | bytes | int | None) -> None:
+        """Copy a message to its place, unless it has another size.
+
+        message: its bytes; only its size if it comes elsewhere; None if the sender has failed.
+        """
+        if message is None:
+            self._failed, self.came = True, self.size
+        elif isinstance(message, int):
+            self.elsewhere, self.came = True, message
+        else:
+            if len(message) == self.size and message:
+                source = message if isinstance(message, bytes) else address_of(message)
+                ctypes.memmove(self.x.data_ptr(), source, self.size)
+            self.came = len(message)
+
+
+class Incoming:
+    """The receiver's end.
+
+    source, sender: the sender's rank in the world, and its process. patient: sleep at once, without spinning,
+    because there are more ranks than cores. refused: returns whether the sender has found that it cannot use
+    the mailbox. why_absent: returns why the sender will send no more, or "".
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        source: int,
+        sender: Process,
+        patient: bool,
+        refused: Callable[[], bool],
+        why_absent: Callable[[], str],
+    ) -> None:
+        self._memory, self.source, self._sender, self._refused = memory, source, sender, refused
+        self._why_absent = why_absent
+        self._written, self._taken = Semaphore(memory), Semaphore(memory[LINE:])
+        self._spins = 0 if patient else SPINS
+        self._count = 0  # of records taken
+        self._expected: dict[Key, deque[Arrival]] = {}
+        self._early: dict[Key, deque[bytes | int | None]] = {}  # arrived before anybody asked; see `deliver`
+        self._lock = threading.Lock()
+
+    def expect(
+        self,
+        key: Key,
+        x: torch.Tensor,
+        limit: Callable[[], float],
+        receive_elsewhere: Callable[[], object],
+    ) -> Arrival:
+        """Ask for the next message of a key that nobody has asked for yet, into a contiguous tensor."""
+        arrival = Arrival(self, key, x, limit, receive_elsewhere)
+        with self._lock:
+            early = self._early.get(key)
+            if early:
+                arrival.deliver(early.popleft())
+                if not early:
+                    del self._early[key]
+            else:
+                self._expected.setdefault(key, deque()).append(arrival)
+        return arrival
+
+    def cancel(self, arrival: Arrival) -> None:
+        """Stop asking for what `expect` returned."""
+        with self._lock:
+            asking = self._expected.get(arrival.key)
+            if arrival.came < 0 and asking is not None:
+                asking.remove(arrival)
+
+    def look(self) -> None:
+        """Take the messages that have arrived, without waiting."""
+        while self._written.try_wait():
+            self._take()
+
+    def wait(self, arrival: Arrival) -> None:
+        """Wait for what `expect` returned.
+
+        Raises:
+            RuntimeError: the sender has ended, or does not send in that time; or the size differs.
+        """
+        try:
+            self._wait(arrival)
+        except BaseException:
+            self.cancel(arrival)
+            raise
+        if arrival.came != arrival.size:
+            raise RuntimeError(
+                f"the message that came has {arrival.came} bytes, and {arrival.size} were expected; give "
+                "the same shape and dtype to the send and the receive"
+            )
+
+    def _wait(self, arrival: Arrival) -> None:
+        spins, begun, reason = self._spins, time.monotonic(), ""
+        while arrival.came < 0:
+            if self._written.try_wait():
+                self._take()
+            elif spins > 0:
+                spins -= 1
+                os.sched_yield()
+            elif self._written.timed_wait():
+                self._take()
+            elif not self._count and self._refused():
+                arrival.came, arrival.elsewhere = arrival.size, True
+            elif reason:
+                raise RuntimeError(reason)
+            elif reason := self._why_gone():
+                continue  # it may have sent just before, and another thread may have that in its hands
+            elif time.monotonic() - begun > arrival.limit():
+                raise RuntimeError(f"timed out after {arrival.limit():g} s waiting for a message")
+
+    def _why_gone(self) -> str:
+        """Why no message will come any more; "" if one may."""
+        if not self._sender.alive():
+            return "connection closed by peer: the sender's process has ended"
+        return self._why_absent()
+
+    def _take(self) -> None:
+        """Take the next record, for a token that this thread has, and deliver or keep its message."""
+        with self._lock:
+            at = RECORDS_START + self._count % RECORDS * RECORD.size
+            size, offset, group, tag = RECORD.unpack_from(self._memory, at)
+            message: memoryview | int | None = None
+            if offset != FAILED:
+                message = size if offset == ELSEWHERE else self._memory[CONTROL + offset :][:size]
+            asking = self._expected.get((group, tag))
+            if asking:
+                asking.popleft().deliver(message)
+            else:
+                kept = bytes(message) if isinstance(message, memoryview) else message
+                self._early.setdefault((group, tag), deque()).append(kept)
+            self._count += 1
+            self._taken.post()

@@ -11,18 +11,19 @@ import hashlib
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from minidist.comm import returned_ranks
-from minidist.comm.errors import FOLLOWS
-from minidist.comm.group_table import GroupTable
-from minidist.comm.transport import mailbox, mailbox_receiver, segments, semaphores
-from minidist.comm.transport.hosts import Process, this_process
-from minidist.comm.work import Group, limit_of, process_group, ranks_of
+from minidist.comm.ledgers import MessageIdentity
+from minidist.comm.transport import host, mailbox
+from minidist.comm.transport.algorithm_choice import preferred
+from minidist.comm.transport.host import Process
+from minidist.comm.work import Group, GroupTable, limit_of, process_group, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LARGEST = 2**22
 """Bytes of the largest message that goes through a mailbox. Both sides know the size, so they agree."""
 
-_world: list[Mailboxes] = []
+joined: list[Mailboxes] = []
 """The mailboxes of the world that this process has joined, if any."""
 _numbers: GroupTable[int] = GroupTable()
 
@@ -39,28 +40,39 @@ def start(store: Store, own: int, ranks: int) -> None:
     """Make this rank's mailboxes and announce them, before the world is complete."""
     stop()
     if ranks > 1:
-        _world.append(Mailboxes(store, own, ranks))
+        joined.append(Mailboxes(store, own, ranks))
 
 
 def stop() -> None:
     """Forget the mailboxes: their world has ended."""
-    while _world:
-        _world.pop().close()
+    while joined:
+        joined.pop().close()
     _numbers.clear()
 
 
-def incoming(source: int, x: torch.Tensor) -> mailbox_receiver.Incoming | None:
-    """Return the mailbox for a message from a rank of the world; None if it needs torch.distributed."""
-    return _world[0].incoming(source) if _world and _fits(x) else None
-
-
-def outgoing(destination: int, x: torch.Tensor) -> mailbox.Outgoing | None:
+def outgoing(destination: int, x: Tensor) -> mailbox.Outgoing | None:
     """Return the mailbox for a message to a rank of the world; None if it needs torch.distributed."""
-    return _world[0].outgoing(destination) if _world and _fits(x) else None
+    return joined[0].outgoing(destination) if joined and _fits(x) else None
 
 
-def _fits(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.numel() * x.element_size() <= LARGEST
+def incoming(source: int, x: Tensor, tag: int, group: Group) -> Callable[[], mailbox.Arrival] | None:
+    """Return what asks for a message of the group into `x`; None if it needs torch.distributed."""
+    box = joined[0].incoming(ranks_of(group)[source]) if joined and _fits(x) else None
+    if box is None:
+        return None
+    elsewhere = partial(dist.recv, x, group=group, tag=tag_elsewhere(tag), group_src=source)
+    return partial(box.expect, (number_of(group), tag), x, partial(limit_of, group), elsewhere)
+
+
+def _fits(x: Tensor) -> bool:
+    small = x.device.type == "cpu" and x.numel() * x.element_size() <= LARGEST
+    return small and preferred("send") == "shared_memory"
+
+
+def identity(source: int, destination: int, tag: int, group: Group) -> MessageIdentity:
+    """Return how both sides of a message know it; the ranks are counted in the group."""
+    ranks = ranks_of(group)
+    return MessageIdentity(ranks[source], ranks[destination], tag, number_of(group))
 
 
 def number_of(group: Group) -> int:
@@ -78,50 +90,13 @@ def tag_elsewhere(tag: int) -> int:
     return 2**31 - 1 - tag
 
 
-class Arrival:
-    """A message to receive into contiguous `x`, with `wait` and `is_completed` like torch's handles.
-
-    source: the sender's rank in the group.
-    """
-
-    def __init__(
-        self, box: mailbox_receiver.Incoming, x: torch.Tensor, group: Group, source: int, tag: int
-    ) -> None:
-        self._box, self._x, self._group, self._source, self._tag = box, x, group, source, tag
-        self._key = number_of(group), tag
-        self._expected = box.expect(self._key, x)
-
-    def wait(self) -> None:
-        """Wait until the message has arrived.
-
-        Raises:
-            RuntimeError: the sender has ended, is late, has failed, or has sent another size.
-        """
-        self._box.wait(self._key, self._expected, partial(limit_of, self._group))
-        if self._expected.failed:
-            rank = ranks_of(self._group)[self._source]
-            raise RuntimeError(f"rank {rank} failed, and this belongs to what it did{FOLLOWS}")
-        if self._expected.elsewhere:
-            tag = tag_elsewhere(self._tag)
-            dist.recv(self._x, group=self._group, tag=tag, group_src=self._source)
-
-    def cancel(self) -> None:
-        """Stop asking for it."""
-        self._box.cancel(self._key, self._expected)
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        self._box.look()
-        return self._expected.came >= 0 and not self._expected.elsewhere
-
-
 class Mailboxes:
     """This rank's mailboxes, and those of the ranks that it sends to, in a world of `ranks`."""
 
     def __init__(self, store: Store, own: int, ranks: int) -> None:
         self._store, self._own = store, own
-        self._process, self._descriptor = this_process(), _created(ranks)
-        self._incoming: dict[int, mailbox_receiver.Incoming | None] = {}
+        self._process, self._descriptor = host.this_process(), _make_file(ranks)
+        self._incoming: dict[int, mailbox.Incoming | None] = {}
         self._outgoing: dict[int, mailbox.Outgoing | None] = {}
         self._lock = threading.Lock()
         self._second_store: Store | None = None
@@ -134,18 +109,18 @@ class Mailboxes:
         fields = (*process.host, process.id, process.started, self._descriptor)
         store.set(_key(own), " ".join(map(str, fields)))
 
-    def incoming(self, source: int) -> mailbox_receiver.Incoming | None:
+    def incoming(self, source: int) -> mailbox.Incoming | None:
         """Return the mailbox for a rank's messages; None if they need torch.distributed."""
         with self._lock:
             if source not in self._incoming:
-                self._incoming[source] = self._made(source)
+                self._incoming[source] = self._make(source)
             return self._incoming[source]
 
     def outgoing(self, destination: int) -> mailbox.Outgoing | None:
         """Return the mailbox for messages to a rank; None if they need torch.distributed."""
         with self._lock:
             if destination not in self._outgoing:
-                self._outgoing[destination] = self._opened(destination)
+                self._outgoing[destination] = self._open(destination)
             return self._outgoing[destination]
 
     def close(self) -> None:
@@ -156,16 +131,16 @@ class Mailboxes:
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
-    def _made(self, source: int) -> mailbox_receiver.Incoming | None:
+    def _make(self, source: int) -> mailbox.Incoming | None:
         sender, _ = self._announced(source)
         if self._descriptor < 0 or sender.host != self._process.host:
             return None
         memory = self._memory[source * mailbox.PITCH :][: mailbox.PITCH]
         refused = partial(self._connection().check, [_refusal(source, self._own)])
         why_absent = partial(returned_ranks.why_absent, source)
-        return mailbox_receiver.Incoming(memory, sender, self._patient, refused, why_absent)
+        return mailbox.Incoming(memory, source, sender, self._patient, refused, why_absent)
 
-    def _opened(self, destination: int) -> mailbox.Outgoing | None:
+    def _open(self, destination: int) -> mailbox.Outgoing | None:
         receiver, descriptor = self._announced(destination)
         if descriptor < 0 or receiver.host != self._process.host:
             return None
@@ -187,12 +162,12 @@ class Mailboxes:
         return self._second_store
 
 
-def _created(ranks: int) -> int:
+def _make_file(ranks: int) -> int:
     """Make the file of a rank's mailboxes, almost without memory yet; -1 if that fails."""
-    if not semaphores.available():
+    if not host.has_semaphores():
         return -1
-    ranges = [(rank * mailbox.PITCH, 2 * semaphores.LINE) for rank in range(ranks)]
-    return segments.created(ranks * mailbox.PITCH, ranges)
+    ranges = [(rank * mailbox.PITCH, 2 * host.LINE) for rank in range(ranks)]
+    return host.make_file(ranks * mailbox.PITCH, ranges)
 
 
 def _key(rank: int) -> str:

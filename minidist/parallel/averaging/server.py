@@ -84,9 +84,9 @@ class Serving:
         for worker in self.updates.workers:
             threading.Thread(target=self._read, args=(worker,), daemon=True).start()
         while self.working:
-            self._take(self._inbox.get())
+            self._handle(self._inbox.get())
             while together := self.updates.next():
-                self._update([self._pushed.pop(worker) for worker in together])
+                self.update([self._pushed.pop(worker) for worker in together])
                 if after_update is not None:
                     after_update(self.updates.made)
             for worker in [worker for worker in self._pulling if not self.updates.waits(worker)]:
@@ -97,7 +97,7 @@ class Serving:
         for worker in self.connected:
             self._answer(worker)
         while self.connected:
-            self._take(self._inbox.get())
+            self._handle(self._inbox.get())
         staleness = dict(sorted(self.updates.staleness.items()))
         return ServerReport(self.updates.made, staleness, dict(self.pushes), tuple(self.died))
 
@@ -116,7 +116,7 @@ class Serving:
         except BaseException as error:
             self._inbox.put(_Request(worker, error=error))
 
-    def _take(self, request: _Request) -> None:
+    def _handle(self, request: _Request) -> None:
         worker = request.worker
         if request.error is not None:
             self._worker_died(worker, request.error)
@@ -148,7 +148,7 @@ class Serving:
         if worker in self._sending:
             self._sending.pop(worker).forget()
 
-    def _update(self, pushes: list[_Request]) -> None:
+    def update(self, pushes: list[_Request]) -> None:
         """Make an optimizer step with the mean of the gradients over the pushes' rows."""
         rows = sum(push.rows for push in pushes)
         for i, parameter in enumerate(self.part.parameters):
@@ -157,8 +157,8 @@ class Serving:
                 gradient = push.gradients[i]
                 if gradient is None:
                     continue
-                share = gradient.to(parameter.device).mul_(push.rows / rows)
-                parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
+                weighted = gradient.to(parameter.device).mul_(push.rows / rows)
+                parameter.grad = weighted if parameter.grad is None else parameter.grad.add_(weighted)
         self.optimizer.step()
 
     def _answer(self, worker: int) -> None:

@@ -35,40 +35,41 @@ class Updates:
         self.made = 0  # updates so far
         self.staleness: Counter[int] = Counter()  # a histogram: staleness -> pushes
         self._bound = max_staleness
-        self._pulled = dict.fromkeys(self.workers, 0)  # worker -> updates that its parameters contain
-        self._waiting: dict[int, int] = {}  # worker -> the same for its waiting push; in order of arrival
+        self.pulled = dict.fromkeys(self.workers, 0)  # worker -> updates that its parameters contain
+        self.waiting: dict[int, int] = {}  # worker -> the same for its waiting push; in order of arrival
 
     def pull(self, worker: int) -> None:
         """The worker gets the newest parameters."""
-        self._pulled[worker] = self.made
+        self.pulled[worker] = self.made
 
     def push(self, worker: int) -> None:
         """The worker's gradients have arrived."""
-        self._waiting[worker] = self._pulled[worker]
+        self.waiting[worker] = self.pulled[worker]
 
     def waits(self, worker: int) -> bool:
         """Whether the worker has pushed gradients that no update contains yet."""
-        return worker in self._waiting
+        return worker in self.waiting
 
     def leave(self, worker: int) -> None:
         """The worker is done or dead, so nobody waits for it. What it has pushed still counts."""
-        del self._pulled[worker]
+        del self.pulled[worker]
 
     def next(self) -> list[int]:
         """Make the next update and return the workers whose pushes it contains; [] if it has to wait."""
         following = self.made + 1
-        computing = self._pulled.keys() - self._waiting.keys()
-        if not self._waiting or any(self._late(self._pulled[worker], following) for worker in computing):
+        computing = self.pulled.keys() - self.waiting.keys()
+        if not self.waiting or any(self.late(self.pulled[worker], following) for worker in computing):
             return []
-        first = next(iter(self._waiting))
-        together = [w for w, pulled in self._waiting.items() if self._late(pulled, following)] or [first]
+        first = next(iter(self.waiting))
+        together = [w for w, pulled in self.waiting.items() if self.late(pulled, following)] or [first]
         together.sort()  # a sum in order of arrival could differ in the last bit from run to run
         for worker in together:
-            self.staleness[self.made - self._waiting.pop(worker)] += 1
-            if worker in self._pulled:
-                self._pulled[worker] = following
+            self.staleness[self.made - self.waiting.pop(worker)] += 1
+            if worker in self.pulled:
+                self.pulled[worker] = following
         self.made = following
         return together
 
-    def _late(self, pulled: int, updates: int) -> bool:
+    def late(self, pulled: int, updates: int) -> bool:
+        """Whether update number `updates` is too late for gradients of parameters with `pulled` updates."""
         return self._bound is not None and updates - pulled > self._bound

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.group_table import alone
+from minidist.comm.work import alone
 from minidist.parallel.contract.batch import Pair, call, rows_of
 from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, forwards, unchanged
 from minidist.parallel.contract.layout import Layout

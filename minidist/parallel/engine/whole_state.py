@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.transport.hosts import this_process
+from minidist.comm.transport.host import this_process
 from minidist.parallel.contract.batch import Pair, joined, mapped, rows_of, split, tensors, to_device
 from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards
 from minidist.parallel.contract.strategy import TensorBox

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.mesh import duplicate_group
 from minidist.comm.messages import tell_failure
-from minidist.comm.transport.duplicate_group import duplicate_group
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
 from minidist.parallel.pipeline.send_completion import CompletedSends

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.failures import described
+from minidist.comm.errors import described
 from minidist.comm.work import Group
 
 Tensors = list[Tensor]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import group_table
+from minidist.comm import work
 from minidist.comm.errors import CollectiveError
 from minidist.comm.transport.algorithm_choice import choose
 from minidist.parallel.compression.compressor import all_reduce_bytes
@@ -123,7 +123,7 @@ class ShardedParameters(SharedParameters):
 
     def follow_changes(self) -> None:
         """Begin with gradients of parameters that were frozen when this was made."""
-        if group_table.is_alone:
+        if work.is_alone:
             raise RuntimeError("it calls a model of which ZeRO 3 keeps parts on the other ranks")
         frozen = [bucket for bucket in self.buckets if bucket.frozen]
         self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])

@@ -69,7 +69,7 @@ class CountingGroup(dist.ProcessGroup):
         return SimpleNamespace(options=SimpleNamespace(_timeout=LIMIT))
 
     def shared_memory(self) -> Any:
-        """Stands in for a host's shared memory; see `algorithm_choice.route`."""
+        """Stands in for a host's shared memory; see `algorithm_choice.group_memory`."""
         if self._world.way == "torch":
             raise Failed("this is a dry run of ranks that talk over a network")
         return SimpleNamespace(group=self, hosts=[self._members], empty=lambda shape, dtype: None)
@@ -170,7 +170,7 @@ class _Answers:
         self._group = group
 
     def start(self, run: Any) -> _Answers:
-        """Answer a collective; its function and arguments are those of shared_collectives.py."""
+        """Answer a collective; its function and arguments are those of shared_memory.py."""
         name, (_, *args), group = run.func.__name__, run.args, self._group
         tensors = group._world.tensors
         if name == "all_reduce":

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.comm import algorithms
-from minidist.comm.algorithms import CollectiveSchedule, Message, Step, message_segments
+from minidist.comm.algorithms import CollectiveSchedule, Message, Step
 from minidist.comm.algorithms.proof import run
 from tests.helpers.clocks import HANG
 
@@ -110,7 +110,7 @@ def run_late(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute, "dist", transport)
         patch.setattr(execute, "AHEAD", ahead)
-        patch.setattr(message_segments, "SEGMENT_BYTES", (8 * segment, 16 * segment))
+        patch.setattr(execute, "SEGMENT_BYTES", (8 * segment, 16 * segment))
         threads = [
             threading.Thread(
                 target=transport.run,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,15 +23,15 @@ from minidist.comm.algorithms import (
     ScheduleError,
     Step,
     check,
-    message_segments,
     schedule,
 )
-from minidist.comm.algorithms.message_segments import Receive, plan
+from minidist.comm.algorithms.execute import Receive, cut_into_segments
 from minidist.comm.algorithms.proof import run, start
 from minidist.comm.algorithms.ring import all_gather_among
 from tests.helpers.clocks import HANG
 
 matplotlib.use("Agg")
+execute = importlib.import_module("minidist.comm.algorithms.execute")
 
 RANKS = [*range(1, 10), 16]
 ALL = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
@@ -291,10 +292,8 @@ def test_a_plan_waits_for_what_it_must_and_no_more(data: st.DataObject) -> None:
     one = data.draw(schedules(operation, name))
     rank = data.draw(st.integers(0, one.ranks - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            message_segments, "SEGMENT_BYTES", data.draw(st.sampled_from([(4, 8), (8, 40), (20, 20)]))
-        )
-        sends, receives = plan(one.steps[rank], 4, rank, in_place=True)
+        patch.setattr(execute, "SEGMENT_BYTES", data.draw(st.sampled_from([(4, 8), (8, 40), (20, 20)])))
+        sends, receives = cut_into_segments(one.steps[rank], 4, rank, in_place=True)
     assert 4 * sum(send.stop - send.start for send in sends) == algorithms.bytes_sent(one.steps[rank], 4)
 
     def meet(a: Any, b: Any) -> bool:

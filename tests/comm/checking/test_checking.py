@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import sys
-import textwrap
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,8 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.comm.checking import WINDOW
-from minidist.comm.checking.call_records import Record, find_swap
 from minidist.model import GPT, GPTConfig
-from tests.helpers import warm_python
+from tests.comm.programs import run_script, torchrun
 from tests.helpers.clocks import HANG
 
 Checked = Callable[[int], md.Cluster]
@@ -45,8 +39,11 @@ def checked() -> Iterator[Checked]:
         cluster.close()
 
 
-def told(cluster: md.Cluster, program: Callable[[], Any]) -> str:
-    """The error that a program ends in, which has to be the same on all ranks."""
+def told(cluster: md.Cluster, program: Callable[[], Any], begins: bool = False) -> str:
+    """The error that a program ends in, which has to be the same on all ranks.
+
+    begins: a call of it begins before the error, which is not caught then: it leaves the ranks out of step.
+    """
 
     def attempt() -> str:
         try:
@@ -55,6 +52,11 @@ def told(cluster: md.Cluster, program: Callable[[], Any]) -> str:
             return str(error)
         return "no error"
 
+    if begins:
+        with pytest.raises(md.RankError) as caught:
+            cluster.run(program)
+        assert isinstance(caught.value.__cause__, comm.CollectiveError)
+        return str(caught.value.__cause__)
     texts = cluster.run(attempt)
     assert len(set(texts)) == 1, texts
     return texts[0]
@@ -308,34 +310,23 @@ def model_parallel_training() -> None:
         engine.full_state_dict()
 
 
-class Silent(nn.Module):
-    """A module that answers nothing yet; nor does an object that raises whatever it is asked."""
+class Unbound:
+    """An object that raises whatever it is asked, and is half made when it makes a call."""
 
     def __init__(self) -> None:
-        comm.all_reduce(torch.ones(2))  # before nn.Module has made anything of it
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.lazy = nn.LazyLinear(3)
         comm.all_reduce(torch.ones(2))
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        raise RuntimeError("named_parameters")
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("==")
 
 
-class Unbound:
-    """A proxy of nothing."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError(name)
-
-
-def modules_that_answer_nothing() -> None:
-    model, proxy = Silent(), Unbound()
+def objects_that_answer_nothing() -> None:
+    proxy = Unbound()
     comm.all_reduce(torch.ones(2))
-    del model, proxy
+    del proxy
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -344,7 +335,7 @@ def modules_that_answer_nothing() -> None:
     [
         sharded_training,
         model_parallel_training,
-        modules_that_answer_nothing,
+        objects_that_answer_nothing,
         every_call,
         uneven_parts,
         branches_with_other_names,
@@ -378,7 +369,7 @@ def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
         from minidist.comm import checking
 
-        store = checking._checker.watch.store  # type: ignore[union-attr]
+        store = checking.checker.watch.store  # type: ignore[union-attr]
         comm.barrier()
         before = store.num_keys()
         for _ in range(100):
@@ -433,6 +424,21 @@ def other_depth() -> None:
     inner(torch.ones(6))
 
 
+def other_shape_asynchronously() -> None:
+    """Over gloo the process would be aborted, once both have begun."""
+    works = [comm.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
+    works.append(comm.all_reduce(torch.ones(2 + (md.rank() == 1)), async_op=True))  # under way
+    for work in works:
+        work.wait()
+
+
+def other_op_in_a_hook() -> None:
+    layer = nn.Linear(3, 3)
+    op = "max" if md.rank() == 1 else "sum"
+    layer.weight.register_hook(lambda gradient: comm.all_reduce(gradient.clone(), op))  # in a hook
+    layer(torch.ones(1, 3)).sum().backward()
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("program", "one", "another", "lines"),
@@ -444,6 +450,8 @@ def other_depth() -> None:
             ("one operation", "another operation"),
         ),
         (other_shape, "all_reduce of float32[3]", "all_reduce of float32[4]", ("a shape", "a shape")),
+        (other_shape_asynchronously, "float32[2] by sum", "float32[3] by sum", ("under way", "under way")),
+        (other_op_in_a_hook, "by sum", "by max", ("in a hook", "in a hook")),
         (other_dtype, "all_reduce of float32[3]", "all_reduce of float64[3]", ("a dtype", "a dtype")),
         (other_op, "by min", "by max", ("an op", "an op")),
         (other_source, "from rank 0", "from rank 1", ("a source", "a source")),
@@ -459,7 +467,7 @@ def other_depth() -> None:
 def test_different_calls_are_both_named_on_all_ranks(
     checked: Checked, ranks: int, program: Callable[[], None], one: str, another: str, lines: tuple[str, str]
 ) -> None:
-    text = told(checked(ranks), program)
+    text = told(checked(ranks), program, begins=program is other_shape_asynchronously)
     first, second = re.fullmatch(
         r"the ranks make different calls: rank \d (.*); rank \d (.*); all ranks of a group have to .*", text
     ).groups()  # type: ignore[union-attr]
@@ -552,6 +560,18 @@ def swapped_behind_a_helper() -> None:
         each()
 
 
+def swapped_while_under_way() -> None:
+    def gradients() -> comm.Work:
+        return comm.all_reduce(torch.ones(10), async_op=True)  # gradients under way
+
+    def losses() -> comm.Work:
+        return comm.all_reduce(torch.ones(10), async_op=True)  # losses under way
+
+    order = (gradients, losses) if md.rank() == 0 else (losses, gradients)
+    for work in [each() for each in order]:
+        work.wait()
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("program", "places"),
@@ -560,12 +580,13 @@ def swapped_behind_a_helper() -> None:
         (swapped_in_a_loop, ("gradients", "losses")),
         (swapped_with_legal_calls_between, ("gradients", "losses")),
         (swapped_behind_a_helper, ("gradients by the helper", "losses by the helper")),
+        (swapped_while_under_way, ("gradients under way", "losses under way")),
     ],
 )
 def test_two_places_in_opposite_order_are_named(
     checked: Checked, ranks: int, program: Callable[[], None], places: tuple[str, ...]
 ) -> None:
-    text = told(checked(ranks), program)
+    text = told(checked(ranks), program, begins=program is swapped_while_under_way)
     call = r"all_reduce of float32\[10\] by sum with ranks [\d, ]+ at (.+?)"
     calls = re.fullmatch(
         rf"the ranks make the same calls in another order: rank (\d) {call}, and then {call}; "
@@ -580,48 +601,6 @@ def test_two_places_in_opposite_order_are_named(
     assert first != then
     helper = f"{__file__}:{line_of('helper')}, called at " if program is swapped_behind_a_helper else ""
     assert {first, then} == {f"{helper}{__file__}:{line_of(place)}" for place in places}
-
-
-def test_a_swap_of_asynchronous_calls_is_found(checked: Checked) -> None:
-    def begin_gradients() -> comm.Work:
-        return comm.all_reduce(torch.ones(3), async_op=True)
-
-    def begin_losses() -> comm.Work:
-        return comm.all_reduce(torch.ones(3), async_op=True)
-
-    def swap() -> None:
-        calls = [begin_gradients, begin_losses]
-        for work in [begin() for begin in (calls if md.rank() == 0 else calls[::-1])]:
-            work.wait()
-
-    with pytest.raises(md.RankError, match="same calls in another order") as caught:
-        checked(2).run(swap)
-    assert isinstance(caught.value.__cause__, comm.CollectiveError)
-
-
-def test_other_shapes_of_asynchronous_calls_are_found(checked: Checked) -> None:
-    """Over gloo the process would be aborted, once both have begun."""
-
-    def mismatch() -> None:
-        works = [comm.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
-        works.append(comm.all_reduce(torch.ones(2 + md.rank()), async_op=True))
-        for work in works:
-            work.wait()
-
-    with pytest.raises(md.RankError, match=r"different calls: .*float32\[2\].*float32\[3\]") as caught:
-        checked(2).run(mismatch)
-    assert isinstance(caught.value.__cause__, comm.CollectiveError)
-
-
-def test_a_call_in_a_hook_is_named(checked: Checked) -> None:
-    def hooked() -> None:
-        layer = nn.Linear(3, 3)
-        op = "max" if md.rank() else "sum"
-        layer.weight.register_hook(lambda gradient: comm.all_reduce(gradient.clone(), op))  # in a hook
-        layer(torch.ones(1, 3)).sum().backward()
-
-    text = told(checked(2), hooked)
-    assert text.count(f"at {__file__}:{line_of('in a hook')}") == 2
 
 
 def test_calls_on_different_groups_are_a_circle(checked: Checked) -> None:
@@ -737,7 +716,7 @@ def test_launch_takes_the_flag() -> None:
     def check() -> bool:
         from minidist.comm import checking
 
-        return checking._checker is not None
+        return checking.checker is not None
 
     assert md.launch(check, 2, check=True) == [True, True]
     assert md.launch(check, 2) == [False, False]
@@ -776,129 +755,30 @@ def test_a_launchers_ranks_check_too(tmp_path: Path) -> None:
         if child:
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(program))
-    command = [sys.executable, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm_python.run(command, timeout=HANG, env=environment)
+    done = run_script(tmp_path, program)
     assert done.returncode == 0, done.stderr
     # The two processes' lines may run into each other.
     texts = re.findall(r"rank \d: (the ranks make different calls: .*?in the same order)", done.stdout)
     assert len(texts) == 2, done.stdout
     assert texts[0] == texts[1]
-    assert texts[0].count(f"{script}:23") == 2
+    assert texts[0].count(f"{tmp_path / 'program.py'}:23") == 2
 
 
 @pytest.mark.deep
 def test_a_rank_that_leaves_torchruns_world_is_known(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import time, torch, minidist as md\n"
-        "from minidist import comm\n"
-        "md.init(timeout=40, check=True)\n"
-        "if md.rank() == 0:\n"
-        "    try:\n"
-        "        comm.all_reduce(torch.ones(2))\n"
-        "    except comm.CollectiveError as error:\n"
-        "        print(error, flush=True)\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", warm_python.CHILDREN: "2"}
-    done = warm_python.run(command, timeout=HANG, env=environment)
+    program = """
+        import torch, minidist as md
+        from minidist import comm
+
+        md.init(timeout=40, check=True)
+        if md.rank() == 0:
+            try:
+                comm.all_reduce(torch.ones(2))
+            except comm.CollectiveError as error:
+                print(error, flush=True)
+    """
+    done = torchrun(tmp_path, program)
     assert "rank 1 left the world, it has made no call, and rank 0 waits for it in all_reduce" in done.stdout
-
-
-# The rules, without processes.
-
-
-def record(rank: int, stack: str, op: str = "sum", ordered: bool = True) -> Record:
-    """A call with a frame for each letter, the innermost first: "a" and "A" are lines of one function."""
-    frames = tuple(
-        ("f.py", 10 * ord(name.lower()), 10 * ord(name.lower()) + name.isupper()) for name in stack
-    )
-    return Record(rank, "call", ("all_reduce", op), {}, frames, ordered)
-
-
-def swapped(first: list[Record], second: list[Record]) -> str:
-    rounds: deque[dict[int, Record]] = deque(maxlen=WINDOW)
-    for one, other in zip(first, second, strict=True):
-        found = find_swap(rounds, [one, other])
-        if found:
-            return found
-        rounds.append({0: one, 1: other})
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "is_swap"),
-    [
-        ("ab", "ba", True),
-        ("acb", "bca", True),
-        ("abc", "bca", False),  # a circle of three
-        ("xxab", "xxba", True),
-        ("abab", "baba", True),
-        ("aab", "aba", True),
-        ("axb", "bya", True),
-        ("xyz", "abc", False),
-        ("aaa", "bbb", False),
-        ("abcabc", "abcabc", False),
-        ("ax", "ay", False),
-        ("axb", "yab", False),  # a gap is no swap
-        ("abcabc", "xabxab", False),
-        ("aA", "Aa", False),  # two lines of one function
-    ],
-)
-def test_a_swap_is_two_places_in_opposite_order(first: str, second: str, is_swap: bool) -> None:
-    def found(ordered: bool) -> str:
-        return swapped(
-            [record(0, place, ordered=ordered) for place in first], [record(1, place) for place in second]
-        )
-
-    assert found(ordered=False) == ""
-    text = found(ordered=True)
-    assert bool(text) == is_swap
-    if is_swap:
-        one, then, other, late = re.findall(r"rank \d call at f.py:\d+|(?<=then )call at f.py:\d+", text)
-        assert (one, other) == (f"rank 0 {late}", f"rank 1 {then}")
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "is_swap"),
-    [
-        (("hg", "hl"), ("hl", "hg"), True),  # a helper h that functions g and l call
-        (("hm", "hM"), ("hM", "hm"), False),  # which m calls from two lines, in turn
-        (("gm", "lM"), ("lM", "gm"), False),  # m takes turns with functions
-        (("gm", "lM"), ("lx", "gX"), True),  # each rank has a function that calls both
-        (("gm", "lm"), ("lm", "gm"), True),  # one line of m calls what it is given
-        (("hm", "hM"), ("hx", "hX"), False),  # nothing that both ranks do
-    ],
-)
-def test_the_whole_stack_tells_places_apart(
-    first: tuple[str, str], second: tuple[str, str], is_swap: bool
-) -> None:
-    found = swapped([record(0, stack) for stack in first], [record(1, stack) for stack in second])
-    assert bool(found) == is_swap
-
-
-def test_swaps_are_looked_for_in_the_latest_rounds_only() -> None:
-    def rounds(pause: int) -> str:
-        between = [record(0, "x")] * pause
-        return swapped([record(0, "a"), *between, record(0, "b")], [record(1, "b"), *between, record(1, "a")])
-
-    assert rounds(60)
-    assert not rounds(70)
-
-
-def test_calls_that_contradict_each_other() -> None:
-    assert not record(1, "ab").contradicts(record(0, "c"))
-    assert record(1, "ab").contradicts(record(0, "ab", "max"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.launching.cluster import available_cores
+from tests.comm.programs import written
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG, until
 from tests.helpers.processes import alive, descendants, wait_until_gone
@@ -37,10 +38,8 @@ Clusters = Callable[[int], md.Cluster]
 @contextlib.contextmanager
 def program(tmp_path: Path, text: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A script in a process of its own, killed at the end if it still runs."""
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(text))
     process = warm_python.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(written(tmp_path, text))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

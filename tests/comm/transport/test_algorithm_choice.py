@@ -107,9 +107,9 @@ def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
         def nothing(size: int, ranges: object) -> int:
             return -1
 
-        from minidist.comm.transport import segments
+        from minidist.comm.transport import host
 
-        segments.created = nothing
+        host.make_file = nothing
         with comm.ledger() as ledger:
             x = comm.all_reduce(comm.empty_shared((3,)) + 1)
         exact(x, torch.full((3,), 2.0))
@@ -128,6 +128,6 @@ def test_a_world_that_ends_takes_its_memory_with_it() -> None:
     def leave() -> int:
         comm.all_reduce(torch.ones(1))
         algorithm_choice.forget()
-        return len(algorithm_choice._memories)
+        return len(algorithm_choice.memories)
 
     assert md.launch(leave, ranks=2) == [0, 0]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm import messages
-from minidist.comm.transport import mailbox, mailbox_receiver, mailbox_registry
-from minidist.comm.transport.hosts import HOST_VARIABLE, this_process
+from minidist.comm.transport import mailbox, mailbox_registry
+from minidist.comm.transport.host import HOST_VARIABLE, this_process
 from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
@@ -166,17 +166,17 @@ def test_using_torch_sends_over_gloo(cluster_of: Clusters) -> None:
 def mailboxes_anew(turn: int) -> Iterator[None]:
     """Replace the mailboxes of the rank's world, so that every rank opens those of the others again."""
     store = dist.distributed_c10d._get_default_store()
-    kept = [*mailbox_registry._world]
+    kept = [*mailbox_registry.joined]
     apart = dist.PrefixStore(f"again/{turn}", store)  # type: ignore[attr-defined]
     made = mailbox_registry.Mailboxes(apart, md.rank(), md.size())
-    mailbox_registry._world[:] = [made]
+    mailbox_registry.joined[:] = [made]
     comm.barrier()
     try:
         yield
         comm.barrier()
     finally:
         made.close()
-        mailbox_registry._world[:] = kept
+        mailbox_registry.joined[:] = kept
 
 
 def exchanged() -> tuple[int, list[float]]:
@@ -274,9 +274,13 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     memory = memoryview(mmap.mmap(descriptor, mailbox.PITCH))
     mailbox.prepare(memory)
     sender = mailbox.Outgoing(f"/proc/self/fd/{descriptor}", 0)
-    receiver = mailbox_receiver.Incoming(
-        memory, this_process(), patient=True, refused=lambda: False, why_absent=str
+    receiver = mailbox.Incoming(
+        memory, 0, this_process(), patient=True, refused=lambda: False, why_absent=str
     )
+
+    def expect(tag: int, x: torch.Tensor) -> mailbox.Arrival:
+        return receiver.expect((0, tag), x, lambda: 0.1, lambda: None)
+
     for i in range(mailbox.RECORDS):
         assert sender.put((0, 0), torch.tensor([i]), lambda: 0.1)
     with pytest.raises(RuntimeError, match="timed out with 1024 messages that the receiver has not taken"):
@@ -284,11 +288,11 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     receiver.look()
     for i in range(mailbox.RECORDS):
         x = torch.tensor([-1])
-        assert receiver.expect((0, 0), x).came == 8
+        assert expect(0, x).came == 8
         assert x.item() == i
     assert sender.put((0, 0), torch.tensor([7]), lambda: 0.1)
     with pytest.raises(RuntimeError, match=r"timed out after 0\.1 s waiting for a message"):
-        receiver.wait((0, 1), receiver.expect((0, 1), torch.tensor([0])), lambda: 0.1)
+        expect(1, torch.tensor([0])).wait()
     sender.close()
 
 

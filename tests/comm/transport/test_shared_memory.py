@@ -7,140 +7,19 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import minidist as md
 from minidist import comm
-from minidist.comm.transport import semaphores, shared_collectives, shared_memory
+from minidist.comm.transport import host, shared_memory
+from tests.comm.one_process import REDUCE, exact, inputs
 from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
-pytestmark = pytest.mark.skipif(not semaphores.available(), reason="needs Linux, for shared semaphores")
-
-REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: parts.sum(0),
-    "mean": lambda parts: parts.mean(0),
-    "min": lambda parts: parts.amin(0),
-    "max": lambda parts: parts.amax(0),
-    "product": lambda parts: parts.prod(0),
-}
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
-
-
-def exact(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def inputs(seed: int, length: int, dtype: torch.dtype, ranks: int) -> torch.Tensor:
-    """Small whole numbers, which every dtype holds exactly: (ranks, length)."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 4, (ranks, length), generator=generator).to(dtype)
-
-
-@pytest.fixture
-def small_buffers(cluster_of: Clusters) -> Callable[[int], md.Cluster]:
-    """Clusters whose staging buffers hold 64 bytes, so that a few elements take several chunks and pieces."""
-
-    def shrink() -> None:
-        from minidist.comm.transport import algorithm_choice
-
-        for module in (shared_memory, shared_collectives):
-            module.STAGE = 64  # type: ignore[attr-defined]
-        shared_collectives.PIECE = 16
-        algorithm_choice.forget()
-
-    def get(ranks: int) -> md.Cluster:
-        cluster = cluster_of(ranks)
-        cluster.run(shrink)
-        used.append(cluster)
-        return cluster
-
-    def restore() -> None:
-        from minidist.comm.transport import algorithm_choice
-
-        for module in (shared_memory, shared_collectives):
-            module.STAGE = stage  # type: ignore[attr-defined]
-        shared_collectives.PIECE = piece
-        algorithm_choice.forget()
-
-    stage, piece, used = shared_memory.STAGE, shared_collectives.PIECE, list[md.Cluster]()
-    yield get
-    for cluster in used:
-        cluster.run(restore)
-
-
-def every_collective(
-    seed: int, length: int, dtype: torch.dtype, op: str, shared: tuple[bool, ...]
-) -> list[torch.Tensor]:
-    """Run each collective twice, so that buffers are used again while other ranks still read them."""
-    rank, ranks = md.rank(), md.size()
-    rows = inputs(seed, length * ranks, dtype, ranks)
-    memory = comm.empty_shared((2 * length * ranks + 3,), dtype)
-    results = []
-    for turn in range(2):
-        x = rows[rank].clone()
-        if shared[rank % len(shared)]:
-            # At different offsets, unless all ranks are to read each other in place.
-            start = 3 if all(shared) else rank % 4
-            x = memory[start : start + len(x)].copy_(x)
-        part = x[:length]
-        results += [
-            comm.reduce_scatter(x, op),
-            comm.all_gather(part),
-            comm.all_to_all(x),
-            comm.broadcast(x.clone() if turn else x, source=ranks - 1).clone(),
-        ]
-        x.copy_(rows[rank])
-        results.append(comm.all_reduce(x, op).clone())
-    return results
-
-
-def expected(
-    seed: int, length: int, dtype: torch.dtype, op: str, rank: int, ranks: int
-) -> list[torch.Tensor]:
-    rows = inputs(seed, length * ranks, dtype, ranks)
-    reduced = REDUCE[op](rows).to(dtype)
-    own = slice(rank * length, (rank + 1) * length)
-    once = [
-        reduced[own],
-        rows[:, :length].flatten(),
-        rows[:, own].flatten(),
-        rows[-1],
-        reduced,
-    ]
-    return once * 2
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    ranks=st.integers(2, 4),
-    length=st.integers(0, 40),
-    dtype=st.sampled_from(DTYPES),
-    op=st.sampled_from(sorted(REDUCE)),
-    seed=st.integers(0, 1000),
-    shared=st.sampled_from([(False,), (True,), (True, False)]),
-)
-def test_results_equal_one_process(
-    small_buffers: Clusters,
-    ranks: int,
-    length: int,
-    dtype: torch.dtype,
-    op: str,
-    seed: int,
-    shared: tuple[bool, ...],
-) -> None:
-    if op == "mean" and (not dtype.is_floating_point or ranks == 3):
-        op = "sum"  # a third is not exact, and integers have no mean
-    case = (seed, length, dtype, op)
-    for rank, results in enumerate(small_buffers(ranks).run(every_collective, *case, shared)):
-        for result, wanted in zip(results, expected(*case, rank, ranks), strict=True):
-            exact(result, wanted)
+pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -365,7 +244,7 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
         sizes = []
         for length in (0, 1, 7, 24, 1000):
             for op in ("sum", "mean", "max"):
-                rows = inputs(length, length, torch.float64, md.size())
+                rows = inputs(length, (length,), torch.float64, md.size())
                 with comm.ledger() as ledger:
                     x = comm.all_reduce(rows[md.rank()].clone(), op, algorithm="hierarchical")
                 torch.testing.assert_close(x, REDUCE[op](rows) if length else x)
@@ -380,7 +259,7 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_share_may_be_put_where_it_was(cluster_of: Clusters, shared: bool) -> None:
     def reduce() -> tuple[torch.Tensor, torch.Tensor]:
-        rows = inputs(1, 5 * md.size(), torch.float64, md.size())
+        rows = inputs(1, (5 * md.size(),), torch.float64, md.size())
         x = rows[md.rank()].clone()
         if shared:
             x = comm.empty_shared(tuple(x.shape), x.dtype).copy_(x)
@@ -448,8 +327,8 @@ def test_a_peer_may_end_once_it_has_come() -> None:
 
     late = [1]
     waiting = object.__new__(shared_memory.SharedMemory)
-    waiting._peers = [Peer(), Peer()]  # type: ignore[list-item]
-    waiting._look_after(lambda: list(late))
+    waiting.peers = [Peer(), Peer()]  # type: ignore[list-item]
+    waiting.look_after(lambda: list(late))
     assert not late, "it was looked at"
 
 
@@ -458,7 +337,7 @@ def test_a_small_group_spins_only_where_every_rank_of_the_host_has_a_core(cluste
         group = md.comm.Mesh(dp=2, tp=2).group("tp")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-            return shared_memory.SharedMemory(group, 30.0)._barrier._spins
+            return shared_memory.SharedMemory(group, 30.0).process_barrier.spins
 
     assert cluster_of(4).run(spins, 3) == [0] * 4
-    assert cluster_of(4).run(spins, 4) == [semaphores.SPINS] * 4
+    assert cluster_of(4).run(spins, 4) == [host.SPINS] * 4

@@ -142,12 +142,12 @@ def without_broadcast(patch: pytest.MonkeyPatch) -> None:
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    update = Serving._update
-    patch.setattr(Serving, "_update", lambda self, pushes: update(self, [p._replace(rows=1) for p in pushes]))
+    update = Serving.update
+    patch.setattr(Serving, "update", lambda self, pushes: update(self, [p._replace(rows=1) for p in pushes]))
 
 
 def without_a_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Updates, "_late", lambda *_: False)
+    patch.setattr(Updates, "late", lambda *_: False)
 
 
 def without_one_gradient(patch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_every_push_is_used_in_time_and_nobody_waits_forever(
 
 
 def test_a_rule_that_ignores_the_bound_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Updates, "_late", lambda *_: False)
+    monkeypatch.setattr(Updates, "late", lambda *_: False)
     world = World(workers=3, servers=1, bound=2, steps=20, seed=0)
     world.run()
     assert max(world.servers[0].staleness) > 2
@@ -88,8 +88,8 @@ def test_a_rule_that_makes_each_push_wait_for_all_others_is_caught(monkeypatch: 
     """Bound 0 with single pushes cannot end: the first push makes the others too old."""
 
     def alone(self: Updates) -> list[int]:
-        computing = self._pulled.keys() - self._waiting.keys()
-        if computing or len(self._waiting) != 1:
+        computing = self.pulled.keys() - self.waiting.keys()
+        if computing or len(self.waiting) != 1:
             return []
         return original(self)
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
-from minidist.comm.arguments import OPERATIONS, REFUSALS, refusal
+from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, refusal
 from minidist.comm.transport.algorithm_choice import ALGORITHMS
+from tests.comm.one_process import REDUCE
 
 Clusters = Callable[[int], md.Cluster]
 Shared = dict[Any, torch.Tensor]
@@ -24,13 +25,6 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "complex32"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "complex64", "complex128"),
 )
-REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: parts.sum(0),
-    "mean": lambda parts: parts.sum(0) / len(parts),
-    "min": lambda parts: parts.amin(0),
-    "max": lambda parts: parts.amax(0),
-    "product": lambda parts: parts.prod(0),
-}
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives and messages: an error names the argument, its value, the remedy."""
+"""Which tensors, ranks and reductions calls accept: an error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ REFUSALS = (
         ("reduce_scatter",), ("sum", "product"), ("complex32",), "torch", "torch cannot do it alone", _AUTO
     ),
 )
-"""All reductions that are refused for their dtype; docs/architecture.md shows this table. Whatever only moves
-bytes takes every dtype."""
+"""All reductions that are refused for their dtype; docs/architecture.md shows this table. Calls that only
+move bytes accept every dtype."""
 
 
 @cache
 def refusal(operation: str, op: str, dtype: torch.dtype, algorithm: str) -> Refusal | None:
-    """The row of `REFUSALS` that a reduction falls under, if any."""
+    """Return the row of `REFUSALS` that forbids a reduction; None if it is allowed."""
     name = str(dtype).removeprefix("torch.")
     for row in REFUSALS:
         by_algorithm = row.algorithm in ("any", algorithm)
@@ -73,7 +73,7 @@ def refusal(operation: str, op: str, dtype: torch.dtype, algorithm: str) -> Refu
 
 
 def check_tensor(name: str, x: object) -> torch.Tensor:
-    """The tensor without its graph, and with its values in its memory; TypeError if it is no such tensor."""
+    """Return the tensor without its graph, with its values in memory; TypeError if it cannot be sent."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes a torch tensor, not a {type(x).__name__}; torch.as_tensor makes one")
     if x.layout != torch.strided:
@@ -91,7 +91,7 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
 
 
 def check_in_place(name: str, x: object) -> torch.Tensor:
-    """As `check_tensor`, for a tensor that receives the result; ValueError where elements share memory."""
+    """As `check_tensor`, for a tensor that receives the result: ValueError if elements share memory."""
     data = check_tensor(name, x)
     strides = data.stride()
     if 0 in strides and any(step == 0 and size > 1 for step, size in zip(strides, data.shape, strict=True)):
@@ -103,7 +103,7 @@ def check_in_place(name: str, x: object) -> torch.Tensor:
 
 
 def check_reducible(name: str, x: torch.Tensor, op: str, algorithm: str, in_place: bool) -> torch.Tensor:
-    """The tensor without its graph; an error where `op` is unknown or cannot reduce it."""
+    """Return the tensor without its graph; raise an error if `op` is unknown or cannot reduce it."""
     if op not in OPERATIONS:
         raise unknown("op", op, OPERATIONS)
     data = check_in_place(name, x) if in_place else check_tensor(name, x)
@@ -116,7 +116,7 @@ def check_reducible(name: str, x: torch.Tensor, op: str, algorithm: str, in_plac
 
 
 def check_member(what: str, rank: int, ranks: int) -> None:
-    """TypeError where `rank` is no number, ValueError where it is no rank of a group of `ranks`."""
+    """Raise TypeError if `rank` is not an integer, ValueError if it is not a rank of a group of `ranks`."""
     if not is_whole(rank):
         raise TypeError(f"{what} is {rank!r}; give a rank, from 0 to {ranks - 1}")
     if not 0 <= rank < ranks:
@@ -124,7 +124,7 @@ def check_member(what: str, rank: int, ranks: int) -> None:
 
 
 def rows_per_rank(name: str, x: torch.Tensor, ranks: int) -> int:
-    """How many rows each rank gets of `x`; ValueError where the ranks do not divide its first dimension."""
+    """Return how many rows of `x` each rank gets; ValueError if the ranks do not divide its length."""
     if x.dim() == 0:
         raise ValueError(
             f"{name} takes a tensor with at least one dimension, not a scalar; x.view(1) makes one"
@@ -138,7 +138,7 @@ def rows_per_rank(name: str, x: torch.Tensor, ranks: int) -> int:
 
 
 def check_rows(name: str, rows: Sequence[int] | None, x: torch.Tensor, ranks: int) -> list[int]:
-    """The rows of an all-to-all's parts, one count for each rank; None stands for equal parts of `x`."""
+    """Return the rows of an all-to-all's parts, one for each rank; None stands for equal parts of `x`."""
     if rows is None:
         return [rows_per_rank("all_to_all", x, ranks)] * ranks
     if len(rows) != ranks or any(count < 0 for count in rows):
@@ -147,7 +147,7 @@ def check_rows(name: str, rows: Sequence[int] | None, x: torch.Tensor, ranks: in
 
 
 def output(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`out` without its graph, or a new tensor where it is None; ValueError where `out` does not fit."""
+    """Return `out` without its graph, or a new tensor if it is None; ValueError if `out` does not fit."""
     if out is None:
         return x.new_empty(shape)
     if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
@@ -160,7 +160,7 @@ def output(name: str, out: torch.Tensor | None, x: torch.Tensor, shape: tuple[in
 
 
 def check_plain(name: str, out: torch.Tensor) -> None:
-    """ValueError where a result cannot be written into the memory of `out` as it is."""
+    """Raise ValueError if a result cannot be written into the memory of `out` as it is."""
     if not out.is_contiguous():
         raise ValueError(f"{name}: out has to be contiguous; its strides are {out.stride()}")
     if out.is_conj() or out.is_neg():

@@ -1,0 +1,32 @@
+"""Clusters whose collectives in shared memory take small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import minidist as md
+from minidist import comm
+from minidist.comm.transport import algorithm_choice, shared_memory
+
+
+@pytest.fixture
+def small_buffers(cluster_of: Callable[[int], md.Cluster]) -> Iterator[Callable[[int], md.Cluster]]:
+    """Clusters whose staging buffers hold 64 bytes, so that a few elements take several chunks and pieces."""
+
+    def resize(stage: int, piece: int) -> None:
+        shared_memory.STAGE, shared_memory.PIECE = stage, piece
+        algorithm_choice.forget()
+        comm.barrier()  # makes the memory: asynchronous first calls would not
+
+    def get(ranks: int) -> md.Cluster:
+        cluster = cluster_of(ranks)
+        cluster.run(resize, 64, 16)
+        used.append(cluster)
+        return cluster
+
+    sizes, used = (shared_memory.STAGE, shared_memory.PIECE), list[md.Cluster]()
+    yield get
+    for cluster in used:
+        cluster.run(resize, *sizes)
