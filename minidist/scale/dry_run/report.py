@@ -15,7 +15,7 @@ from minidist.parallel.contract.memory_report import PARTS, size
 from minidist.scale.dry_run.calls import AXES as CALL_AXES
 from minidist.scale.dry_run.calls import lines
 from minidist.scale.dry_run.run import DryRun
-from minidist.scale.memory.estimates import AXES
+from minidist.scale.memory.training_setup import AXES
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.step_time import HIDDEN, StepTime
 

@@ -12,6 +12,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import PARTS as KINDS
 from minidist.parallel.contract.memory_report import size
 from minidist.scale.memory.estimates import Estimate
+from minidist.scale.memory.largest_batch import zero_name
 from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 
@@ -43,7 +44,7 @@ def answer(plan: Plan) -> str:
     family, step = family_of(chosen.layout), chosen.step
     first = {
         "plain": "Plain data parallelism is enough",
-        "sharded": f"Shard with ZeRO-{chosen.layout.zero}",
+        "sharded": f"Shard with {zero_name(chosen.layout.zero)}",
         "pipeline": "Cut the layers: a pipeline",
         "tensor": "Cut the matrices: tensor parallelism",
         "context": "Cut the rows: context parallelism",
@@ -177,8 +178,8 @@ def unfit(plan: Plan) -> list[str]:
     found: list[str] = []
     kinds: dict[str, list[Candidate]] = {}
     for each in plan.too_large:
-        zero = f" with ZeRO-{each.layout.zero}" if each.layout.zero else ""
-        kinds.setdefault(NAMES[family_of(each.layout)] + zero, []).append(each)
+        zero = zero_name(each.layout.zero)
+        kinds.setdefault(NAMES[family_of(each.layout)] + (zero and f" with {zero}"), []).append(each)
     for name, group in kinds.items():
         least = min(group, key=lambda each: each.memory.peak)
         found.append(

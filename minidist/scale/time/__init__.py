@@ -12,7 +12,6 @@
 | stages.py | all parts of a step, stage by stage |
 | rank_timing.py | what each rank times when a machine is measured |
 | measure_machine.py | `this_machine`: from these times to rates, kept in a JSON file |
-| data_sheets.py | the figures of machines, with their sources |
-| hardware.py | machines by name |
+| hardware.py, machines.json | machines by name: the figures of data sheets, with their sources |
 | step_time.py | `predict_step` |
 """

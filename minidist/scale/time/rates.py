@@ -96,7 +96,11 @@ class Hardware:
     crowds: Mapping[int, Crowd] = field(default_factory=dict)
 
     def crowd(self, ranks: int) -> Crowd:
-        """Figures for so many ranks on a host: measured, or scaled from the nearest measured number."""
+        """Figures for so many ranks on a host, at most all of its ranks.
+
+        They are measured, or scaled from the nearest measured number.
+        """
+        ranks = min(ranks, self.ranks_per_host)
         if not self.crowds:
             assert self.rates is not None
             return Crowd(ranks, self.rates, self.inside)

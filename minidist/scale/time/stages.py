@@ -13,13 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.estimates import schedule_of
-from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
-from minidist.scale.memory.state_bytes import BYTES
+from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, parts
+from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.layer_work import Computation, LayerWork
@@ -34,7 +31,6 @@ SPLIT, SPLIT_CALLS = 0.05, 3
 of byte-small took 1.26, 1.23 and 1.09 times as long in two parts, with 1, 2 and 8 rows."""
 OPERATOR = 6
 """Calls of operators per tensor-parallel collective, besides the message itself."""
-
 
 Simulated = dict[Hashable, Any]
 """A cache of predicted seconds of passes and pipelines, for one model on one machine."""
@@ -77,27 +73,22 @@ class StepStages:
     def __init__(
         self,
         shape: TransformerConfig,
-        layout: Layout,
-        rows: int,
-        tokens: int,
+        setup: TrainingSetup,
         hardware: Hardware,
-        optimizer: str,
         simulated: Simulated | None = None,
-        secondary: int = 0,
     ) -> None:
-        self.simulated = {} if simulated is None else simulated
-        self.shape, self.layout, self.hardware, self.optimizer = shape, layout, hardware, optimizer
-        self.length = tokens
-        self.own_tokens = max(zigzag_order.size(tokens, layout.cp, rank) for rank in range(layout.cp))
-        own = share(rows, layout.dp)
-        count = min(layout.micro_batches, own)
-        self.micro_rows = [share(own, count, part) for part in range(count)]
-        self.element = BYTES[layout.precision]
-        self.crowd = hardware.crowd(min(layout.ranks, hardware.ranks_per_host))
+        self.shape, self.setup, self.hardware, layout = shape, setup, hardware, setup.layout
+        self.layout, self.element, self.micro_rows = layout, setup.sharing.element, setup.micro_rows
+        self.own_tokens = max(map(setup.own_tokens, range(layout.cp)))
+        self.crowd = hardware.crowd(layout.ranks)
         self.rates = self.crowd.rates
-        self.wires = Wires(hardware, self.crowd, layout, secondary)
+        self.wires = Wires(hardware, self.crowd, layout, setup.secondary)
         self.chunks = parts(shape, layout.pp, layout.chunks)
-        self._form = replace(layout, zero=0, shard=0), tokens  # passes and pipelines do not depend on ZeRO
+        self.simulated = {} if simulated is None else simulated
+        self._form = (
+            replace(layout, zero=0, shard=0),
+            setup.tokens,
+        )  # passes and pipelines do not depend on ZeRO
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
@@ -128,23 +119,15 @@ class StepStages:
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
-        fullest = max(range(layout.pp), key=self._parameters)
-        shape, part = self.shape, self.part(fullest)
-        gradients = GradientTime(
-            [size for layer in parameter_sizes.layers(shape, part) for size in layer],
-            parameter_sizes.units(shape, part),
-            self.wires,
-            len(self.micro_rows),
-            self.optimizer,
-            part.own(shape.vocabulary) * shape.width if shape.shares_matrix else 0,
-        )
+        fullest = max(map(self._parameters, range(layout.pp)), key=lambda each: sum(each.sizes))
+        gradients = GradientTime(fullest, self.setup.sharing, self.wires, len(self.micro_rows))
         found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
 
-    def _parameters(self, stage: int) -> int:
-        return sum(map(sum, parameter_sizes.layers(self.shape, self.part(stage))))
+    def _parameters(self, stage: int) -> RankParameters:
+        return on_rank(self.shape, self.part(stage))
 
     def part(self, stage: int = 0) -> ModelPart:
         """The part of the model of the rank that has the most work on a stage."""
@@ -157,7 +140,7 @@ class StepStages:
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
-        tokens, cut = (self.own_tokens, self.length), self.layout.sequence_parallel
+        tokens, cut = (self.own_tokens, self.setup.tokens), self.layout.sequence_parallel
         return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut)
 
     def times(self, chunk: int, rows: int) -> StageTimes:

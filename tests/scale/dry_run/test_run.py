@@ -14,13 +14,13 @@ from torch.nn import functional
 import minidist as md
 from minidist import comm
 from minidist.cli import commands
-from minidist.model import config
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
-from minidist.scale.dry_run.arguments import kinds
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import Peers, dry_world
+from minidist.scale.dry_run.peers import kinds
 from minidist.scale.dry_run.run import DryRun, dryrun, dryrun_kinds
+from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import estimate
 from tests.helpers.dry_measured import Case, Measured, differences, measure, wrong
 
@@ -219,12 +219,17 @@ def test_a_rings_messages_are_of_the_pass_that_sends_them() -> None:
 
 
 def test_kinds_are_all_ranks() -> None:
-    shape, layout = config("gpt2-xl"), md.Layout.parse("dp=64,tp=4,pp=4,zero=1")
-    found = kinds(shape, layout, (64, 1024))
+    divided, layout = subject_of("gpt2-xl").divided, md.Layout.parse("dp=64,tp=4,pp=4,zero=1")
+    found = kinds(divided, layout, (64, 1024))
     assert sum(count for _, count in found) == 1024
     assert [rank for rank, _ in found] == [0, 3, 256, 259, 512, 515, 768, 771]  # 25 heads: the last has 7
-    assert kinds(shape, md.Layout(), (1, 1024)) == [(0, 1)]
-    assert kinds(config("byte-tiny"), md.Layout(dp=3, pp=2), (4, 64)) == [(0, 1), (1, 2), (3, 1), (4, 2)]
+    assert kinds(divided, md.Layout(), (1, 1024)) == [(0, 1)]
+    assert kinds(subject_of("byte-tiny").divided, md.Layout(dp=3, pp=2), (4, 64)) == [
+        (0, 1),
+        (1, 2),
+        (3, 1),
+        (4, 2),
+    ]
     found = dryrun_kinds("byte-tiny", md.Layout(dp=3), (4, 8))
     assert [(run.rank, run.batch, count) for run, count in found] == [(0, (4, 8), 1), (1, (4, 8), 2)]
 

@@ -323,11 +323,10 @@ def test_other_optimizers(cluster_of: Clusters) -> None:
 def test_buckets_are_those_of_the_reducer() -> None:
     shape = config("gpt2-small", layers=3, vocabulary=9001)
     parameters = [*GPT(shape, device="meta").parameters()]
-    parts = joined_messages.cut(parameters, reversed(range(len(parameters))), state_bytes.BUCKET)
+    parts = joined_messages.cut(parameters, reversed(range(len(parameters))), parameter_sizes.BUCKET)
     expected = [sum(parameters[place].numel() for place in places) for places in parts]
-    sizes = [size for layer in parameter_sizes.layers(shape) for size in layer]
     assert len(expected) > 3
-    assert state_bytes.cut(reversed(sizes), state_bytes.BUCKET // 4) == expected
+    assert parameter_sizes.on_rank(shape).buckets(4) == expected
 
 
 FAULTS: dict[str, Callable[[state_bytes.States], state_bytes.States]] = {

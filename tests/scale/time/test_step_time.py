@@ -22,8 +22,8 @@ from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
-from minidist.scale.memory import parameter_sizes
-from minidist.scale.memory.parameter_sizes import ModelPart, layers
+from minidist.scale.memory.parameter_sizes import ModelPart, on_rank
+from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, hardware, smallest
@@ -205,7 +205,7 @@ def test_tensor_parallel_layers_send_what_a_dry_run_counts(
 ) -> None:
     chosen = replace(md.Layout.parse(layout), precision=precision)
     lines = [each for each in dryrun(SHAPE, chosen, (2, 24)).lines if each.axis == "tp"]
-    step = StepStages(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
+    step = StepStages(SHAPE, TrainingSetup(chosen, 2, 24), HARDWARE["h100"])
 
     def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
         """Messages of a forward and a backward pass, without the operators' seconds."""
@@ -241,8 +241,8 @@ def test_gradients_and_parameters_send_what_a_dry_run_counts(
     counted = dryrun(SHAPE, chosen, (16, 24), fully_shard=options).by_axis["dp"]
     monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
     wires = Wires(machine, machine.crowd(8), chosen, secondary)
-    sizes, units = [n for layer in layers(SHAPE) for n in layer], parameter_sizes.units(SHAPE)
-    sent, _ = GradientTime(sizes, units, wires, chosen.micro_batches, "adam")._sent(0.0, 0.0)
+    sharing = TrainingSetup(chosen, 16, 24, secondary=secondary).sharing
+    sent, _ = GradientTime(on_rank(SHAPE), sharing, wires, chosen.micro_batches)._sent(0.0, 0.0)
     assert sent == pytest.approx(counted, rel=0.01)
 
 
