@@ -10,8 +10,7 @@
 | gradient_exchange.py | seconds of the gradient exchange and the update |
 | pipeline_time.py | seconds of a pipeline's schedule |
 | stages.py | all parts of a step, stage by stage |
-| rank_timing.py | what each rank times when a machine is measured |
-| measure_machine.py | `this_machine`: from these times to rates, kept in a JSON file |
+| measure_machine.py | `this_machine`: what ranks time here, and the rates that follow |
 | hardware.py, machines.json | machines by name: the figures of data sheets, with their sources |
 | step_time.py | `predict_step` |
 """

@@ -8,13 +8,12 @@ them; the parts of the step are those of the slowest stage.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.scale.memory.estimates import schedule_of
 from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, parts
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import pipeline_time
@@ -36,35 +35,18 @@ Simulated = dict[Hashable, Any]
 """A cache of predicted seconds of passes and pipelines, for one model on one machine."""
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds of one micro-batch's passes through one part of the model, on one rank."""
 
-    forward: float
-    backward: float
-    again: float
-    tp_forward: float = 0.0
-    tp_backward: float = 0.0
-    tp_hidden: float = 0.0
-    cp_forward: float = 0.0
-    cp_backward: float = 0.0
-    cp_hidden: float = 0.0
-    weights: float = 0.0  # the part of the backward pass that computes gradients of weights
-
-    @property
-    def whole_forward(self) -> float:
-        """Computation and communication of the forward pass."""
-        return self.forward + self.tp_forward + self.cp_forward
-
-    @property
-    def whole_backward(self) -> float:
-        """Computation, recomputation and communication of the backward pass."""
-        return self.backward + self.again + self.tp_backward + self.cp_backward
+    forward: float  # computation and messages of the forward pass
+    backward: float  # the same of the backward pass, with recomputation
+    weights: float  # the part of the backward pass that computes gradients of weights
+    parts: dict[str, float]  # both passes by purpose
 
     @property
     def whole(self) -> float:
         """Both passes."""
-        return self.whole_forward + self.whole_backward
+        return self.forward + self.backward
 
 
 class StepStages:
@@ -97,16 +79,8 @@ class StepStages:
         stage = max(range(layout.pp), key=lambda stage: sum(each.whole for each in self._on(stage)))
         done = self._on(stage)
         passes = sum(each.whole for each in done)
-        found = {
-            "compute": sum(each.forward + each.backward for each in done),
-            "recompute": sum(each.again for each in done),
-            "tp": sum(each.tp_forward + each.tp_backward for each in done),
-            "tp hidden": sum(each.tp_hidden for each in done),
-            "cp": sum(each.cp_forward + each.cp_backward for each in done),
-            "cp hidden": sum(each.cp_hidden for each in done),
-            "pp": 0.0,
-            "bubble": 0.0,
-        }
+        found = {name: sum(each.parts[name] for each in done) for name in done[0].parts}
+        found |= {"pp": 0.0, "bubble": 0.0}
         if layout.pp > 1:
             key = *self._form, tuple(self.micro_rows)
             if key not in self.simulated:
@@ -121,7 +95,7 @@ class StepStages:
             found["bubble"] = waits - found["pp"]
         fullest = max(map(self._parameters, range(layout.pp)), key=lambda each: sum(each.sizes))
         gradients = GradientTime(fullest, self.setup.sharing, self.wires, len(self.micro_rows))
-        found |= gradients.parts(done[-1].whole_backward, passes)
+        found |= gradients.parts(done[-1].backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
@@ -150,43 +124,46 @@ class StepStages:
         return self._times[chunk, rows]
 
     def _predict(self, layers: range, rows: int) -> StageTimes:
-        layout, precision, rates = self.layout, self.layout.precision, self.rates
+        layout, precision, rates, overlaps = (
+            self.layout,
+            self.layout.precision,
+            self.rates,
+            self.hardware.overlaps,
+        )
         of = self.work(rows)
         passes = of.layers(layers)
         blocks = len([i for i in layers if 1 <= i <= self.shape.layers])
-        tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
+        forward = rates.seconds(passes.forward, precision)
         again = rates.seconds(passes.again, precision) if layout.recompute else 0.0
         backward = rates.seconds(passes.backward, precision, backward=True)
         if SCHEDULES[layout.schedule].splits_backward:
             backward *= 1 + SPLIT
             backward += 0.0 if rates.asynchronous else SPLIT_CALLS * passes.backward.calls * rates.call
-        hidden = 0.0
-        if self.hardware.overlaps:
-            products = passes.backward.products / rates.flops[precision]
-            hidden = min(tp_backward, OVERLAPPED * products)
-        if layout.recompute:
-            tp_backward += tp_forward
+        products = passes.backward.products / rates.flops[precision]
+        tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
+        tp_hidden = min(tp_backward, OVERLAPPED * products) if overlaps else 0.0
         keys = of.stream * of.part.own(self.shape.heads) / self.shape.heads
         cp_forward, cp_backward = (blocks * each for each in self.wires.ring(keys, self.element))
         cp_hidden = [0.0, 0.0]
-        if self.hardware.overlaps and layout.cp > 1:
+        if overlaps and layout.cp > 1:
             attention = passes.forward.attention / (rates.flops[precision] * rates.attention)
             cp_hidden = [min(cp_forward, attention), min(cp_backward, 2.5 * attention)]
         if layout.recompute:
+            tp_backward += tp_forward
             cp_backward += cp_forward
             cp_hidden[1] += cp_hidden[0]
-        return StageTimes(
-            rates.seconds(passes.forward, precision),
-            backward,
-            again,
-            tp_forward,
-            tp_backward - hidden,
-            hidden,
-            cp_forward - cp_hidden[0],
-            cp_backward - cp_hidden[1],
-            sum(cp_hidden),
-            weights=passes.backward.products / rates.flops[precision] / 2,
-        )
+        tp_backward -= tp_hidden
+        cp_forward, cp_backward = cp_forward - cp_hidden[0], cp_backward - cp_hidden[1]
+        parts = {
+            "compute": forward + backward,
+            "recompute": again,
+            "tp": tp_forward + tp_backward,
+            "tp hidden": tp_hidden,
+            "cp": cp_forward + cp_backward,
+            "cp hidden": sum(cp_hidden),
+        }
+        whole_backward = backward + again + tp_backward + cp_backward
+        return StageTimes(forward + tp_forward + cp_forward, whole_backward, products / 2, parts)
 
     def _tensor_parallel(self, of: LayerWork, layers: range, blocks: int) -> tuple[float, float]:
         if self.layout.tp == 1:
@@ -216,15 +193,15 @@ class StepStages:
         form = layout.schedule, layout.pp, len(self.micro_rows), layout.chunks
         each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]
         seconds = {
-            "forward": [[times.whole_forward for times in stage] for stage in each],
-            "backward": [[times.whole_backward for times in stage] for stage in each],
-            "backward_input": [[times.whole_backward - times.weights for times in stage] for stage in each],
+            "forward": [[times.forward for times in stage] for stage in each],
+            "backward": [[times.backward for times in stage] for stage in each],
+            "backward_input": [[times.backward - times.weights for times in stage] for stage in each],
             "backward_weight": [[times.weights for times in stage] for stage in each],
         }
-        cores = self.hardware.cores
+        passes, cores = pipeline_time.passes_of(*form), self.hardware.cores
         if cores is None:
-            return pipeline_time.seconds_of(pipeline_time.passes_of(*form), layout.pp, seconds, message)
+            return pipeline_time.seconds_of(passes, layout.pp, seconds, message)
         together = layout.ranks // layout.pp  # ranks of a stage, in all pipelines
         return pipeline_time.seconds_on_shared_cores(
-            schedule_of(*form), seconds, message, lambda working: self.crowd.pace(working * together, cores)
+            passes, layout.pp, seconds, message, lambda working: self.crowd.pace(working * together, cores)
         )

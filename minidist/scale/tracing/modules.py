@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from minidist.parallel.contract.batch import tensors_in
 from minidist.scale.tracing.slices import Atom, Slice
@@ -44,13 +49,13 @@ class Modules:
         """Start recording."""
         for name, module in self._named:
             self._handles += [
-                module.register_forward_pre_hook(self._before(name), prepend=True),
+                module.register_forward_pre_hook(partial(self._begin, name), prepend=True),
                 # Call it on errors as well: recomputation raises one once it has all that it needs.
-                module.register_forward_hook(self._after, always_call=True),
+                module.register_forward_hook(self._end, always_call=True),
             ]
         self._handles += [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(partial(self._begin, "")),
+            register_optimizer_step_post_hook(self._end),
         ]
 
     def close(self) -> None:
@@ -59,26 +64,25 @@ class Modules:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def before(module: nn.Module, inputs: Any) -> None:
-            recorded = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-            self._open[get_ident()].append((module, name, time.perf_counter(), recorded))
+    def _begin(self, name: str, owner: object, *arguments: Any) -> None:
+        """A module's forward pass begins, or an optimizer's step."""
+        recorded = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        name = name or f"{type(owner).__name__}.step"
+        self._open[get_ident()].append((owner, name, time.perf_counter(), recorded))
 
-        return before
-
-    def _after(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        ended, thread = time.perf_counter(), get_ident()
-        stack = self._open[thread]
-        if not any(owner is module for owner, *_ in stack):  # it began before the trace
+    def _end(self, ended: object, arguments: Any, outputs: Any) -> None:
+        """It ends, and so does everything that has begun since and was left by an error."""
+        now, thread = time.perf_counter(), get_ident()
+        stack, again = self._open[thread], self._inside[thread] > 0
+        if not any(owner is ended for owner, *_ in stack):  # it began before the trace
             return
-        again = self._inside[thread] > 0
         path = tuple(name for _, name, *_ in stack)
         owner: object = None
-        while owner is not module:
+        while owner is not ended:
             owner, name, start, recorded = stack.pop()
-            kind = "recompute" if again else "forward"
-            self.slices[thread].append(Slice("", kind, name, start, ended))
-        if not again:  # no backward pass goes through recomputed operations
+            kind = "optimizer" if isinstance(owner, Optimizer) else "recompute" if again else "forward"
+            self.slices[thread].append(Slice("", kind, name, start, now))
+        if kind == "forward":  # no backward pass goes through recomputed operations
             self._watch(outputs, recorded, path)
 
     def _watch(self, outputs: Any, first: int, path: tuple[str, ...]) -> None:
@@ -98,28 +102,17 @@ class Modules:
     def _time(self, node: Node, path: tuple[str, ...]) -> None:
         begun: list[float] = []
 
-        def before(gradients: tuple[Tensor, ...]) -> None:
+        def before(gradients: Any) -> None:
             self._inside[get_ident()] += 1
             begun.append(time.perf_counter())
 
-        def after(gradients: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        def after(gradients: Any, outputs: Any) -> None:
             ended, thread = time.perf_counter(), get_ident()
             self._inside[thread] -= 1
             number = torch._C._current_graph_task_id()
             self.atoms[thread].append(Atom(begun.pop(), ended, path, number))
 
         self._handles += [node.register_prehook(before), node.register_hook(after)]
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        name = f"{type(optimizer).__name__}.step"
-        self._open[get_ident()].append((optimizer, name, time.perf_counter(), 0))
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        ended, thread = time.perf_counter(), get_ident()
-        stack = self._open[thread]
-        if stack and stack[-1][0] is optimizer:
-            _, name, start, _ = stack.pop()
-            self.slices[thread].append(Slice("", "optimizer", name, start, ended))
 
 
 def named_parts(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

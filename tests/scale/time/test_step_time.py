@@ -28,8 +28,7 @@ from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, hardware, smallest
 from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
-from minidist.scale.time.measure_machine import load, nonnegative, save, solve, this_machine
-from minidist.scale.time.rank_timing import CASES, Measured
+from minidist.scale.time.measure_machine import CASES, Measured, load, nonnegative, save, solve, this_machine
 from minidist.scale.time.rates import Crowd, Hardware, Rates
 from minidist.scale.time.stages import StepStages
 from minidist.scale.time.step_time import HIDDEN, PARTS, predict_step
@@ -472,11 +471,11 @@ def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
         for k, kind in enumerate(kinds)
     }
     expected = schedules.simulate(schedule, {**seconds, "message": 0.25}).seconds
-    assert pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.25, lambda _: 1.0) == pytest.approx(
-        expected
-    )
+    passes = pipeline_time.passes_of(name, 3, 5, chunks)
+    found = pipeline_time.seconds_on_shared_cores(passes, 3, seconds, 0.25, lambda _: 1.0)
+    assert found == pytest.approx(expected)
     # On one core all passes run one after the other.
-    one = pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.0, lambda working: working / 3)
+    one = pipeline_time.seconds_on_shared_cores(passes, 3, seconds, 0.0, lambda working: working / 3)
     ran = [each for own in schedule for each in own if each.computes]
     total = sum(
         seconds[each.kind][each.chunk * 3 + rank][each.micro_batch]
