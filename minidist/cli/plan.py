@@ -13,7 +13,7 @@ from minidist.cli.output import HERE, check_here, console, measured, print_json,
 from minidist.cli.own_model import model_or_name
 
 if TYPE_CHECKING:
-    from minidist.scale.time.rates import Hardware
+    from minidist.scale.time.hardware import Hardware
 
 
 def plan(

@@ -42,8 +42,8 @@ from minidist.scale.memory.parameter_sizes import RankParameters
 from minidist.scale.memory.state_bytes import held_for
 from minidist.scale.memory.training_setup import BatchSize, TrainingSetup
 from minidist.scale.time.gradient_exchange import GradientTime
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.layer_work import Amounts, Computation
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.stages import Simulated
 from minidist.scale.time.step_time import StepTime, assumptions, check_machine, check_rows, step_from_parts
 from minidist.scale.time.traffic import Wires

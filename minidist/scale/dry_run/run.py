@@ -35,8 +35,8 @@ from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.peers import LayoutPeers, kinds
 from minidist.scale.dry_run.transformer import Subject, Transformer, subject_of
 from minidist.scale.memory.training_setup import BatchSize, TrainingSetup, check_types, coordinates
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.hardware import hardware as hardware_of
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.step_time import StepTime
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {

@@ -32,7 +32,7 @@ from minidist.scale.memory.training_setup import (
     refuse_cut_rows,
     rows_and_tokens,
 )
-from minidist.scale.time.rates import Hardware
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.stages import Simulated
 from minidist.scale.time.step_time import StepTime, check_fits, predict_setup
 

@@ -30,8 +30,8 @@ from minidist._files import check_file
 from minidist.comm.launching.supervisor import preload_optimizers
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.planning.trial import NEAR, trial
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.measure_machine import RANKS, this_machine
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.step_time import StepTime, predict_step
 
 LAYOUTS: dict[int, tuple[str, ...]] = {

@@ -23,7 +23,7 @@ from minidist.scale.dry_run.transformer import Subject
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.training_setup import TrainingSetup
-from minidist.scale.time.rates import Hardware
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.stages import Simulated
 from minidist.scale.time.step_time import StepTime
 

@@ -26,9 +26,8 @@ from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.state_bytes import OPTIMIZERS
 from minidist.scale.memory.training_setup import BatchSize
 from minidist.scale.planning.candidates import Candidate, Question, Refused, candidates, frugal
+from minidist.scale.time.hardware import Hardware, smallest
 from minidist.scale.time.hardware import hardware as hardware_of
-from minidist.scale.time.hardware import smallest
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.step_time import check_machine
 
 MEANINGFUL = 0.1

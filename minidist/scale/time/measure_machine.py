@@ -40,8 +40,8 @@ from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.training import bf16_on_cpu
 from minidist.scale.memory.parameter_sizes import on_rank
 from minidist.scale.time.gradient_exchange import ELEMENT_PASSES
+from minidist.scale.time.hardware import Crowd, Hardware, Rates
 from minidist.scale.time.layer_work import LayerWork
-from minidist.scale.time.rates import Crowd, Hardware, Rates
 
 RANKS = (1, 2, 4, 8)
 FORMAT = 1

@@ -18,8 +18,8 @@ from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.layer_work import Computation, LayerWork
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.traffic import Wires
 
 OVERLAPPED = 7 / 24

@@ -26,9 +26,9 @@ from minidist.scale.memory.training_setup import (
     check_sharing,
     check_types,
 )
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.layer_work import model_flops
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.stages import Simulated, StepStages
 
 PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "gradients", "dp", "optimizer", "step")

@@ -20,7 +20,7 @@ import torch
 import minidist as md
 from minidist.model import GPT, config
 from minidist.scale.dry_run.run import OPTIMIZERS, dryrun
-from minidist.scale.time.hardware import this_machine
+from minidist.scale.time.measure_machine import this_machine
 from tests.helpers.dry_measured import Case, wrong
 
 Clusters = Callable[[int], md.Cluster]

@@ -26,10 +26,9 @@ from minidist.scale.memory.parameter_sizes import ModelPart, on_rank
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
-from minidist.scale.time.hardware import HARDWARE, hardware, smallest
+from minidist.scale.time.hardware import HARDWARE, Crowd, Hardware, Rates, hardware, smallest
 from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
 from minidist.scale.time.measure_machine import CASES, Measured, load, nonnegative, save, solve, this_machine
-from minidist.scale.time.rates import Crowd, Hardware, Rates
 from minidist.scale.time.stages import StepStages
 from minidist.scale.time.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.time.traffic import Wires
