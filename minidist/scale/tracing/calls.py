@@ -12,10 +12,11 @@ import torch
 
 from minidist.comm import ledgers, stream_times
 from minidist.comm.ledgers import Call
-from minidist.comm.stream_times import StreamTimes
 from minidist.scale.tracing.slices import CALLS, Slice
 
 MESSAGES = ("send", "recv")
+FACTS = ("algorithm", "dtype", "shape", "group", "bytes_sent", "bytes_on_wire")
+"""What a slice tells of its call."""
 
 
 @dataclass
@@ -30,12 +31,30 @@ class Noted:
     complete: bool  # when the call returned
     waits: list[tuple[int, float, float]] = field(default_factory=list)  # thread, from, until
     ran: tuple[float | None, float | None] = (None, None)  # from, until, if it ran in its own thread
-    stream_times: StreamTimes | None = None  # of a call on CUDA tensors
+    stream_times: Any = None  # of a call on CUDA tensors
 
-    @property
-    def in_background(self) -> bool:
-        """Whether the call went on while its caller did something else."""
-        return self.at_once and not self.complete
+    def slice(self, number: int, anchor: Any, anchored: float, closed: float) -> tuple[Slice, bool]:
+        """Its slice, and whether it went on in the background while its caller did something else."""
+        call, start, end, more = self.call, self.begun, self.returned, {}
+        background = self.stream_times is not None and anchor is not None
+        if background:
+            start, end = (anchored + t for t in self.stream_times.since(anchor))
+        elif self.at_once and not self.complete:
+            background, (began, completed) = True, self.ran
+            start = start if began is None else began
+            end = self.waits[-1][2] if self.waits else closed
+            if completed is None:
+                more = {"end": "when it was waited for" if self.waits else "not within the trace"}
+            else:
+                end = completed
+        elif self.waits and not self.at_once:
+            end = self.waits[0][2]
+        args = {"number": number, "called": self.begun, **{name: getattr(call, name) for name in FACTS}}
+        args |= {"waited_us": round(call.waited * 1e6, 3), **more}
+        if call.message is not None:
+            args["message"] = [*call.message]
+        kind = call.name if call.name in MESSAGES else CALLS[0]
+        return Slice("", kind, call.name, start, end, args), background
 
 
 class Calls:
@@ -44,7 +63,7 @@ class Calls:
     def __init__(self) -> None:
         self.noted: list[Noted] = []
         self._by_call: dict[int, Noted] = {}
-        self._earlier: list[tuple[Call, int, float, float]] = []  # waits for calls from before `open`
+        self._earlier: list[tuple[int, Slice]] = []  # by thread, waits for calls from before `open`
         self._closed = 0.0
         self._anchor: Any = None  # an event of the GPU's clock, at the time `_anchored`
         self._anchored = 0.0
@@ -72,7 +91,8 @@ class Calls:
         """Record a wait for an asynchronous call, and when that call ran."""
         noted = self._by_call.get(id(call))
         if noted is None:
-            self._earlier.append((call, get_ident(), begun, ended))
+            wait = _wait(call, begun, ended, {"of": "a call from before"})
+            self._earlier.append((get_ident(), wait))
         else:
             noted.waits.append((get_ident(), begun, ended))
             noted.ran = began, completed
@@ -83,45 +103,15 @@ class Calls:
         held: dict[int, list[Slice]] = defaultdict(list)
         background: tuple[list[Slice], list[Slice]] = [], []
         for number, each in enumerate(self.noted):
-            call = each.call
-            kind = call.name if call.name in MESSAGES else CALLS[0]
-            args = {"number": number, "called": each.begun, **_described(call)}
-            if each.stream_times is not None and self._anchor is not None:
-                start, end = (self._anchored + t for t in each.stream_times.since(self._anchor))
-                background[kind in MESSAGES].append(Slice("", kind, call.name, start, end, args))
-                continue
-            if not each.in_background:
-                end = each.waits[0][2] if each.waits and not each.at_once else each.returned
-                held[each.thread].append(Slice("", kind, call.name, each.begun, end, args))
-                continue
-            began, completed = each.ran
-            start = each.begun if began is None else began
-            if completed is None:
-                completed = each.waits[-1][2] if each.waits else self._closed
-                args["end"] = "when it was waited for" if each.waits else "not within the trace"
-            background[kind in MESSAGES].append(Slice("", kind, call.name, start, completed, args))
-            for thread, begun, ended in each.waits:
-                held[thread].append(_wait(call, begun, ended, {"number": number}))
-        for call, thread, begun, ended in self._earlier:
-            held[thread].append(_wait(call, begun, ended, {"of": "a call from before"}))
+            own, in_background = each.slice(number, self._anchor, self._anchored, self._closed)
+            (background[own.kind in MESSAGES] if in_background else held[each.thread]).append(own)
+            if in_background and (each.stream_times is None or self._anchor is None):
+                for thread, begun, ended in each.waits:
+                    held[thread].append(_wait(each.call, begun, ended, {"number": number}))
+        for thread, wait in self._earlier:
+            held[thread].append(wait)
         return held, *background
 
 
 def _wait(call: Call, begun: float, ended: float, args: dict[str, Any]) -> Slice:
     return Slice("", "wait", f"wait for {call.name}", begun, ended, args)
-
-
-def _described(call: Call) -> dict[str, Any]:
-    """Return the ledger's facts about a call."""
-    found: dict[str, Any] = {
-        "algorithm": call.algorithm,
-        "dtype": call.dtype,
-        "shape": [*call.shape],
-        "group": [*call.group],
-        "bytes_sent": call.bytes_sent,
-        "bytes_on_wire": call.bytes_on_wire,
-        "waited_us": round(call.waited * 1e6, 3),
-    }
-    if call.message is not None:
-        found["message"] = [*call.message]
-    return found
