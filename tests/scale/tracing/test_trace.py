@@ -28,7 +28,7 @@ from minidist.scale.tracing import clocks
 from minidist.scale.tracing.all_ranks import RankTrace, Stretch, matched
 from minidist.scale.tracing.clocks import Clock, Reading
 from minidist.scale.tracing.perfetto import PROCESS, document
-from minidist.scale.tracing.slices import Atom, Slice, lanes, passes
+from minidist.scale.tracing.recording import Atom, Slice, lanes, passes
 from minidist.scale.tracing.trace import Trace, trace
 from tests.helpers.trace_problems import check, problems
 from tests.scale.command import command
