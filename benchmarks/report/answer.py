@@ -1,10 +1,11 @@
 """Answer "What should I use?": the first strategy that fits into memory, the cheapest ones tried first.
 
-Nothing here is measured. Memory is the estimate of `minidist.scale.memory.estimate` for the fullest rank, and
-bytes follow the formulas that the tests check the strategies against. Strategies are ordered by their extra
-cost over plain data parallelism. ZeRO's stages 1 and 2 send the same bytes, and stage 3 sends half as many
-again; a pipeline's ranks wait during its first and last micro-batches; tensor parallelism sends activations
-in every layer, which needs links as fast as those within one machine. So take the first one that fits.
+Nothing here is measured. The largest batches are those of `minidist.scale.memory.fits`, and bytes follow the
+formulas that the tests check the strategies against. The strategies are a list of layouts, ordered by their
+extra cost over plain data parallelism. ZeRO's stages 1 and 2 send the same bytes, and stage 3 sends half as
+many again; a pipeline's ranks wait during its first and last micro-batches; tensor parallelism sends
+activations in every layer, which needs links as fast as those within one machine. So take the first one that
+fits.
 
 Sources: Rajbhandari et al. 2020 (ZeRO), section 7; Narayanan et al. 2021 (Megatron-LM), sections 2 and 3.
 """
@@ -19,8 +20,10 @@ from typing import Any
 from minidist.benchmarks.harness import formats
 from minidist.model.configs import config
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.tensor.plans import bytes_per_pass
-from minidist.scale.memory import Estimate, estimate, fits
+from minidist.scale.memory import Estimate, estimate
+from minidist.scale.memory.largest_batch import first_that_fits, largest, sharded
 
 GB = 10**9
 HALF = 2  # bytes of a bf16 number
@@ -56,6 +59,7 @@ class Choice:
     name: str
     layout: Layout  # in bf16, activations recomputed
     memory: Estimate  # of the fullest rank, with the smallest batch
+    smallest: tuple[int, int]  # that batch: a row per GPU or micro-batch, and the tokens in each
     kept: int  # the largest batch if activations are kept
     recomputed: int  # the largest batch if they are recomputed
     sent: int  # bytes that a rank sends in a step of `Question.batch` rows
@@ -80,43 +84,39 @@ def best(found: Sequence[Choice]) -> Choice | None:
 
 def first_fit(question: Question) -> tuple[str, int] | None:
     """Return the name of the best choice and its largest batch; later choices are not computed."""
-    for name, layout in _layouts(question.gpus).items():
-        if _smallest(question, layout).peak <= question.memory:
-            return name, fits(question.memory, [question.model], [layout])[0].batch
-    return None
+    names = {layout: name for name, layout in _layouts(question.gpus).items()}
+    found = first_that_fits(largest(question.model, layout, question.memory) for layout in names)
+    return None if found is None else (names[found.layout], found.batch)
 
 
 def _layouts(gpus: int) -> dict[str, Layout]:
+    """The strategies by name, the cheapest first."""
     mixed = Layout(precision="bf16", recompute=True)
     if gpus == 1:
         return {"one process": mixed}
-    shared = replace(mixed, dp=gpus)
     return {
-        "data parallel": shared,
-        **{f"ZeRO-{stage}": replace(shared, zero=stage) for stage in (1, 2, 3)},
+        "data parallel": replace(mixed, dp=gpus),
+        **sharded(mixed, gpus),
         "pipeline": replace(mixed, pp=gpus, micro_batches=4 * gpus),
         "tensor parallel": replace(mixed, tp=gpus),
     }
 
 
 def _choice(question: Question, name: str, layout: Layout) -> Choice:
-    plain, again = fits(question.memory, [question.model], [replace(layout, recompute=False), layout])
-    waits = layout.pp - 1
+    kept, recomputed = (
+        largest(question.model, replace(layout, recompute=again), question.memory) for again in (False, True)
+    )
+    batch, waits = recomputed.smallest_batch, layout.pp - 1
     return Choice(
         name,
         layout,
-        _smallest(question, layout),
-        plain.batch,
-        again.batch,
+        estimate(question.model, layout, batch=batch),
+        batch,
+        kept.batch,
+        recomputed.batch,
         _sent(question, layout),
         waits / (layout.micro_batches + waits),
     )
-
-
-def _smallest(question: Question, layout: Layout) -> Estimate:
-    """Estimate the memory with one row per GPU or micro-batch."""
-    rows = max(layout.dp, layout.micro_batches)
-    return estimate(question.model, layout, batch=(rows, config(question.model).context))
 
 
 def _sent(question: Question, layout: Layout) -> int:
@@ -126,8 +126,7 @@ def _sent(question: Question, layout: Layout) -> int:
         return bytes_per_pass(shape, question.batch, shape.context, ranks, element_size=HALF)
     if layout.pp > 1:
         return 2 * question.batch * shape.context * shape.width * HALF
-    times = 3 if layout.zero == 3 else 2  # two gathers and a reduce-scatter, or an all-reduce or its halves
-    return times * (ranks - 1) * shape.parameters() * HALF // ranks
+    return int(ROWS[layout.zero].bytes_sent(shape.parameters() * HALF, ranks))
 
 
 def sentence(question: Question, found: Sequence[Choice]) -> str:
@@ -163,19 +162,13 @@ def sentence(question: Question, found: Sequence[Choice]) -> str:
 
 def code(choice: Choice) -> str:
     """Return the Python code of a choice's layout."""
-    layout = choice.layout
-    axes = [f"{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp") if getattr(layout, axis) > 1]
-    more = [f"zero={layout.zero}"] if layout.zero else []
-    more += [f"micro_batches={layout.micro_batches}"] if layout.pp > 1 else []
-    fields = ", ".join([*axes, *more, 'precision="bf16"', "recompute=True"])
-    return f"md.Layout({fields})"
+    fields = str(choice.layout).replace("precision=bf16", 'precision="bf16"')
+    return f"md.Layout({fields.replace(',', ', ')})"
 
 
 def estimated(question: Question, choice: Choice) -> str:
     """Return the Python call that estimates a choice's memory."""
-    shape = config(question.model)
-    rows = max(choice.layout.dp, choice.layout.micro_batches)
-    return f'estimate("{question.model}", {code(choice)}, batch=({rows}, {shape.context})).peak'
+    return f'estimate("{question.model}", {code(choice)}, batch={choice.smallest}).peak'
 
 
 def overview() -> dict[str, list[tuple[str, int] | None]]:

@@ -48,7 +48,6 @@ def dryrun(
 
     from minidist.parallel.contract.layout import Layout
     from minidist.scale.dry_run import report
-    from minidist.scale.dry_run.own_prediction import has_time
     from minidist.scale.dry_run.run import DryRun, dryrun_kinds
     from minidist.scale.dry_run.run import dryrun as run
     from minidist.scale.time.hardware import hardware
@@ -77,7 +76,7 @@ def dryrun(
     else:
         found = [(run(whose, chosen, size, int(rank), optimizer, clip_norm=clip_norm), None)]
     machine = named or measured(chosen.ranks, figures, quiet=as_json)
-    time = found[0][0].predict(machine) if has_time(whose, chosen) else None
+    time = found[0][0].predict(machine) if found[0][0].has_time else None
     if as_json:
         print_json(report.document(found, machine, time))
     elif rank == EVERY:

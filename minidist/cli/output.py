@@ -19,7 +19,7 @@ from minidist.comm.launchers import started
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from minidist.scale.time.rates import Hardware
+    from minidist.scale.time.hardware import Hardware
 
 HERE = "here"
 """The --profile for this machine, measured."""
@@ -125,7 +125,7 @@ def check_here(profile: str | None, ranks: int, figures: Path | None) -> None:
 def measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
     """Measure this machine with so many ranks, for --profile here; the file `figures` keeps the result."""
     from minidist.comm.launching.supervisor import preload_optimizers
-    from minidist.scale.time.hardware import this_machine
+    from minidist.scale.time.measure_machine import this_machine
 
     preload_optimizers()
     with waiting(f"measuring this machine with {ranks} ranks", quiet):

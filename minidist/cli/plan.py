@@ -13,7 +13,7 @@ from minidist.cli.output import HERE, check_here, console, measured, print_json,
 from minidist.cli.own_model import model_or_name
 
 if TYPE_CHECKING:
-    from minidist.scale.time.rates import Hardware
+    from minidist.scale.time.hardware import Hardware
 
 
 def plan(
@@ -55,29 +55,27 @@ def plan(
     Memory is what `python -m minidist.scale.memory` counts, without a GPU's context and allocator losses.
     Time follows from the model's operations, bytes and messages on a named machine, or on this one, measured.
     """
-    from minidist.scale.dry_run.own_model import subject
     from minidist.scale.memory.largest_batch import parse_bytes
     from minidist.scale.planning import report as plan_words
-    from minidist.scale.planning.planner import ROWS, question_of
+    from minidist.scale.planning.planner import ROWS_A_RANK, question_of
     from minidist.scale.planning.planner import plan as find
     from minidist.scale.planning.trial import require_trainable, trial
     from minidist.scale.time.hardware import hardware as hardware_of
 
     chosen = model_or_name(model, data, loss)
-    shape, _ = subject(chosen)
     budget = None if memory is None else parse_bytes(memory)
     if measure:
         if profile not in (None, HERE):
             raise ValueError(
                 f"--measure runs on this machine and --profile is {profile}; leave one of them out"
             )
-        require_trainable(shape)
+        require_trainable(chosen)
         profile = HERE
     check_here(profile, ranks, figures)
     machine: Hardware | None = None if profile in (None, HERE) else hardware_of(str(profile))
     rows: int | tuple[int, int] | None = batch
     if tokens is not None:
-        rows = (batch or ROWS[profile == HERE] * ranks, tokens)
+        rows = (batch or ROWS_A_RANK[profile == HERE] * ranks, tokens)
     if profile == HERE:
         # Check everything before this machine is measured, which takes a while. A GPU stands in for it: a
         # measured machine has rates for the same precisions.
@@ -98,7 +96,7 @@ def plan(
     if measure and found.fitting:
         layouts = [each.layout for each in found.fitting[:3]]
         with waiting(f"{len(layouts)} layouts take {rounds} steps in turns", as_json):
-            tried = trial(shape, layouts, found.question.batch, rounds=rounds, optimizer=optimizer)
+            tried = trial(chosen, layouts, found.question.batch, rounds=rounds, optimizer=optimizer)
     if as_json:
         print_json(plan_words.as_json(found, tried))
     else:

@@ -100,7 +100,7 @@ class TrainConfig:
             raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
         check_available(self.layout)
         if self.masks:
-            from minidist.scale.memory.arguments import refuse_cut_rows
+            from minidist.scale.memory.training_setup import refuse_cut_rows
 
             refuse_cut_rows(CONFIGS[self.model_name], self.layout)
         if self.layout.precision != "fp32" and self.dtype != "float32":

@@ -8,8 +8,8 @@ norm, the loss sent to all ranks, and the gathering of parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,11 +33,6 @@ class DryCall(Call):
     axis: str = ""  # one of AXES; empty for a group of one rank
     phase: str = ""  # one of PHASES
 
-    @property
-    def kind(self) -> tuple[str, str, str, str, int]:
-        """Axis, phase, name, dtype and ranks: a table has a line for each kind."""
-        return self.axis, self.phase, self.name, self.dtype, len(self.group)
-
 
 @dataclass(frozen=True)
 class CallSummary:
@@ -57,7 +52,8 @@ def lines(calls: Iterable[DryCall]) -> list[CallSummary]:
     found: dict[tuple[str, str, str, str, int], list[int]] = {}
     for call in calls:
         if call.axis:
-            found.setdefault(call.kind, []).append(call.bytes_sent)
+            kind = call.axis, call.phase, call.name, call.dtype, len(call.group)
+            found.setdefault(kind, []).append(call.bytes_sent)
     made = [CallSummary(*kind, len(sent), sum(sent)) for kind, sent in found.items()]
     return sorted(made, key=lambda line: (AXES.index(line.axis), PHASES.index(line.phase)))
 
@@ -80,8 +76,7 @@ class Recorder(list[Any]):
             phase = self.message
         elif phase == "forward" and torch._C._current_graph_task_id() != -1:
             phase = "backward"
-        values = {field.name: getattr(call, field.name) for field in fields(Call)}
-        super().append(DryCall(**values, axis=axis, phase=phase))
+        super().append(DryCall(**vars(call), axis=axis, phase=phase))
 
 
 @contextmanager
@@ -117,37 +112,35 @@ def axis_names(mesh: Mesh, *shares: int) -> Callable[[Call], str]:
 def phases_of(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Keep the recorder's phase up to date during a step of this engine."""
     passes, strategy = engine.executor, engine.strategy
-    replaced: list[tuple[Any, str]] = []
+    with ExitStack() as stack:
 
-    def around(owner: Any, name: str, inside: str, after: str) -> None:
-        original = getattr(owner, name)
+        def replace(owner: Any, name: str, new: Any) -> None:
+            setattr(owner, name, new)
+            stack.callback(delattr, owner, name)  # the method of its class is there again
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            recorder.phase, recorder.message = inside, None
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.phase, recorder.message = after, None
+        def around(owner: Any, name: str, inside: str, after: str) -> None:
+            original = getattr(owner, name)
 
-        setattr(owner, name, call)
-        replaced.append((owner, name))
+            def call(*args: Any, **kwargs: Any) -> Any:
+                recorder.phase, recorder.message = inside, None
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    recorder.phase, recorder.message = after, None
 
-    around(passes, "train", "forward", "update")
-    around(strategy, "synchronize", "backward", "update")
-    around(passes, "summed", "backward", "update")
-    if isinstance(passes, StagedPasses):
-        around(passes.pipeline, "run", "forward", "backward")
-        messages = passes.pipeline._messages
-        tag_of = messages._tag_of
+            replace(owner, name, call)
 
-        def tag(channel: Any) -> int:  # called just before each message
-            recorder.message = channel.kind
-            return tag_of(channel)
+        around(passes, "train", "forward", "update")
+        around(strategy, "synchronize", "backward", "update")
+        around(passes, "summed", "backward", "update")
+        if isinstance(passes, StagedPasses):
+            around(passes.pipeline, "run", "forward", "backward")
+            messages = passes.pipeline._messages
+            tag_of = messages._tag_of
 
-        messages._tag_of = tag  # type: ignore[method-assign]
-        replaced.append((messages, "_tag_of"))
-    try:
+            def tag(channel: Any) -> int:  # called just before each message
+                recorder.message = channel.kind
+                return tag_of(channel)
+
+            replace(messages, "_tag_of", tag)
         yield
-    finally:
-        for owner, name in replaced:
-            delattr(owner, name)

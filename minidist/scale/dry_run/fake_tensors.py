@@ -14,23 +14,17 @@ once for each kind of call.
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from minidist.scale.dry_run.operations import (
-    OperationKind,
-    TensorShape,
-    described,
-    fakes,
-    signature,
-    tensors_in,
-)
-from minidist.scale.dry_run.storage import Spans, address, extent, reserve
 
 LARGE = 2**20
 """Nothing is computed with a tensor of more elements, whatever it holds."""
@@ -84,6 +78,20 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         held = torch.frombuffer(self._room, dtype=torch.uint8, count=size, offset=start)
         return torch.empty(0, dtype=dtype).set_(held.untyped_storage(), 0, shape, strides)
+
+    def emptied(self, module: nn.Module) -> nn.Module:
+        """The module, in which parameters, and buffers on the meta device, are now tensors without data."""
+        made: dict[int, nn.Parameter] = {}  # a tied parameter stays one parameter
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    empty = self.empty(parameter.shape, parameter.dtype)
+                    made.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+                    part._parameters[name] = made[id(parameter)]
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    part._buffers[name] = self.empty(buffer.shape, buffer.dtype)
+        return module
 
     def lacks_data(self, x: Tensor) -> bool:
         """Whether some of a tensor's values are not those that training would compute."""
@@ -191,3 +199,140 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# What torch's schemas say about operations, and their arguments as a cache key or as fake tensors.
+
+
+class TensorShape(NamedTuple):
+    """Shape, strides and dtype of a tensor that does not exist yet."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class OperationKind:
+    """Which arguments an operation views, writes or returns, according to its schema."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.names = [argument.name for argument in schema.arguments]
+        aliases = [each.alias_info for each in schema.returns]
+        viewed = any(alias is not None and not alias.is_write for alias in aliases)
+        self.is_view = viewed or torch.Tag.inplace_view in func.tags
+        writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.written = [argument.name for argument in writes]
+        by_set = {next(iter(a.alias_info.before_set)): a.name for a in writes if a.alias_info.before_set}
+        self._outputs = [
+            by_set.get(next(iter(alias.before_set))) if alias is not None and alias.before_set else None
+            for alias in aliases
+        ]
+        self.returned = [name for name in self._outputs if name is not None]
+        self.makes = len(self.returned) < len(self._outputs)
+        self.gives_list = len(schema.returns) == 1 and str(schema.returns[0].type).startswith("List")
+        self.size = self.names.index("size") if "size" in self.names else None
+
+    def outputs(self, count: int) -> list[str | None]:
+        """For each result the name of the argument that it is; None for a new tensor."""
+        return [None] * count if self.gives_list else self._outputs
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors among arguments, including those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def signature(value: Any) -> Any:
+    """A key for a call's arguments; calls with equal keys have results of equal shapes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(signature, value))
+    return type(value), str(value) if isinstance(value, torch.Generator) else value
+
+
+def fakes(value: Any) -> Any:
+    """Arguments with fake tensors in place of real ones; call this inside torch's fake mode."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if isinstance(value, list | tuple):
+        return type(value)(map(fakes, value))
+    if isinstance(value, dict):
+        return {key: fakes(each) for key, each in value.items()}
+    return value
+
+
+def described(value: Any) -> Any:
+    """Results with a `TensorShape` in place of each tensor."""
+    if isinstance(value, Tensor):
+        return TensorShape(torch.Size(value.shape), tuple(value.stride()), value.dtype)
+    return [described(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+# Reserved addresses without memory, and ranges of bytes that hold no data.
+
+RESERVED = 2**46
+"""Bytes of addresses to reserve, at most; no address is used twice in a run."""
+
+
+class Spans:
+    """Ranges of bytes in order; ranges that touch are joined."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.stops: list[int] = []
+        self.alive: Any = None
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range."""
+        low, high = bisect_left(self.stops, start), bisect_right(self.starts, stop)
+        if low < high:
+            start, stop = min(start, self.starts[low]), max(stop, self.stops[high - 1])
+        self.starts[low:high], self.stops[low:high] = [start], [stop]
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether a range overlaps one of them."""
+        index = bisect_right(self.stops, start)
+        return index < len(self.starts) and self.starts[index] < stop
+
+    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of a range that none of them covers."""
+        found, at = [], start
+        for low, high in zip(self.starts, self.stops, strict=True):
+            if low > at:
+                found.append((at, min(low, stop)))
+            at = max(at, high)
+        return [(low, high) for low, high in [*found, (at, stop)] if low < min(high, stop)]
+
+
+def extent(x: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the first byte after it."""
+    start = int(x.storage_offset())
+    last = start + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return start * x.element_size(), (last + 1) * x.element_size()
+
+
+@cache
+def reserve() -> mmap.mmap:
+    """Reserve addresses. A page takes memory only once it is written to, and none ever is.
+
+    Every dry run of a process starts from the first address again; earlier tensors hold no data either.
+    """
+    size, flags = RESERVED, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    while True:
+        try:
+            return mmap.mmap(-1, size, flags=flags)
+        except (OSError, ValueError):
+            if size <= 2**30:
+                raise
+            size //= 2
+
+
+def address(room: mmap.mmap) -> int:
+    """The first address of reserved memory."""
+    return torch.frombuffer(room, dtype=torch.uint8, count=1).data_ptr()

@@ -4,14 +4,16 @@ minidist's transformers are known by their shapes, and formulas give their memor
 module two things are measured: what the passes of two small batches keep for the backward pass, and the
 operations that they call. Both grow with the rows, so two batches give every other. The passes run on tensors
 without data, so a model that fits nowhere can be measured; one whose operations depend on values runs for
-real. Formulas of ZeRO and of the gradient exchange take the sizes of the parameters, as for the transformers.
+real. States, the gradient exchange and the update follow the formulas for transformers, from the sizes of the
+parameters. Predictions are for dp, ZeRO in every form, micro-batches and recomputation: tp, pp and cp would
+need a shape. A dry run takes these too.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,43 +22,43 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from minidist.model.configs import TransformerConfig
+from minidist._arguments import is_whole
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows_of
-from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.step_executor import weighted
+from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.pipeline.model_stage import ModelStage
 from minidist.parallel.sharding.cut_into_units import divide, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute
-from minidist.scale.dry_run.fake_tensors import DryTensors
-from minidist.scale.dry_run.operations import OperationKind, tensors_in
-from minidist.scale.memory.arguments import named_shape
-from minidist.scale.time.layer_work import Computation
+from minidist.scale.dry_run.fake_tensors import DryTensors, OperationKind, tensors_in
+from minidist.scale.dry_run.peers import Form
+from minidist.scale.memory.estimates import Estimate
+from minidist.scale.memory.parameter_sizes import RankParameters
+from minidist.scale.memory.state_bytes import held_for
+from minidist.scale.memory.training_setup import BatchSize, TrainingSetup
+from minidist.scale.time.gradient_exchange import GradientTime
+from minidist.scale.time.hardware import Hardware
+from minidist.scale.time.layer_work import Amounts, Computation
+from minidist.scale.time.stages import Simulated
+from minidist.scale.time.step_time import StepTime, assumptions, check_machine, check_rows, step_from_parts
+from minidist.scale.time.traffic import Wires
 
 SMALL = (2, 4)
 """Rows of the two batches that are measured."""
 
 
 @dataclass(frozen=True)
-class Passes:
+class Passes(Amounts):
     """The memory and work of a batch's passes; both grow linearly with the rows."""
 
     activations: float  # bytes at their peak
     forward: Computation
     backward: Computation
-
-    def __sub__(self, other: Passes) -> Passes:
-        return self + other * -1
-
-    def __add__(self, other: Passes) -> Passes:
-        both = self.forward + other.forward, self.backward + other.backward
-        return Passes(self.activations + other.activations, *both)
-
-    def __mul__(self, factor: float) -> Passes:
-        return Passes(self.activations * factor, self.forward * factor, self.backward * factor)
 
 
 class OwnModel:
@@ -68,6 +70,8 @@ class OwnModel:
         data: returns inputs and targets, two tensors with one entry a row, at least one.
         loss: from outputs and targets to the mean over their rows.
     """
+
+    divided: tuple[int, ...] | None = None  # the sizes that tensor parallelism divides, if they are known
 
     def __init__(
         self,
@@ -95,15 +99,11 @@ class OwnModel:
         return require_rows(self.name, self.data())
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of each parameter that is trained, each once."""
-        return [p.numel() for p in self.module.parameters() if p.requires_grad]
-
-    @cached_property
-    def units(self) -> list[int]:
-        """Elements of each unit that ZeRO's stage 3 gathers, the root first."""
+    def trained(self) -> RankParameters:
+        """The parameters that are trained, each once, and the units that ZeRO 3 gathers."""
         made = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(self.module, None))]
-        return [sum(p.numel() for _, p, _ in own) for _, own in divide(self.module, made)]
+        units = [sum(p.numel() for _, p, _ in own) for _, own in divide(self.module, made)]
+        return RankParameters([p.numel() for p in self.module.parameters() if p.requires_grad], units)
 
     @cached_property
     def recomputes(self) -> bool:
@@ -118,29 +118,73 @@ class OwnModel:
         """Elements of all parameters, each once."""
         return sum(p.numel() for p in self.module.parameters())
 
-    def dry(self, tensors: DryTensors) -> nn.Module:
-        """A copy of the module whose parameters, and buffers that are on the meta device, hold no data."""
-        module = copy.deepcopy(self.module)
-        made: dict[int, nn.Parameter] = {}
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    empty = tensors.empty(parameter.shape, parameter.dtype)
-                    made.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
-                    part._parameters[name] = made[id(parameter)]
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    part._buffers[name] = tensors.empty(buffer.shape, buffer.dtype)
-        return module
+    # Predictions.
 
-    def batch(self, rows: int, tensors: DryTensors | None = None) -> tuple[Tensor, Tensor]:
-        """So many rows: without data, or else the first ones, again and again if there are too few."""
-        if tensors is not None:
-            inputs, targets = (tensors.empty((rows, *x.shape[1:]), x.dtype) for x in self.rows)
-        else:
-            index = torch.arange(rows) % len(self.rows[0])
-            inputs, targets = (x[index] for x in self.rows)
-        return inputs, targets
+    def rows_and_tokens(self, batch: BatchSize) -> tuple[int, int]:
+        """The rows of a batch, and 0 for the tokens that they may not have. ValueError for anything else."""
+        if not is_whole(batch) or batch < 1:
+            raise ValueError(
+                f"batch is {batch!r} for a model of your own; give rows, at least 1: its data says their "
+                "shape"
+            )
+        return batch, 0
+
+    def has_time(self, layout: Layout) -> bool:
+        """Whether the time of a step can be predicted: a layout that cuts the model has none."""
+        return layout.tp * layout.pp * layout.cp == 1
+
+    def check(self, setup: TrainingSetup, hardware: Hardware) -> None:
+        """ValueError if `prepare` would refuse the layout, a step the batch, or the machine the precision."""
+        check_available(setup.layout)
+        self._check(setup)
+        check_machine(setup.precision, hardware)
+
+    def _check(self, setup: TrainingSetup) -> None:
+        for axis in ("tp", "pp", "cp"):
+            if getattr(setup.layout, axis) > 1:
+                raise ValueError(
+                    f"{axis} is {getattr(setup.layout, axis)} in the layout, and {self.name} is a model of "
+                    "your own, whose time can be predicted for dp, zero, micro_batches and recompute alone; "
+                    f"give {axis}=1, or see what a rank holds and sends with minidist dryrun"
+                )
+        check_rows(setup)
+
+    def estimate(self, setup: TrainingSetup) -> Estimate:
+        """Estimate the bytes on the rank with the most rows, as `estimate` does for a transformer."""
+        self._check(setup)
+        states, residency = held_for(self.trained, setup.sharing), setup.sharing.residency
+        frozen = (self.parameters() - sum(self.trained.sizes)) * setup.sharing.element
+        kept = round(self.passes(setup.layout, setup.micro_rows[0]).activations)
+        buffers = sum(buffer.numel() * buffer.element_size() for buffer in self.module.buffers())
+        return Estimate.of(states, kept, frozen=frozen if residency.parameters else 0, buffers=buffers)
+
+    def predict(
+        self, setup: TrainingSetup, hardware: Hardware, simulated: Simulated | None = None
+    ) -> StepTime:
+        """Predict the time of a step, as `predict_step` does for a transformer."""
+        self._check(setup)
+        check_machine(setup.precision, hardware)
+        crowd, micro_rows, precision = hardware.crowd(setup.layout.ranks), setup.micro_rows, setup.precision
+        rates, plain = crowd.rates, replace(setup.layout, recompute=False)
+        compute = again = last = 0.0
+        for count in micro_rows:
+            passes = self.passes(plain, count)
+            backward = rates.seconds(passes.backward, precision, backward=True)
+            last = rates.seconds(self.passes(setup.layout, count).backward, precision, backward=True)
+            compute += rates.seconds(passes.forward, precision) + backward
+            again += last - backward
+        wires = Wires(hardware, crowd, setup.layout, setup.secondary)
+        exchange = GradientTime(self.trained, setup.sharing, wires, len(micro_rows))
+        parts = {"compute": compute, "recompute": again, **exchange.parts(last, compute + again)}
+        parts["step"] = rates.step
+        whole = self.passes(plain, setup.rows)
+        said = [
+            *assumptions(setup, hardware, None),
+            f"the operations and activations of {self.name} were counted for batches of 2 and 4 rows",
+        ]
+        return step_from_parts(parts, setup, hardware, whole.forward.flops + whole.backward.flops, said)
+
+    # What the predictions are made from: the passes of two small batches.
 
     def passes(self, layout: Layout, rows: int) -> Passes:
         """The memory and work of a micro-batch's passes, from those of two measured batches."""
@@ -148,7 +192,7 @@ class OwnModel:
         if key not in self._measured:
             try:
                 with DryTensors() as tensors:
-                    self._measured[key] = self._measure(layout, lambda: self.dry(tensors), tensors)
+                    self._measured[key] = self._measure(layout, lambda: self.build(tensors), tensors)
             except Exception:  # the shapes or the choices of its operations depend on values
                 self._measured[key] = self._measure(layout, lambda: require_module(self.name, self.make()))
         few, more = self._measured[key]
@@ -161,7 +205,7 @@ class OwnModel:
         precision.convert(module)
         if layout.recompute:
             recompute(module)
-        few, more = (self._one(module, precision, *self.batch(rows, tensors)) for rows in SMALL)
+        few, more = (self._one(module, precision, *self.batch(rows, 0, tensors)) for rows in SMALL)
         return few, more
 
     def _one(self, module: nn.Module, precision: Precision, inputs: Tensor, targets: Tensor) -> Passes:
@@ -174,10 +218,51 @@ class OwnModel:
                 loss.backward()  # type: ignore[no-untyped-call]
         return Passes(kept.peak, forward.work, backward.work)
 
+    # A dry run.
 
-def subject(model: object) -> tuple[TransformerConfig | OwnModel, str]:
-    """A transformer's shape, or a model of your own, and its name. TypeError for anything else."""
-    return (model, model.name) if isinstance(model, OwnModel) else named_shape(model)
+    def check_dry(self, layout: Layout) -> None:
+        """ValueError for a layout whose messages between stages are not those of the uncut model."""
+        if layout.pp > 1 and layout.sequence_parallel:
+            raise ValueError(
+                f"the layout has pp={layout.pp} and sequence_parallel, and {self.name} is a model of your "
+                "own, whose stages' messages would have other shapes than the model gives; leave one of them "
+                "out"
+            )
+
+    def build(self, tensors: DryTensors) -> nn.Module:
+        """A copy of the module without data."""
+        return tensors.emptied(copy.deepcopy(self.module))
+
+    def batch(self, rows: int, tokens: int = 0, tensors: DryTensors | None = None) -> tuple[Tensor, Tensor]:
+        """So many rows: without data, or else the first ones, again and again if there are too few."""
+        if tensors is not None:
+            inputs, targets = (tensors.empty((rows, *x.shape[1:]), x.dtype) for x in self.rows)
+        else:
+            index = torch.arange(rows) % len(self.rows[0])
+            inputs, targets = (x[index] for x in self.rows)
+        return inputs, targets
+
+    def example(self, layout: Layout) -> Tensor | None:
+        """The example with which `prepare` finds the layers of a pipeline."""
+        return self.batch(1)[0] if layout.pp > 1 else None
+
+    def sent_to(self, engine: Engine, tokens: int, tensors: DryTensors, chunk: int, rows: int) -> list[Form]:
+        """The tensors that the stage before sends to an engine's chunk, for a micro-batch of so many rows."""
+        # Run the uncut model up to the chunk's first layer.
+        model, stage = self.build(tensors), engine.part.stages[chunk]
+        precision = Precision(engine.layout.precision, None)
+        precision.convert(model)
+        inputs = self.batch(rows, 0, tensors)[0]
+        inputs = precision.inputs(engine.executor.own_tokens(inputs, inputs)[0])
+        with torch.no_grad():
+            if isinstance(stage, ModelStage):
+                sent = ModelStage(model, stage.trace, range(stage.layers.start))((), inputs)
+            else:
+                first: Any = next(stage.children())
+                start = [*engine.model.get_submodule("layers").children()].index(first)
+                before: Any = model.get_submodule("layers")
+                sent = [nn.Sequential(*before[:start])(inputs)]
+        return [(tuple(x.shape), x.dtype) for x in sent]
 
 
 def require_module(name: str, made: object) -> nn.Module:

@@ -1,6 +1,7 @@
-"""The other ranks of a layout, as a dry run sees them: numbers of tokens and shapes of activations.
+"""The other ranks of a layout, as a dry run sees them: which are alike, and what they send.
 
-In a dry run all ranks are taken to be alike, except for these two, which follow from the layout.
+In a dry run all ranks are taken to be alike, except for their numbers of tokens and the shapes of
+activations, which follow from the layout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from minidist.parallel.context.arguments import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
 from minidist.parallel.pipeline.stage_outputs import DTYPES, MOST_DIMS
+from minidist.parallel.tensor.shares import share_of
 from minidist.scale.dry_run.fake_world import Peers
+from minidist.scale.memory.training_setup import AXES
 
 Form = tuple[Sequence[int], torch.dtype]
 """A tensor's shape and dtype."""
@@ -69,3 +72,32 @@ class LayoutPeers(Peers):
             theirs.view(-1)[0] = zigzag_order.size(length, len(ranks), index)
             found.append(theirs)
         return found
+
+
+def kinds(divided: Sequence[int] | None, layout: Layout, batch: tuple[int, int]) -> list[tuple[int, int]]:
+    """The first rank of each kind, and how many ranks are of that kind.
+
+    Ranks of different kinds hold or send something different: they are on different stages of the pipeline,
+    or have different numbers of rows, tokens, heads or scores. `divided` has the sizes that tensor
+    parallelism divides; if it is None, each tp and cp rank is of its own kind.
+    """
+    rows, tokens = batch
+    # A ring's rank sends all keys that pass it, which are all but the next rank's.
+    lengths = [zigzag_order.size(tokens, layout.cp, index) for index in range(layout.cp)]
+    keys: dict[str, list[tuple[int, ...]]] = {
+        axis: [(index,) for index in range(getattr(layout, axis))] for axis in AXES
+    }
+    keys["dp"] = [(len(range(index, rows, layout.dp)),) for index in range(layout.dp)]
+    if divided is not None:
+        keys["cp"] = list(zip(lengths, lengths[1:] + lengths[:1], strict=True))
+        keys["tp"] = [
+            tuple(len(share_of(n, index, layout.tp)) for n in divided) for index in range(layout.tp)
+        ]
+    found = [(0, 1)]  # ranks, and how many are of their kind
+    for axis in AXES:
+        classes: dict[tuple[int, ...], list[int]] = {}
+        for index, key in enumerate(keys[axis]):
+            classes.setdefault(key, []).append(index)
+        size, alike = getattr(layout, axis), [*classes.values()]
+        found = [(rank * size + each[0], count * len(each)) for rank, count in found for each in alike]
+    return sorted(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -15,10 +16,14 @@ from minidist.parallel.contract.memory_report import PARTS, size
 from minidist.scale.dry_run.calls import AXES as CALL_AXES
 from minidist.scale.dry_run.calls import lines
 from minidist.scale.dry_run.run import DryRun
-from minidist.scale.memory.estimates import AXES
+from minidist.scale.memory.training_setup import AXES
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.step_time import HIDDEN, StepTime
 
+HELD = (
+    "memory: tensors after a step, as torch makes them on a CPU; a device's own context, its allocator's "
+    "losses and temporaries within an operation come on top"
+)
 NO_TIME = "The time of a step is not predicted where tp, pp or cp cut a model of your own."
 NAMES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "world": "all ranks"}
 
@@ -42,43 +47,38 @@ def place(found: DryRun) -> str:
 
 def calls_table(found: DryRun) -> Table:
     """A line for each kind of call in a step."""
+    sections = [
+        [
+            (NAMES[x.axis], x.phase, x.name, x.dtype, f"{x.ranks:,}", f"{x.calls:,}", f"{x.bytes_sent:,}")
+            for x in own
+        ]
+        for _, own in groupby(found.lines, key=lambda line: line.axis)
+    ]
+    calls = sum(line.calls for line in found.lines)
+    total = "all", "", "", "", "", f"{calls:,}", f"{found.bytes_sent:,}"
     texts, numbers = ("axis", "phase", "collective", "dtype"), ("ranks", "calls", "bytes sent")
-    table = _table(f"What {place(found)} sends in a step", texts, numbers)
-    axis = None
-    for line in found.lines:
-        if axis is not None and line.axis != axis:
-            table.add_section()
-        axis = line.axis
-        counts = (f"{line.ranks:,}", f"{line.calls:,}", f"{line.bytes_sent:,}")
-        table.add_row(NAMES[line.axis], line.phase, line.name, line.dtype, *counts)
-    table.add_section()
-    table.add_row("all", "", "", "", "", f"{sum(x.calls for x in found.lines):,}", f"{found.bytes_sent:,}")
-    return table
+    return _table(f"What {place(found)} sends in a step", texts, numbers, *sections, [total])
 
 
 def memory_table(found: DryRun, hardware: Hardware) -> Table:
     """The bytes of each part, and their sum as a share of the device's memory."""
-    title = f"What it holds: {found.parameters:,} parameters"
-    table = _table(title, ("for",), ("bytes", "", "share"))
     whole = max(found.memory.total, 1)
-    for part in PARTS:
-        count = getattr(found.memory, part)
-        table.add_row(part, f"{count:,}", size(count), f"{count / whole:.0%}")
-    table.add_section()
-    table.add_row("total", f"{whole:,}", size(whole), f"{whole / hardware.memory:.0%} of {hardware.name}'s")
-    return table
+    parts = [(part, getattr(found.memory, part)) for part in PARTS]
+    rows = [(part, f"{count:,}", size(count), f"{count / whole:.0%}") for part, count in parts]
+    total = "total", f"{whole:,}", size(whole), f"{whole / hardware.memory:.0%} of {hardware.name}'s"
+    title = f"What it holds: {found.parameters:,} parameters"
+    return _table(title, ("for",), ("bytes", "", "share"), rows, [total])
 
 
 def time_table(time: StepTime, hardware: Hardware) -> Table:
     """The milliseconds of each part of a step."""
-    table = _table(f"How long a step takes on {hardware.name}", ("for",), ("ms", "share"))
-    for name, seconds in time.parts.items():
-        if seconds:
-            share = "" if name.endswith(HIDDEN) else f"{seconds / time.seconds:.0%}"
-            table.add_row(name, f"{seconds * 1e3:,.3f}", share)
-    table.add_section()
-    table.add_row("step", f"{time.seconds * 1e3:,.3f}", f"{time.used:.0%} of the peak")
-    return table
+    rows = [
+        (name, f"{1e3 * part:,.3f}", "" if name.endswith(HIDDEN) else f"{part / time.seconds:.0%}")
+        for name, part in time.parts.items()
+        if part
+    ]
+    total = "step", f"{1e3 * time.seconds:,.3f}", f"{time.used:.0%} of the peak"
+    return _table(f"How long a step takes on {hardware.name}", ("for",), ("ms", "share"), rows, [total])
 
 
 def one(found: DryRun, hardware: Hardware, time: StepTime | None) -> Group:
@@ -93,14 +93,15 @@ def many(found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: S
     """A table with a line for each kind of rank, and the time of a step."""
     axes = [axis for axis in CALL_AXES if any(axis in run.by_axis for run, _ in found)]
     grid = [axis for axis in AXES if getattr(found[0][0].layout, axis) > 1]
-    numbers = ("rank", "alike", *grid, *(f"{axis} bytes" for axis in axes), "bytes sent", "parameters")
-    title = "One rank of each kind: the bytes that it sends in a step, and what it holds"
-    table = _table(title, (), (*numbers, "activations", "memory"))
+    rows = []
     for run, count in found:
         at = [str(run.place[axis]) for axis in grid]
         sent = [f"{run.by_axis.get(axis, 0):,}" for axis in axes]
         held = f"{run.parameters:,}", size(run.memory.activations), size(run.memory.total)
-        table.add_row(f"{run.rank}", f"{count:,}", *at, *sent, f"{run.bytes_sent:,}", *held)
+        rows.append((f"{run.rank}", f"{count:,}", *at, *sent, f"{run.bytes_sent:,}", *held))
+    numbers = ("rank", "alike", *grid, *(f"{axis} bytes" for axis in axes), "bytes sent", "parameters")
+    title = "One rank of each kind: the bytes that it sends in a step, and what it holds"
+    table = _table(title, (), (*numbers, "activations", "memory"), rows)
     fullest, _ = max(found, key=lambda each: each[0].memory.total)
     share = fullest.memory.total / hardware.memory
     full = f"The fullest is {place(fullest)}: {size(fullest.memory.total)}, {share:.0%} of {hardware.name}'s."
@@ -109,35 +110,22 @@ def many(found: Sequence[tuple[DryRun, int | None]], hardware: Hardware, time: S
 
 
 def _timed(time: StepTime | None, hardware: Hardware) -> list[Table | Text]:
-    if time is None:
-        return [Text(NO_TIME), Text(_assumed([]))]
-    return [time_table(time, hardware), Text(_assumed(time.assumptions))]
-
-
-def _assumed(assumptions: Sequence[str]) -> str:
-    held = (
-        "memory: tensors after a step, as torch makes them on a CPU; a device's own context, its allocator's "
-        "losses and temporaries within an operation come on top"
-    )
-    return "Assumed:\n" + "\n".join(f"  - {line}" for line in (held, *assumptions))
+    """The time of a step, if it is predicted, and the assumptions."""
+    said = [HELD] if time is None else [HELD, *time.assumptions]
+    assumed = Text("\n".join(["Assumed:", *(f"  - {line}" for line in said)]))
+    return [Text(NO_TIME) if time is None else time_table(time, hardware), assumed]
 
 
 def values(found: DryRun, alike: int | None = None) -> dict[str, Any]:
     """One rank's dry run as plain values."""
-    said = {"alike": alike} if alike is not None else {}
+    names = ("place", "parameters", "bytes_sent", "by_axis", "by_phase", "seconds")
+    calls = {"calls": found.calls, "first_step": found.first_step, "prepare": found.prepare}
     return {
         "rank": found.rank,
-        **said,
-        "place": found.place,
-        "parameters": found.parameters,
+        **({} if alike is None else {"alike": alike}),
+        **{name: getattr(found, name) for name in names},
         "memory": {**asdict(found.memory), "total": found.memory.total},
-        "bytes_sent": found.bytes_sent,
-        "by_axis": found.by_axis,
-        "by_phase": found.by_phase,
-        "calls": [asdict(line) for line in lines(found.calls)],
-        "first_step": [asdict(line) for line in lines(found.first_step)],
-        "prepare": [asdict(line) for line in lines(found.prepare)],
-        "seconds": found.seconds,
+        **{name: [asdict(line) for line in lines(own)] for name, own in calls.items()},
     }
 
 
@@ -146,6 +134,7 @@ def document(
 ) -> dict[str, Any]:
     """The JSON document of dry runs, the predicted time and its assumptions; None for no time."""
     first = found[0][0]
+    timed = time and {name: getattr(time, name) for name in ("seconds", "parts", "assumptions")}
     return {
         "model": first.model,
         "parameters": first.config.parameters(),
@@ -153,19 +142,19 @@ def document(
         "ranks": first.layout.ranks,
         "batch": {"rows": first.batch[0], "tokens": first.batch[1]},
         "runs": [values(run, alike) for run, alike in found],
-        "time": time
-        and {
-            "profile": hardware.name,
-            "seconds": time.seconds,
-            "parts": time.parts,
-            "assumptions": time.assumptions,
-        },
+        "time": timed and {"profile": hardware.name, **timed},
     }
 
 
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table with columns of texts and columns of numbers."""
+def _table(
+    title: str, texts: Sequence[str], numbers: Sequence[str], *sections: Sequence[Sequence[str]]
+) -> Table:
+    """A table with columns of texts, columns of numbers, and lines between its sections."""
     table = Table(*texts, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in numbers:
         table.add_column(name, justify="right")
+    for rows in sections:
+        table.add_section()
+        for row in rows:
+            table.add_row(*row)
     return table

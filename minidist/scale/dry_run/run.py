@@ -15,30 +15,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
-from minidist.scale.dry_run.arguments import check, check_options, kinds
+from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
-from minidist.scale.dry_run.fake_world import dry_world
-from minidist.scale.dry_run.models import batch_of, build, example_of, loss_of, sent_to
-from minidist.scale.dry_run.own_model import OwnModel, subject
-from minidist.scale.dry_run.peers import LayoutPeers
-from minidist.scale.memory.estimates import coordinates
-
-if TYPE_CHECKING:
-    from minidist.scale.time.rates import Hardware
-    from minidist.scale.time.step_time import StepTime
+from minidist.scale.dry_run.fake_world import WAYS, dry_world
+from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.peers import LayoutPeers, kinds
+from minidist.scale.dry_run.transformer import Subject, Transformer, subject_of
+from minidist.scale.memory.training_setup import BatchSize, TrainingSetup, check_types, coordinates
+from minidist.scale.time.hardware import Hardware
+from minidist.scale.time.hardware import hardware as hardware_of
+from minidist.scale.time.step_time import StepTime
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
@@ -46,6 +45,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "sgd": partial(torch.optim.SGD, lr=1e-3),
 }
+MOST_RANKS = 2**18
+"""Numbers that ranks exchange about themselves are computed, so they must stay below `fake_tensors.LARGE`."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,23 @@ class DryRun:
         """A summary of the calls of a step for each axis, phase, name and dtype."""
         return lines(self.calls)
 
+    @property
+    def has_time(self) -> bool:
+        """Whether `predict` can predict the time of a step: not where a layout cuts a model of your own."""
+        return subject_of(self.config).has_time(self.layout)
+
     def predict(self, hardware: str | Hardware = "h100") -> StepTime:
         """Predict the time of a step on a machine; see `predict_step`.
 
         The prediction ignores options of `prepare`; if some were given, the assumptions say so.
         """
-        from minidist.scale.dry_run.own_prediction import predict_any
-
         if not self.optimizer:
             raise ValueError(
                 "the optimizer is your own function, and the time of its update is unknown; give 'adamw', "
                 "'adam', 'momentum' or 'sgd'"
             )
-        given = self.config, self.layout, self.batch, hardware
-        found = predict_any(*given, optimizer=self.optimizer, secondary=self.secondary)
+        setup = TrainingSetup(self.layout, *self.batch, self.optimizer, self.secondary)
+        found = subject_of(self.config).predict(setup, hardware_of(hardware))
         if not self.options:
             return found
         left_out = f"the time ignores {' and '.join(self.options)}, which change what is sent or when"
@@ -117,9 +121,9 @@ class DryRun:
 
 
 def dryrun(
-    model: str | TransformerConfig | OwnModel,
+    model: str | TransformerConfig | Subject,
     layout: Layout,
-    batch: int | tuple[int, int] | None = None,
+    batch: BatchSize | None = None,
     rank: int = 0,
     optimizer: str | MakeOptimizer = "adamw",
     *,
@@ -147,9 +151,9 @@ def dryrun(
         ValueError: a name is unknown, a number is out of range, a layout or an option cannot be run dry, or
             this process has joined a world already.
     """
-    shape, name = subject(model)
-    rows, tokens = check(shape, layout, batch, rank, way)
-    check_options(data_parallel, fully_shard)
+    subject = subject_of(model)
+    rows, tokens = _checked(subject, layout, batch, rank, way)
+    _check_options(data_parallel, fully_shard)
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise unknown("optimizer", optimizer, OPTIMIZERS)
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -164,18 +168,18 @@ def dryrun(
         with tensors, dry_world(rank, layout.ranks, tensors, peers, way):
             with recorded("prepare") as prepared:
                 engine = prepare(
-                    build(shape, tensors),
+                    subject.build(tensors),
                     make,
                     layout,
-                    loss_of(shape),
+                    subject.loss,
                     data_parallel,
                     clip_norm,
                     fully_shard=fully_shard,
                     rehearse=False,
-                    example=example_of(shape, layout),
+                    example=subject.example(layout),
                 )
-            rows_here = batch_of(shape, own_rows, tokens, tensors)
-            peers.received = partial(sent_to, shape, engine, own_tokens, tensors)
+            rows_here = subject.batch(own_rows, tokens, tensors)
+            peers.received = partial(subject.sent_to, engine, own_tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
             names = axis_names(engine.mesh, layout.owners, secondary or 1)
             for call in prepared:
@@ -187,8 +191,8 @@ def dryrun(
     except NoData as error:
         raise ValueError(str(error)) from error
     return DryRun(
-        name,
-        shape,
+        subject.name,
+        subject.shape if isinstance(subject, Transformer) else subject,
         layout,
         (rows, tokens),
         rank,
@@ -211,9 +215,9 @@ def dryrun(
 
 
 def dryrun_kinds(
-    model: str | TransformerConfig | OwnModel,
+    model: str | TransformerConfig | Subject,
     layout: Layout,
-    batch: int | tuple[int, int] | None = None,
+    batch: BatchSize | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     *,
     done: Callable[[int, int], object] = lambda done, of: None,
@@ -224,13 +228,70 @@ def dryrun_kinds(
     Takes `dryrun`'s arguments, and `done`, which is called after each dry run with the numbers of finished
     ones and of all. Returns the dry runs by rank, each with the number of ranks of its kind.
     """
-    shape, _ = subject(model)
-    found: list[tuple[DryRun, int]] = []
-    each = kinds(shape, layout, check(shape, layout, batch, 0, options.get("way", "torch")))
+    subject, found = subject_of(model), list[tuple[DryRun, int]]()
+    checked = _checked(subject, layout, batch, 0, options.get("way", "torch"))
+    each = kinds(subject.divided, layout, checked)
     for rank, count in each:
-        found.append((dryrun(model, layout, batch, rank, optimizer, **options), count))
+        found.append((dryrun(subject, layout, batch, rank, optimizer, **options), count))
         done(len(found), len(each))
     return found
+
+
+def _checked(
+    subject: Subject, layout: Layout, batch: BatchSize | None, rank: int, way: str
+) -> tuple[int, int]:
+    """Check the arguments of `dryrun`; return the rows and tokens of the global batch."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2)")
+    if rank is None:
+        raise TypeError("rank is None; give one rank, such as 0")
+    check_types(layout, 0 if batch is None else batch, rank)
+    if layout.ranks > MOST_RANKS:
+        raise ValueError(
+            f"the layout has {layout.ranks:,} ranks, and a dry run takes {MOST_RANKS:,} at most; give fewer, "
+            "such as a smaller dp"
+        )
+    if way not in WAYS:
+        raise unknown("way", way, WAYS)
+    check_available(layout)
+    rows, tokens = subject.rows_and_tokens(layout.dp * layout.micro_batches if batch is None else batch)
+    if rows < layout.dp:
+        raise ValueError(
+            f"batch is {rows} rows and dp is {layout.dp} in the layout; give each dp rank at least one row"
+        )
+    if not 0 <= rank < layout.ranks:
+        raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
+    subject.check_dry(layout)
+    fewest, residency = rows // layout.dp, ROWS[layout.zero]
+    reduces_in_each = residency.parameters and not residency.gradients
+    if reduces_in_each and fewest < layout.micro_batches and rows % layout.dp:
+        raise ValueError(
+            f"batch is {rows} rows, so dp={layout.dp} ranks would have {fewest} or {fewest + 1}, and with "
+            f"zero={layout.zero} different numbers of micro-batches; give a multiple of {layout.dp} rows"
+        )
+    return rows, tokens
+
+
+def _check_options(data_parallel: object, fully_shard: object) -> None:
+    """ValueError if an option of `prepare` needs values or files, which a dry run does not have."""
+    options = data_parallel if isinstance(data_parallel, Mapping) else {}
+    algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
+    if algorithm not in ("auto", *WAYS):
+        raise ValueError(
+            f"algorithm is {algorithm!r} in data_parallel, and a dry run cannot count its messages; leave "
+            "it out"
+        )
+    if compression == "topk":
+        raise ValueError(
+            "compression is 'topk' in data_parallel, which depends on values of gradients, and a dry run "
+            "computes none; give another, or None"
+        )
+    offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
+    if offload not in (False, "cpu"):
+        raise ValueError(
+            f"offload is {str(offload)!r} in fully_shard, and a dry run writes no files; give 'cpu', or "
+            "leave it out"
+        )
 
 
 def _step(

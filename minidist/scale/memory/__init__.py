@@ -8,9 +8,9 @@
 | parameter_sizes.py | elements of each parameter on a rank |
 | state_bytes.py | bytes of parameters, gradients and optimizer state |
 | saved_activations.py | bytes that the forward pass saves |
-| arguments.py | checks of what is asked |
+| training_setup.py | layout, batch, precision and optimizer together; checks of what is asked |
 | estimates.py | `estimate`: all of these, on the rank with the most bytes |
-| largest_batch.py | `fits` |
+| largest_batch.py | `fits`: the largest batch in each layout, and the first layout that fits |
 | bar_chart.py | `plot` |
 | __main__.py | the command |
 

@@ -19,7 +19,15 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.scale.memory.bar_chart import check_path, plot
 from minidist.scale.memory.estimates import estimate
-from minidist.scale.memory.largest_batch import MODELS, Fit, fits, parse_bytes, standard_layouts, table
+from minidist.scale.memory.largest_batch import (
+    MODELS,
+    Fit,
+    fits,
+    parse_bytes,
+    sharded,
+    standard_layouts,
+    table,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,13 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stages(fit: Fit, ranks: int) -> dict[str, Memory]:
-    """Estimates of ZeRO's stages 0 to 3 for a model in bf16, with one row on each rank."""
-    return {
-        "no ZeRO" if stage == 0 else f"ZeRO-{stage}": estimate(
-            fit.config, Layout(dp=ranks, zero=stage, precision="bf16"), batch=(ranks, fit.tokens)
-        )
-        for stage in range(4)
-    }
+    """Estimates of data parallelism and ZeRO for a model in bf16, with one row on each rank."""
+    plain = Layout(dp=ranks, precision="bf16")
+    layouts = {"no ZeRO": plain, **sharded(plain, ranks)}
+    return {name: estimate(fit.config, each, batch=(ranks, fit.tokens)) for name, each in layouts.items()}
 
 
 if __name__ == "__main__":

@@ -9,24 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
-from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.pipeline.schedules import Schedule, by_name
-from minidist.scale.memory.arguments import check, check_secondary, check_types, rows_and_tokens
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
-from minidist.scale.memory.saved_activations import Saved
-from minidist.scale.memory.state_bytes import BYTES, by_formula, held
+from minidist.scale.memory.saved_activations import ATTENTIONS, Saved
+from minidist.scale.memory.state_bytes import States, by_formula, held
+from minidist.scale.memory.training_setup import (
+    BatchSize,
+    TrainingSetup,
+    check_divisible,
+    check_sharing,
+    check_types,
+    coordinates,
+    rows_and_tokens,
+)
 
 ModelShape = TransformerConfig | str | int | float
-BatchSize = int | tuple[int, int]
 Moment = tuple[tuple[int, ...], int]
 """How many micro-batches of each kind are live on a stage, and which kind computes. A kind is a chunk of the
 model and whether the micro-batch has an additional row; those with the row come first."""
-AXES = ("pp", "dp", "cp", "tp")
-"""The mesh's axes, from the outermost to the innermost, in which ranks are numbered."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Estimate(Memory):
     """Predicted bytes on one rank."""
 
     # Temporary bytes that belong to no part, at the fullest moment of a step: the gradient of the logits and
-    # stage 3's gathered units in the backward pass; or what the optimizer needs while it steps, less the
+    # the gathered units in the backward pass; or what the optimizer needs while it steps, less the
     # activations, which are gone by then. The larger of the two.
     transient: int = 0
 
@@ -42,6 +47,15 @@ class Estimate(Memory):
     def peak(self) -> int:
         """All parts and the transient bytes: an upper bound, since parts peak at different times."""
         return self.total + self.transient
+
+    @classmethod
+    def of(
+        cls, states: States, activations: int = 0, logits: int = 0, frozen: int = 0, buffers: int = 0
+    ) -> Estimate:
+        """The estimate for a rank's states, its activations, and the gradients of its logits."""
+        transient = max(logits + states.gathered, states.update - activations)
+        parameters = states.parameters + frozen
+        return cls(parameters, states.gradients, states.optimizer, activations, buffers, transient)
 
 
 def estimate(
@@ -80,65 +94,50 @@ def estimate(
         TypeError, ValueError: an argument is of the wrong type, unknown or out of range.
     """
     check_types(layout, batch, rank)
-    layout = layout or Layout()
-    precision = precision or layout.precision
-    if isinstance(config, str):
-        config = config_of(config)
-    check(config, layout, precision, optimizer, attention, rank)
-    check_secondary(layout, secondary)
-    if isinstance(config, int | float):
-        found = by_formula(round(config), layout.owners, layout.zero, precision, optimizer, secondary)
-        return Estimate(found.parameters, found.gradients, found.optimizer, 0, 0)
-    rows, tokens = rows_and_tokens(config, batch, 0)
-    # Ranks of one stage differ by at most a row, some tokens and a slice of the matrices.
-    most = (0, max(range(layout.cp), key=lambda r: zigzag_order.size(tokens, layout.cp, r)), layout.tp - 1)
-    chosen = (
-        [(stage, *most) for stage in range(layout.pp)]
-        if rank is None
-        else [coordinates(layout, rank).values()]
-    )
-    return max(
-        (
-            _one(config, layout, precision, (rows, tokens), optimizer, attention, secondary, *each)
-            for each in chosen
-        ),
-        key=lambda found: found.peak,
-    )
+    shape = config_of(config) if isinstance(config, str) else config
+    rows, tokens = batch if isinstance(batch, tuple) else (batch, getattr(shape, "context", 0))
+    setup = TrainingSetup(layout or Layout(), rows, tokens, optimizer, secondary, precision or "")
+    return estimate_setup(shape, setup, attention, rank)
 
 
-def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """A rank's coordinate along each axis of the mesh, from the outermost axis to the innermost."""
-    found = {}
-    for axis in reversed(AXES):
-        size = getattr(layout, axis)
-        found[axis], rank = rank % size, rank // size
-    return {axis: found[axis] for axis in AXES}
-
-
-def _one(
-    config: TransformerConfig,
-    layout: Layout,
-    precision: str,
-    batch: tuple[int, int],
-    optimizer: str,
-    attention: str | None,
-    secondary: int,
-    stage: int,
-    data_rank: int,
-    context_rank: int,
-    tensor_rank: int,
+def estimate_setup(
+    shape: TransformerConfig | int | float,
+    setup: TrainingSetup,
+    attention: str | None = None,
+    rank: int | None = None,
 ) -> Estimate:
-    """Estimate for the rank with these coordinates."""
-    part = ModelPart(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
-    states = held(config, layout.owners, layout.zero, precision, optimizer, part, secondary)
-    own, tokens = share(batch[0], layout.dp, data_rank), zigzag_order.size(batch[1], layout.cp, context_rank)
-    options = BYTES[precision], attention, part, layout.sequence_parallel, layout.cp > 1
-    activations = logits = 0
-    if own:
-        count, whole = min(layout.micro_batches, own), Saved(config, own, tokens, *options)
-        activations, logits = _activations(whole, count, layout.schedule, layout.recompute)
-    temporary = max(logits + states.gathered, states.update - activations)
-    return Estimate(states.parameters, states.gradients, states.optimizer, activations, 0, temporary)
+    """Do what `estimate` does, which documents the arguments and the errors."""
+    layout = setup.layout
+    if attention not in (None, *ATTENTIONS):
+        raise unknown("attention", attention, ATTENTIONS)
+    if rank is not None and not 0 <= rank < layout.ranks:
+        raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout, or None")
+    check_divisible(shape, layout)
+    check_sharing(setup)
+    if not isinstance(shape, TransformerConfig):
+        return Estimate.of(by_formula(round(shape), setup.sharing))
+    rows_and_tokens(shape, (setup.rows, setup.tokens), 0)
+    if rank is not None:
+        return _on_rank(shape, setup, attention, coordinates(layout, rank))
+    # Ranks of one stage differ by at most a row, some tokens and a slice of the matrices.
+    fullest = {"dp": 0, "cp": max(range(layout.cp), key=setup.own_tokens), "tp": layout.tp - 1}
+    ranks = ({"pp": stage, **fullest} for stage in range(layout.pp))
+    return max((_on_rank(shape, setup, attention, each) for each in ranks), key=lambda found: found.peak)
+
+
+def _on_rank(
+    shape: TransformerConfig, setup: TrainingSetup, attention: str | None, place: dict[str, int]
+) -> Estimate:
+    """Estimate for the rank at this place in the mesh."""
+    layout = setup.layout
+    part = ModelPart(layout.tp, layout.pp, layout.chunks, place["tp"], place["pp"])
+    states = held(shape, part, setup.sharing)
+    rows, tokens = setup.own_rows(place["dp"]), setup.own_tokens(place["cp"])
+    if not rows:
+        return Estimate.of(states)
+    options = setup.sharing.element, attention, part, layout.sequence_parallel, layout.cp > 1
+    whole, count = Saved(shape, rows, tokens, *options), min(layout.micro_batches, rows)
+    return Estimate.of(states, *_activations(whole, count, layout.schedule, layout.recompute))
 
 
 @lru_cache(maxsize=16384)

@@ -1,20 +1,22 @@
-"""The largest batch of each model that fits in a budget of bytes, and the measure that makes it fit.
+"""The largest batch of each model that fits in a budget of bytes, and the first layout of a list that fits.
 
-The usual measures are tried in turn: half precision, recomputed activations, ZeRO's stages over more ranks.
-Memory grows with the rows of a batch, so bisection finds the largest.
+A list of layouts goes from the cheapest to the most frugal. The usual measures are half precision, then
+recomputed activations, then ZeRO's stages over more ranks. Memory grows with the rows of a batch, so
+bisection finds the largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from minidist.model.configs import CONFIGS, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import size
-from minidist.scale.memory.arguments import named_shape
+from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.memory.estimates import Estimate, estimate
+from minidist.scale.memory.training_setup import named_shape
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,12 +47,29 @@ class Fit:
         """Rows of the global batch."""
         return self.rows * self.layout.dp
 
+    @property
+    def smallest_batch(self) -> tuple[int, int]:
+        """The smallest batch that keeps all ranks busy, a row for each rank or micro-batch; its tokens."""
+        return max(self.layout.dp, self.layout.micro_batches), self.tokens
+
 
 def standard_layouts(ranks: int = 8) -> list[Layout]:
     """The layouts that are tried, in order: each adds one measure to the one before."""
     mixed = Layout(precision="bf16")
     recomputed = replace(mixed, recompute=True)
-    return [Layout(), mixed, recomputed, *(replace(recomputed, dp=ranks, zero=stage) for stage in (1, 2, 3))]
+    return [Layout(), mixed, recomputed, *sharded(recomputed, ranks).values()]
+
+
+def sharded(layout: Layout, ranks: int) -> dict[str, Layout]:
+    """The layout with each row of ZeRO's table over so many ranks, by name."""
+    return {
+        zero_name(zero): replace(layout, dp=ranks, zero=zero) for zero, row in ROWS.items() if not row.state
+    }
+
+
+def zero_name(zero: int) -> str:
+    """The name of a row of ZeRO's table; "" for data parallelism, where every rank keeps everything."""
+    return "" if ROWS[zero].state else f"ZeRO-{zero}"
 
 
 def fits(
@@ -73,20 +92,23 @@ def fits(
         tokens: in a row; the model's context if that is shorter, or if None.
         attention: see `estimate`, whose errors it raises.
     """
-    found = []
-    for model in models:
-        shape, name = named_shape(model)
-        length = min(tokens or shape.context, shape.context)
-        for layout in standard_layouts() if layouts is None else layouts:
-            found.append(_largest(name, shape, layout, length, budget_bytes, attention))
-    return found
+    layouts = standard_layouts() if layouts is None else layouts
+    return [largest(model, layout, budget_bytes, tokens, attention) for model in models for layout in layouts]
 
 
-def _largest(
-    name: str, shape: TransformerConfig, layout: Layout, tokens: int, budget: int, attention: str | None
+def largest(
+    model: str | TransformerConfig,
+    layout: Layout,
+    budget: int,
+    tokens: int | None = None,
+    attention: str | None = None,
 ) -> Fit:
+    """Find the largest batch of one model in one layout."""
+    shape, name = named_shape(model)
+    length = min(tokens or shape.context, shape.context)
+
     def take(rows: int) -> Estimate:
-        return estimate(shape, layout, batch=(rows * layout.dp, tokens), attention=attention)
+        return estimate(shape, layout, batch=(rows * layout.dp, length), attention=attention)
 
     fitting, too_many = 0, 1
     while take(too_many).peak <= budget:  # ends, since each row takes bytes
@@ -97,7 +119,15 @@ def _largest(
             fitting = middle
         else:
             too_many = middle
-    return Fit(name, shape, layout, tokens, fitting, take(max(fitting, 1)))
+    return Fit(name, shape, layout, length, fitting, take(max(fitting, 1)))
+
+
+def first_that_fits(found: Iterable[Fit]) -> Fit | None:
+    """The first layout in which at least one row fits; None if there is none."""
+    return next((fit for fit in found if fit.rows), None)
+
+
+# A table for people.
 
 
 def table(found: Sequence[Fit], budget_bytes: int) -> Table:
@@ -120,32 +150,18 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
         caption_justify="left",
     )
     drawn.add_column("model", no_wrap=True)
-    drawn.add_column("parameters", justify="right")
-    drawn.add_column("tokens", justify="right")
-    for layout in layouts:
-        drawn.add_column(heading(layout), justify="right")
+    for title in ("parameters", "tokens", *map(heading, layouts)):
+        drawn.add_column(title, justify="right")
     drawn.add_column("what makes\nit fit", no_wrap=True)
     for name in dict.fromkeys(fit.name for fit in found):
         line = [fit for fit in found if fit.name == name]
-        first = next((fit for fit in line if fit.rows), None)
-        drawn.add_row(
-            name,
-            count(line[0].config.parameters()),
-            str(line[0].tokens),
-            *(_rows(fit.rows) if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line),
-            "none of these" if first is None else _measure(first.layout, layouts),
-        )
+        first = first_that_fits(line)
+        cells = [_rows(fit.rows) if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line]
+        measure = "none of these"
+        if first is not None:
+            measure = "nothing more" if first.layout == layouts[0] else heading(first.layout).splitlines()[-1]
+        drawn.add_row(name, count(line[0].config.parameters()), str(line[0].tokens), *cells, measure)
     return drawn
-
-
-def _rows(count: int) -> str:
-    """A number of rows that fits a column: "1,234,567", "1.23e+19"."""
-    return f"{count:,}" if count < EXACT_ROWS else f"{count:.2e}"
-
-
-def _measure(layout: Layout, layouts: Sequence[Layout]) -> str:
-    """The last measure that a layout adds, in words."""
-    return "nothing more" if layout == layouts[0] else heading(layout).splitlines()[-1]
 
 
 def heading(layout: Layout) -> str:
@@ -153,9 +169,14 @@ def heading(layout: Layout) -> str:
     lines = [layout.precision] if layout.ranks == 1 else [f"{layout.ranks} ranks", layout.precision]
     if layout.recompute:
         lines.append("recompute")
-    if layout.zero:
-        lines.append(f"ZeRO-{layout.zero}" + (f", shard {layout.shard}" if layout.shard else ""))
+    if zero_name(layout.zero):
+        lines.append(zero_name(layout.zero) + (f", shard {layout.shard}" if layout.shard else ""))
     return "\n".join(lines)
+
+
+def _rows(count: int) -> str:
+    """A number of rows that fits a column: "1,234,567", "1.23e+19"."""
+    return f"{count:,}" if count < EXACT_ROWS else f"{count:.2e}"
 
 
 def count(number: int) -> str:

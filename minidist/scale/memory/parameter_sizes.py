@@ -9,6 +9,7 @@ biases; the two projections onto the residual stream by rows, with whole biases;
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +17,8 @@ from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
 
+BUCKET = 25 * 2**20
+"""The most bytes of a bucket, unless a single parameter is larger."""
 Sizes = list[int]
 """Elements of each parameter of a layer, in the order of registration."""
 
@@ -23,6 +26,30 @@ Sizes = list[int]
 def share(count: int, ranks: int, rank: int = 0) -> int:
     """How many of `count` items a rank has if they are dealt evenly; the first ranks get the remainder."""
     return (count + ranks - 1 - rank) // ranks
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """The trained parameters of one rank, before data-parallel ranks share them."""
+
+    sizes: Sizes  # elements of each parameter
+    units: Sizes  # elements of each unit that ZeRO 3 gathers: the root unit, then each layer
+    tied: int = 0  # elements of a matrix that a pipeline's first and last stage share
+
+    def buckets(self, element: int) -> Sizes:
+        """Elements of each bucket of gradients, in the order in which they arrive, at so many bytes each."""
+        return deal_to_buckets(reversed(self.sizes), BUCKET // element)
+
+
+def deal_to_buckets(sizes: Iterable[int], limit: int) -> Sizes:
+    """Elements of each bucket, for tensors in this order: at most `limit`, or a single larger tensor."""
+    buckets: Sizes = []
+    for size in sizes:
+        if buckets and buckets[-1] + size <= limit:
+            buckets[-1] += size
+        else:
+            buckets.append(size)
+    return buckets
 
 
 @dataclass(frozen=True)
@@ -43,11 +70,23 @@ class ModelPart:
 ALONE = ModelPart()
 
 
+@lru_cache(maxsize=4096)
+def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameters:
+    """The parameters of a rank; with a single stage its root unit is the tied matrix."""
+    own = layers(config, part)
+    units = [sum(layer) for layer in own]
+    tied = part.own(config.vocabulary) * config.width if config.shares_matrix else 0
+    root = tied if part.pp == 1 else 0
+    return RankParameters(
+        [size for layer in own for size in layer], [root, units[0] - root, *units[1:]], tied
+    )
+
+
 @lru_cache(maxsize=256)
 def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     """The layer numbers of each part of a pipeline; the embeddings are layer 0 and the head is the last.
 
-    Part i is on stage i % pp. The parts have as equal numbers of parameters as possible; see `cut`.
+    Part i is on stage i % pp. `cut_by_weights` makes their numbers of parameters as equal as possible.
     """
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
@@ -59,25 +98,16 @@ def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:
 
     If the output matrix is tied and the two ends lie on different stages, the last stage has a copy.
     """
-    found, last = [], config.layers + 1
+    last = config.layers + 1
     own = [i for chunk in parts(config, part.pp, part.chunks)[part.stage :: part.pp] for i in chunk]
-    for i in own:
-        if i == 0:
-            found.append(embeddings(config, part))
-        else:
-            found.append(block(config, part) if i < last else head(config, part, 0 not in own))
-    return found
-
-
-def units(config: TransformerConfig, part: ModelPart = ALONE) -> list[int]:
-    """Elements of each unit that ZeRO's stage 3 gathers: the root unit first, then each layer.
-
-    The root unit has the tied matrix, if one stage has both of its uses.
-    """
-    found = [sum(layer) for layer in layers(config, part)]
-    tied = config.shares_matrix and part.pp == 1
-    root = embeddings(config, part)[0] if tied else 0
-    return [root, found[0] - root, *found[1:]]
+    return [
+        embeddings(config, part)
+        if i == 0
+        else block(config, part)
+        if i < last
+        else head(config, part, 0 not in own)
+        for i in own
+    ]
 
 
 def embeddings(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:

@@ -1,41 +1,68 @@
 """Bytes of parameters, gradients and optimizer state on a rank: the ZeRO paper's, and minidist's.
 
 With Adam in fp32 a parameter takes 4 bytes, its gradient 4 and the optimizer 8. In bf16 and fp16 they take 2,
-2 and 12: a float32 copy and Adam's 8. Of n data-parallel ranks each keeps 1/n of the optimizer state in stage
-1, of the gradients as well in stage 2, and of the parameters as well in stage 3. With hybrid sharding n is
-the layout's `shard`: so many ranks share one copy of the state.
+2 and 12: a float32 copy and Adam's 8. A `Residency` says which of them every rank keeps whole; of the rest
+each of n data-parallel ranks keeps 1/n. With hybrid sharding n is the layout's `shard`: so many ranks share
+one copy of the state.
 
 minidist holds a little more than these formulas say:
 
-- Adam's step takes 4 bytes per tensor that it updates: a parameter in stage 0, a bucket in stages 1 and 2,
-  one tensor of all shares in stage 3.
-- Stage 0 on several ranks, not in half precision: the last bucket has 2 + one number per parameter.
-- Stages 1 and 2 pad each bucket of 25 MB to a multiple of n elements.
-- Stage 2 holds gradients in two buckets until they are sent.
-- Stage 3 pads each unit (a layer, or the tied matrix) to a multiple of n. It sums gradients in the precision
-  of the update, and two buffers as long as the largest unit hold them until they are sent. With secondary
-  shares on k ranks, a rank has another 1/k of the padded parameters.
+- Adam's step takes 4 bytes per tensor that it updates: a parameter where the state is whole, a bucket where
+  it is shared, one tensor of all shares where the parameters are shared too.
+- Whole state on several ranks, not in half precision: the last bucket has 2 + one number per parameter.
+- Shares of buckets: each bucket of 25 MB is padded to a multiple of n elements.
+- Shares of gradients: two buckets hold whole gradients until they are sent.
+- Shares of parameters: each unit (a layer, or the tied matrix) is padded to a multiple of n. Gradients are
+  summed in the precision of the update, and two buffers as long as the largest unit hold them until they are
+  sent. With a second copy on k ranks, a rank has another 1/k of the padded parameters.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-sections 3.1 and 5, and figure 1; Wang et al. 2023, "ZeRO++", section 3.2 (secondary shares).
+sections 3.1 and 5, and figure 1; Wang et al. 2023, "ZeRO++", section 3.2 (the second copy).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
-from minidist.scale.memory import parameter_sizes
+from minidist.parallel.sharding.residency import Residency
+from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, share
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Per element of parameters and activations."""
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
 """Tensors of the parameter's shape in the optimizer's state; AdamW has as many as Adam."""
-BUCKET = 25 * 2**20
 TAIL = 2
 """Numbers sent with the gradients besides one per parameter: rows and loss."""
+
+
+@dataclass(frozen=True)
+class StateSharing:
+    """How data-parallel ranks keep the state of a model: who holds what, and how wide an element is."""
+
+    residency: Residency
+    ranks: int  # that share one copy; where every rank has the whole state, those that sum gradients
+    precision: str
+    optimizer: str
+    secondary: int = 0  # ranks that share a second copy of the parameters; 0 for no such copy
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element that the model computes with."""
+        return BYTES[self.precision]
+
+    @property
+    def updated(self) -> int:
+        """Bytes of an element that the optimizer updates: a float32 master in half precision."""
+        return max(self.element, 4)
+
+    @property
+    def state(self) -> int:
+        """Bytes of optimizer state for each parameter, masters included."""
+        masters = self.updated if self.updated != self.element else 0
+        return self.updated * OPTIMIZERS[self.optimizer] + masters
 
 
 @dataclass(frozen=True)
@@ -45,99 +72,54 @@ class States:
     parameters: int
     gradients: int
     optimizer: int
-    # Temporary, during passes in stage 3: parameters of the root and of two units, since the next one is
-    # gathered ahead, and the gradients of one unit.
+    # Temporary, during passes over shared parameters: those of the root and of two units, since the next one
+    # is gathered ahead, and the gradients of one unit.
     gathered: int = 0
     # Temporary, during the update: gradients cast to the masters' precision, and Adam's denominators, which
     # torch computes for all parameters at once on a GPU.
     update: int = 0
 
 
-def by_formula(
-    parameters: int, ranks: int, zero: int, precision: str, optimizer: str, secondary: int = 0
-) -> States:
-    """The ZeRO paper's formulas, for a number of parameters, and ZeRO++'s for secondary shares."""
-    element, _, each = _bytes(precision, optimizer)
-    own = parameter_sizes.share(parameters, ranks)
-    more = parameter_sizes.share(parameters, secondary) if secondary else 0
-    return States(
-        ((own if zero > 2 else parameters) + more) * element,
-        (own if zero > 1 else parameters) * element,
-        (own if zero > 0 else parameters) * each,
-    )
+def by_formula(parameters: int, sharing: StateSharing) -> States:
+    """The ZeRO paper's formulas, for a number of parameters, and ZeRO++'s for a second copy."""
+    second = share(parameters, sharing.secondary) if sharing.secondary else 0
+    kept, gradients, state = sharing.residency.held(parameters, share(parameters, sharing.ranks))
+    return States((kept + second) * sharing.element, gradients * sharing.element, state * sharing.state)
 
 
 @lru_cache(maxsize=4096)
-def held(
-    config: TransformerConfig,
-    ranks: int,
-    zero: int,
-    precision: str,
-    optimizer: str,
-    part: parameter_sizes.ModelPart = parameter_sizes.ALONE,
-    secondary: int = 0,
-) -> States:
-    """Return the states that minidist's strategies hold on a rank with one `part` of the model.
-
-    `ranks` counts those that share one copy of the states (`Layout.owners`); in stage 0 those that sum
-    gradients. `secondary` counts the ranks that share a second copy of stage 3's parameters; 0 for none.
-    """
-    sizes = [size for layer in parameter_sizes.layers(config, part) for size in layer]
-    units = parameter_sizes.units(config, part)
-    return held_for(sizes, units, ranks, zero, precision, optimizer, secondary)
+def held(config: TransformerConfig, part: ModelPart, sharing: StateSharing) -> States:
+    """The states that minidist's strategies hold on a rank with one `part` of a transformer."""
+    return held_for(on_rank(config, part), sharing)
 
 
-def held_for(
-    sizes: Sequence[int],
-    units: Sequence[int],
-    ranks: int,
-    zero: int,
-    precision: str,
-    optimizer: str,
-    secondary: int = 0,
-) -> States:
-    """Do the same for parameters of these `sizes`, and for stage 3's `units`, the root's elements first."""
-    element, updated, each = _bytes(precision, optimizer)
-    adam = optimizer == "adam"
-    temporary = updated * (adam + (updated != element and zero < 3))  # per updated element
-    if not zero:
-        elements, count = sum(sizes), len(sizes)
-        tail = (count + TAIL) * element if ranks > 1 and element >= 4 else 0
-        state = elements * each + 4 * count * adam
-        return States(elements * element, elements * element + tail, state, 0, elements * temporary)
-    if zero < 3:
-        buckets = cut(reversed(sizes), BUCKET // element)
-        own, longest = _shares(buckets, ranks)
-        lent = min(2, len(buckets)) * longest if zero == 2 else 0
-        gradients = (own + lent if zero == 2 else own * ranks) * element
-        state = own * each + 4 * len(buckets) * adam
-        return States(own * ranks * element, gradients, state, 0, own * temporary)
-    own, longest = _shares(units, ranks)
-    gathered = (units[0] + sum(sorted(units[1:])[-2:]) + longest) * element
-    gradients = own * updated + 2 * longest * element
-    kept = own + (own * ranks // secondary if secondary else 0)
-    return States(kept * element, gradients, own * each + 4 * adam, gathered, own * temporary)
+def held_for(parameters: RankParameters, sharing: StateSharing) -> States:
+    """The states that minidist's strategies hold on a rank with these parameters."""
+    residency, element, updated, ranks = sharing.residency, sharing.element, sharing.updated, sharing.ranks
+    pieces = parameters.buckets(element) if residency.parameters else parameters.units
+    if residency.state:
+        pieces, ranks = parameters.sizes, 1
+    own, longest = _shares(pieces, ranks)
+    kept, gradients, state = residency.held(own * ranks, own)
+    adam = sharing.optimizer == "adam"
+    tensors = len(pieces) if residency.parameters else 1  # that an update goes through
+    optimizer = state * sharing.state + 4 * tensors * adam
+    casts = residency.parameters and updated != element  # else gradients are summed in that precision
+    update = own * updated * (adam + casts)
+    if not residency.parameters:
+        second = own * ranks // sharing.secondary if sharing.secondary else 0
+        gathered = (pieces[0] + sum(sorted(pieces[1:])[-2:]) + longest) * element
+        sums = gradients * updated + 2 * longest * element
+        return States((kept + second) * element, sums, optimizer, gathered, update)
+    extra = 0
+    if not residency.gradients:
+        extra = min(2, len(pieces)) * longest
+    elif residency.state and sharing.ranks > 1 and element >= 4:
+        extra = len(pieces) + TAIL
+    return States(kept * element, (gradients + extra) * element, optimizer, 0, update)
 
 
-def cut(sizes: Iterable[int], limit: int) -> list[int]:
-    """Elements of each bucket, for tensors in this order: at most `limit`, or a single larger tensor."""
-    buckets: list[int] = []
-    for size in sizes:
-        if buckets and buckets[-1] + size <= limit:
-            buckets[-1] += size
-        else:
-            buckets.append(size)
-    return buckets
-
-
-def _shares(parts: Iterable[int], ranks: int) -> tuple[int, int]:
-    """Elements of a rank's shares of all parts, and of the longest part including padding."""
-    shares = [parameter_sizes.share(part, ranks) for part in parts]
+def _shares(pieces: Iterable[int], ranks: int) -> tuple[int, int]:
+    """Elements of a rank's shares of all pieces, and of the longest piece including padding."""
+    shares = [share(piece, ranks) for piece in pieces]
     return sum(shares), max(shares, default=0) * ranks
-
-
-def _bytes(precision: str, optimizer: str) -> tuple[int, int, int]:
-    """Bytes per element: in the model, in the update, and in the optimizer's state."""
-    element = BYTES[precision]
-    updated = max(element, 4)
-    return element, updated, updated * OPTIMIZERS[optimizer] + (updated if updated != element else 0)

@@ -28,11 +28,10 @@ from rich.table import Table
 
 from minidist._files import check_file
 from minidist.comm.launching.supervisor import preload_optimizers
-from minidist.model.configs import config
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.planning.trial import NEAR, trial
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.measure_machine import RANKS, this_machine
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.step_time import StepTime, predict_step
 
 LAYOUTS: dict[int, tuple[str, ...]] = {
@@ -88,7 +87,7 @@ def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> 
     """Compare all layouts of so many ranks once."""
     layouts = [Layout.parse(text) for text in LAYOUTS[count]]
     for model in models:
-        measured = trial(config(model), layouts, BATCHES[model], rounds=rounds)
+        measured = trial(model, layouts, BATCHES[model], rounds=rounds)
         for layout in layouts:
             step: StepTime = predict_step(model, layout, BATCHES[model], machine)
             yield Compared(model, count, str(layout), step.seconds, measured[str(layout)], step.parts)

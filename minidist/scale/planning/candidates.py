@@ -13,31 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import product
-from typing import Any
+from functools import partial
+from itertools import islice, product
 
-from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
-from minidist.scale.dry_run.own_model import OwnModel
-from minidist.scale.dry_run.own_prediction import check_any, estimate_any, predict_any
+from minidist.parallel.sharding.residency import ROWS
+from minidist.scale.dry_run.transformer import Subject
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
-from minidist.scale.time.rates import Hardware
+from minidist.scale.memory.training_setup import TrainingSetup
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.stages import Simulated
 from minidist.scale.time.step_time import StepTime
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""
+SHARED = [zero for zero, row in ROWS.items() if not row.state]
+"""ZeRO's rows, from the one that shares least."""
 
 
 @dataclass(frozen=True)
 class Question:
     """The model, machine and limits to plan for."""
 
-    name: str  # of the model
-    shape: TransformerConfig | OwnModel
+    subject: Subject
     ranks: int
     memory: int  # bytes of each rank
     hardware: Hardware
@@ -48,30 +48,38 @@ class Question:
     simulated: Simulated = field(default_factory=dict, compare=False)
 
     @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.subject.name
+
+    @property
     def batch(self) -> tuple[int, int]:
         """Rows, and tokens in each row."""
         return self.rows, self.tokens
 
+    def _setup(self, layout: Layout, secondary: int = 0) -> TrainingSetup:
+        return TrainingSetup(layout, *self.batch, self.optimizer, secondary)
+
+    def check(self, layout: Layout) -> None:
+        """ValueError if `prepare` would refuse the layout, or a step the batch, by their own checks."""
+        self.subject.check(self._setup(layout), self.hardware)
+
     def estimate(self, layout: Layout, secondary: int = 0) -> Estimate:
         """Memory of the fullest rank."""
-        return estimate_any(self.shape, layout, self.batch, self.optimizer, secondary)
+        return self.subject.estimate(self._setup(layout, secondary))
 
     def predict(self, layout: Layout, secondary: int = 0) -> StepTime:
         """Time of a step."""
-        given = self.shape, layout, self.batch, self.hardware
-        return predict_any(*given, self.optimizer, secondary, self.simulated)
+        return self.subject.predict(self._setup(layout, secondary), self.hardware, self.simulated)
 
     @property
-    def recomputes(self) -> bool:
-        """Whether the model has layers that can be recomputed."""
-        return not isinstance(self.shape, OwnModel) or self.shape.recomputes
-
-    @property
-    def grids(self) -> list[tuple[int, int, int, int]]:
+    def grids(self) -> Iterator[tuple[int, int, int, int]]:
         """All (dp, tp, pp, cp) whose product is the number of ranks; for a model of your own dp alone."""
-        if isinstance(self.shape, OwnModel):
-            return [(self.ranks, 1, 1, 1)]
-        return [*_grids(self.ranks)]
+        whole = self.subject.divided is None
+        sizes = [1] if whole else [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
+        for tp, pp, cp in product(sizes, repeat=3):
+            if self.ranks % (tp * pp * cp) == 0:
+                yield self.ranks // (tp * pp * cp), tp, pp, cp
 
 
 @dataclass(frozen=True)
@@ -122,16 +130,16 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
 
 
 def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, int, int]]:
-    """ZeRO's stage, the layout's `shard`, and the ranks of secondary shares, for so many dp and cp ranks."""
+    """ZeRO's row, the layout's `shard`, and the ranks of secondary shares, for so many dp and cp ranks."""
     host = question.hardware.ranks_per_host
     there = host // tp  # of these ranks on a host
     several = 1 < there < ranks and host % tp == 0 and ranks % there == 0
-    for zero in range(1, 4) if ranks > 1 else ():
+    for zero in SHARED if ranks > 1 else ():
         yield zero, 0, 0
         if several:
             yield zero, there, 0
-    if several:
-        yield 3, 0, there
+        if several and not ROWS[zero].parameters:
+            yield zero, 0, there
 
 
 def frugal(question: Question) -> Iterator[Layout]:
@@ -139,14 +147,21 @@ def frugal(question: Question) -> Iterator[Layout]:
     for dp, tp, pp, cp in question.grids:
         if sum(size > 1 for size in (tp, pp, cp)) > 1:
             continue
-        for zero in (0, 3 if pp == 1 else 1) if dp * cp > 1 else (0,):
-            try:
-                again = question.recomputes
-                layout = Layout(dp, tp, pp, zero, 1, question.precision, again, cp, sequence_parallel=tp > 1)
-                require_supported(question, layout)
-            except ValueError:
-                continue
-            yield replace(layout, micro_batches=share(question.rows, dp))
+        again = question.subject.recomputes
+        plain = Layout(
+            dp, tp, pp, 0, share(question.rows, dp), question.precision, again, cp, sequence_parallel=tp > 1
+        )
+        sharing = [replace(plain, zero=zero) for zero in reversed(SHARED)] if dp * cp > 1 else []
+        for forms in ([plain], sharing):  # of ZeRO's rows the one that shares most
+            yield from islice(filter(partial(_supported, question), forms), 1)
+
+
+def _supported(question: Question, layout: Layout) -> bool:
+    try:
+        question.check(layout)
+    except ValueError:
+        return False
+    return True
 
 
 def _of_one_form(
@@ -155,7 +170,7 @@ def _of_one_form(
     """Candidates that differ only in micro-batches and recomputation."""
     try:
         layout = Layout(**fields)  # type: ignore[arg-type]
-        require_supported(question, layout)
+        question.check(layout)
     except ValueError as error:
         one = Layout()
         written = ",".join(f"{name}={value}" for name, value in fields.items() if value != getattr(one, name))
@@ -163,9 +178,9 @@ def _of_one_form(
             yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
-    if SCHEDULES[layout.schedule].allows_recompute and question.recomputes:
+    if SCHEDULES[layout.schedule].allows_recompute and question.subject.recomputes:
         forms.append(replace(layout, recompute=True))
-    most, last, found = share(question.rows, layout.dp), None, False
+    most, too_large, found = share(question.rows, layout.dp), list[Candidate](), False
     for form in forms:
         least = 0  # the fewest micro-batches that fit
         for micro in _powers(most):
@@ -176,58 +191,16 @@ def _of_one_form(
             tried = replace(form, micro_batches=micro)
             memory = question.estimate(tried, secondary)
             if memory.peak > question.memory:
-                last = Candidate(tried, memory, None, secondary)
+                too_large.append(Candidate(tried, memory, None, secondary))
                 continue
             least, found = least or micro, True
             yield Candidate(tried, memory, question.predict(tried, secondary), secondary)
         if least:
-            most = least // 2
+            most = least // 2  # recomputed activations pay if fewer micro-batches fit then
         if not most:
             break
     if not found:
-        assert last is not None
-        yield last
-
-
-def require_supported(question: Question, layout: Layout) -> None:
-    """ValueError if `prepare` would refuse the layout, or a step the batch, by their own checks."""
-    shape = question.shape
-    check_any(shape, layout, question.batch, question.hardware)
-    if isinstance(shape, GPTConfig) and layout.pp * layout.tp > 1:
-        _check_parts(shape, layout.pp, layout.chunks, layout.schedule, layout.tp)
-
-
-@lru_cache(maxsize=1024)
-def _check_parts(shape: GPTConfig, pp: int, chunks: int, schedule: str, tp: int) -> None:
-    """ValueError if the layers cannot be cut into stages, or the matrices over ranks."""
-    from minidist.parallel.pipeline.layer_chain import check_layers
-    from minidist.parallel.tensor.heads import cut_between_heads
-    from minidist.parallel.tensor.plans import plan_for
-    from minidist.parallel.tensor.styles import check_ties, resolve
-
-    model = _model(shape)
-    if pp > 1:
-        check_layers(model, Layout(pp=pp, chunks=chunks, schedule=schedule))
-    if tp > 1:
-        parts, together = resolve(model, plan_for(model))
-        check_ties(model, parts)
-        cut_between_heads(model, parts, together, tp)
-
-
-@lru_cache(maxsize=2)
-def _model(shape: GPTConfig) -> Any:
-    """The model on the meta device, without memory."""
-    from minidist.model.gpt import GPT
-
-    return GPT(shape, device="meta")
-
-
-def _grids(ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """All (dp, tp, pp, cp) whose product is the number of ranks."""
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    for tp, pp, cp in product(divisors, repeat=3):
-        if ranks % (tp * pp * cp) == 0:
-            yield ranks // (tp * pp * cp), tp, pp, cp
+        yield too_large[-1]
 
 
 def _powers(rows: int) -> Iterator[int]:

@@ -19,19 +19,20 @@ from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.scale.dry_run.own_model import OwnModel, subject
-from minidist.scale.dry_run.own_prediction import own_rows
-from minidist.scale.memory.arguments import rows_and_tokens
+from minidist.parallel.sharding.residency import ROWS
+from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.state_bytes import OPTIMIZERS
+from minidist.scale.memory.training_setup import BatchSize
 from minidist.scale.planning.candidates import Candidate, Question, Refused, candidates, frugal
+from minidist.scale.time.hardware import Hardware, smallest
 from minidist.scale.time.hardware import hardware as hardware_of
-from minidist.scale.time.hardware import smallest
-from minidist.scale.time.rates import Hardware
+from minidist.scale.time.step_time import check_machine
 
 MEANINGFUL = 0.1
 """A predicted difference counts from this share of a step's time on."""
-ROWS = {True: 8, False: 32}
+ROWS_A_RANK = {True: 8, False: 32}
 """Rows per rank of the default batch: on a machine that was measured, and on others."""
 
 
@@ -69,7 +70,7 @@ def plan(
     ranks: int,
     memory: int | None = None,
     hardware: str | Hardware | None = None,
-    batch: int | tuple[int, int] | None = None,
+    batch: BatchSize | None = None,
     precision: str | None = None,
     optimizer: str = "adam",
     progress: Callable[[], object] | None = None,
@@ -127,16 +128,17 @@ def family_of(layout: Layout) -> str:
     axes = [name for name, size in sizes.items() if size > 1]
     if len(axes) > 1:
         return "mixed"
-    return axes[0] if axes else "sharded" if layout.zero else "plain"
+    return axes[0] if axes else "plain" if ROWS[layout.zero].state else "sharded"
 
 
 def effort(candidate: Candidate) -> tuple[float, ...]:
-    """How complex a candidate is: axes besides dp; ZeRO's stage and other options; micro-batches."""
+    """How complex a candidate is: axes besides dp; what is shared, and other options; micro-batches."""
     layout = candidate.layout
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
     more = layout.recompute + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     more += (layout.shard > 0) + (candidate.secondary > 0)
-    return axes, layout.zero + more, layout.micro_batches
+    shared = ROWS[layout.zero].held(0, 1)  # of parameters, gradients and state
+    return axes, sum(shared) + more, layout.micro_batches
 
 
 def question_of(
@@ -144,7 +146,7 @@ def question_of(
     ranks: int,
     memory: int | None,
     hardware: str | Hardware | None,
-    batch: int | tuple[int, int] | None,
+    batch: BatchSize | None,
     precision: str | None,
     optimizer: str,
 ) -> Question:
@@ -152,24 +154,20 @@ def question_of(
     check_whole("ranks", ranks, 1)
     if memory is not None:
         check_whole("memory", memory, 1)
-    shape, name = subject(model)
+    subject = subject_of(model)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; give {', '.join(OPTIMIZERS)}")
     if hardware is None and memory is None:
         raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     machine = smallest(memory or 0) if hardware is None else hardware_of(hardware)
     measured = bool(machine.crowds)
-    size = ROWS[measured] * ranks if batch is None else batch
-    rows, tokens = own_rows(size) if isinstance(shape, OwnModel) else rows_and_tokens(shape, size, 1)
+    size = ROWS_A_RANK[measured] * ranks if batch is None else batch
+    rows, tokens = subject.rows_and_tokens(size)
     if precision is None:
         accelerator = machine.rates is not None and machine.rates.asynchronous
         known = [name for name in ("bf16", "fp16") if name in machine.peak and accelerator]
         precision = known[0] if known else "fp32"
-    if precision not in machine.peak:
-        raise ValueError(
-            f"precision is {precision!r}, and {machine.name} has no rate for it; give "
-            f"{' or '.join(machine.peak)}"
-        )
+    check_machine(precision, machine)
     sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # they share a host's memory
     budget = machine.memory // sharing if memory is None else memory
-    return Question(name, shape, ranks, budget, machine, rows, tokens, precision, optimizer)
+    return Question(subject, ranks, budget, machine, rows, tokens, precision, optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import Any
 
 from rich import box
@@ -12,6 +13,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import PARTS as KINDS
 from minidist.parallel.contract.memory_report import size
 from minidist.scale.memory.estimates import Estimate
+from minidist.scale.memory.largest_batch import zero_name
 from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 
@@ -25,6 +27,16 @@ NAMES = {
     "context": "context parallelism",
     "mixed": "several axes together",
 }
+WAITS = {
+    "bubble": "waiting in the pipeline",
+    "tp": "the all-reduces in each layer",
+    "cp": "sending keys and values",
+    "dp": "sending gradients and parameters",
+    "recompute": "recomputing activations",
+    "gradients": "adding and copying gradients",
+    "optimizer": "the update",
+}
+"""The parts of a step besides forward and backward passes, in words."""
 
 
 def answer(plan: Plan) -> str:
@@ -40,16 +52,15 @@ def answer(plan: Plan) -> str:
             f"{question.name} does not fit on {where}: the smallest layout, {written(least)}, takes "
             f"{size(least.memory.peak)} ({largest_parts(least.memory)}).{'' if question.tokens else UNCUT}"
         )
-    family, step = family_of(chosen.layout), chosen.step
     first = {
         "plain": "Plain data parallelism is enough",
-        "sharded": f"Shard with ZeRO-{chosen.layout.zero}",
+        "sharded": f"Shard with {zero_name(chosen.layout.zero)}",
         "pipeline": "Cut the layers: a pipeline",
         "tensor": "Cut the matrices: tensor parallelism",
         "context": "Cut the rows: context parallelism",
         "mixed": "Combine several axes",
-    }[family]
-    first = "One rank is enough" if question.ranks == 1 else first
+    }[family_of(chosen.layout)]
+    first, step = "One rank is enough" if question.ranks == 1 else first, chosen.step
     return (
         f"{first}: {written(chosen)} trains {question.name} on {where} in {duration(step.seconds)} a "
         f"step of {question.rows} rows ({rows_a_second(step.rows_per_second)} rows/s, {step.used:.0%} of the "
@@ -59,15 +70,12 @@ def answer(plan: Plan) -> str:
 
 def reasons(plan: Plan) -> list[str]:
     """Say when each family of layouts earns its keep, in a sentence each."""
-    chosen, question = plan.answer, plan.question
-    if chosen is None or question.ranks == 1:
+    chosen = plan.answer
+    if chosen is None or plan.question.ranks == 1:
         return []
-    found = [_fastest(plan, chosen)]
-    if family_of(chosen.layout) != "plain":
-        found.append(_why_not_plain(plan, chosen))
-    for family in ("sharded", "pipeline", "tensor"):
-        if family != family_of(chosen.layout):
-            found.append(_earns(plan, chosen, family))
+    own = family_of(chosen.layout)
+    found = [_fastest(plan, chosen), "" if own == "plain" else _why_not_plain(plan, chosen)]
+    found += [_earns(plan, chosen, family) for family in ("sharded", "pipeline", "tensor") if family != own]
     return [each for each in found if each]
 
 
@@ -85,10 +93,8 @@ def _fastest(plan: Plan, chosen: Candidate) -> str:
 def _why_not_plain(plan: Plan, chosen: Candidate) -> str:
     plain, least = plan.best("plain"), plan.least("plain")
     if plain is not None:
-        return (
-            f"Plain data parallelism fits, {written(plain)}, but takes "
-            f"{seconds(plain) / seconds(chosen):.2f} times as long."
-        )
+        longer = seconds(plain) / seconds(chosen)
+        return f"Plain data parallelism fits, {written(plain)}, but takes {longer:.2f} times as long."
     if least is None:
         return ""
     return (
@@ -103,7 +109,7 @@ def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
     if least is None:
         return ""
     name = NAMES[family][0].upper() + NAMES[family][1:]
-    if best is None or best.step is None:
+    if best is None:
         return f"{name} does not fit: at the least, {written(least[0])}, {size(least[1].peak)} per rank."
     ratio, costs = seconds(best) / seconds(chosen), waits(best)
     compared = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would save {1 - ratio:.1%} of the time"
@@ -124,18 +130,9 @@ def waits(candidate: Candidate) -> str:
     """The largest part of a step besides forward and backward passes, as a share of it."""
     step = candidate.step
     assert step is not None
-    names = {
-        "bubble": "waiting in the pipeline",
-        "tp": "the all-reduces in each layer",
-        "cp": "sending keys and values",
-        "dp": "sending gradients and parameters",
-        "recompute": "recomputing activations",
-        "gradients": "adding and copying gradients",
-        "optimizer": "the update",
-    }
-    name = max(names, key=lambda each: step.parts.get(each, 0.0))
+    name = max(WAITS, key=lambda each: step.parts.get(each, 0.0))
     share = step.parts.get(name, 0.0) / step.seconds
-    return f"{share:.0%} of it is {names[name]}" if share >= 0.02 else ""
+    return f"{share:.0%} of it is {WAITS[name]}" if share >= 0.02 else ""
 
 
 def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
@@ -167,29 +164,23 @@ def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:
     return drawn
 
 
-def rows_a_second(number: float) -> str:
-    """A rate with at least three digits: "0.123", "4.56", "1,230"."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def unfit(plan: Plan) -> list[str]:
     """Say why other layouts do not fit, with a line for each kind of reason."""
-    found: list[str] = []
-    kinds: dict[str, list[Candidate]] = {}
+    kinds: dict[str, list[Candidate]] = defaultdict(list)
     for each in plan.too_large:
-        zero = f" with ZeRO-{each.layout.zero}" if each.layout.zero else ""
-        kinds.setdefault(NAMES[family_of(each.layout)] + zero, []).append(each)
+        zero = zero_name(each.layout.zero)
+        kinds[NAMES[family_of(each.layout)] + (zero and f" with {zero}")].append(each)
+    refused: dict[str, list[str]] = defaultdict(list)  # reasons that differ only in numbers are one kind
+    for other in plan.refused:
+        refused[re.sub(r"\d+", "N", other.reason.split(";")[0])].append(other.reason)
+    found = []
     for name, group in kinds.items():
         least = min(group, key=lambda each: each.memory.peak)
         found.append(
             f"{_many(len(group))} of {name}: at the least, {written(least)}, "
             f"{size(least.memory.peak)} ({largest_parts(least.memory)})"
         )
-    refused: dict[str, list[str]] = {}  # reasons that differ only in numbers are one kind
-    for other in plan.refused:
-        refused.setdefault(re.sub(r"\d+", "N", other.reason.split(";")[0]), []).append(other.reason)
-    found += [f"{_many(len(group))} that prepare refuses: {group[0]}" for group in refused.values()]
-    return found
+    return found + [f"{_many(len(each))} that prepare refuses: {each[0]}" for each in refused.values()]
 
 
 def _many(count: int) -> str:
@@ -212,17 +203,20 @@ def duration(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.9995 else f"{1e3 * value:.3g} ms"
 
 
+def rows_a_second(number: float) -> str:
+    """A rate with at least three digits: "0.123", "4.56", "1,230"."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def as_json(plan: Plan, measured: dict[str, float] | None = None) -> dict[str, Any]:
     """The whole plan as plain values."""
     question, chosen = plan.question, plan.answer
+    names = ("ranks", "memory", "precision", "optimizer")
     return {
         "model": question.name,
-        "ranks": question.ranks,
-        "memory": question.memory,
+        **{name: getattr(question, name) for name in names},
         "profile": question.hardware.name,
-        "batch": [question.rows, question.tokens],
-        "precision": question.precision,
-        "optimizer": question.optimizer,
+        "batch": [*question.batch],
         "answer": None if chosen is None else str(chosen.layout),
         "sentence": answer(plan),
         "reasons": reasons(plan),
@@ -239,12 +233,7 @@ def _entry(each: Candidate, measured: dict[str, float]) -> dict[str, Any]:
     entry: dict[str, Any] = {"layout": str(each.layout), "family": family_of(each.layout), "memory": kinds}
     entry |= {"secondary": each.secondary} if each.secondary else {}
     if each.step is not None:
-        entry |= {
-            "seconds": each.step.seconds,
-            "rows_per_second": each.step.rows_per_second,
-            "of_peak": each.step.used,
-            "parts": each.step.parts,
-        }
-    if str(each) in measured:
-        entry["measured"] = measured[str(each)]
-    return entry
+        step = each.step
+        entry |= {"seconds": step.seconds, "rows_per_second": step.rows_per_second}
+        entry |= {"of_peak": step.used, "parts": step.parts}
+    return entry | ({"measured": measured[str(each)]} if str(each) in measured else {})

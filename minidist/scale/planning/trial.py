@@ -23,6 +23,7 @@ from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.run import OPTIMIZERS
+from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.planning.candidates import Candidate
 
 TIMEOUT = 540.0
@@ -31,27 +32,29 @@ NEAR = 0.3
 """By how much a prediction may be off."""
 
 
-def require_trainable(shape: object) -> None:
-    """ValueError if a model is not a GPT, or too large to train here."""
-    if isinstance(shape, OwnModel):
+def require_trainable(model: object) -> GPTConfig:
+    """The shape of a GPT that is small enough to train here; ValueError for any other model."""
+    subject = subject_of(model)
+    if isinstance(subject, OwnModel):
         raise ValueError(
-            f"--measure trains a GPT of this package, and {shape.name} is a model of your own; leave it "
+            f"--measure trains a GPT of this package, and {subject.name} is a model of your own; leave it "
             "out, and time the answer with minidist train --layout"
         )
-    if not isinstance(shape, GPTConfig):
+    if not isinstance(subject.shape, GPTConfig):
         raise ValueError(
             "--measure trains the model, and a BERT's shape is for estimates only; give a GPT, such as "
             "byte-small"
         )
-    if shape.parameters() > MOST_PARAMETERS:
+    if subject.parameters() > MOST_PARAMETERS:
         raise ValueError(
-            f"--measure trains the model on this machine, and it has {shape.parameters():,} parameters; give "
-            f"one of at most {MOST_PARAMETERS:,}, such as byte-small"
+            f"--measure trains the model on this machine, and it has {subject.parameters():,} parameters; "
+            f"give one of at most {MOST_PARAMETERS:,}, such as byte-small"
         )
+    return subject.shape
 
 
 def trial(
-    shape: TransformerConfig | OwnModel,
+    model: str | TransformerConfig | OwnModel,
     layouts: Sequence[Layout],
     batch: tuple[int, int],
     *,
@@ -63,8 +66,7 @@ def trial(
     All layouts have the same number of ranks, launched once. `batch` is the rows of the global batch
     and the tokens in each row. `optimizer` is "adam", "momentum" or "sgd".
     """
-    require_trainable(shape)
-    assert isinstance(shape, TransformerConfig)
+    shape = require_trainable(model)
     sizes = {layout.ranks for layout in layouts}
     if len(sizes) != 1:
         raise ValueError(
@@ -78,7 +80,7 @@ def trial(
 
 
 def in_rank(
-    shape: TransformerConfig, layouts: Sequence[Layout], batch: tuple[int, int], rounds: int, optimizer: str
+    shape: GPTConfig, layouts: Sequence[Layout], batch: tuple[int, int], rounds: int, optimizer: str
 ) -> dict[str, list[float]]:
     """On each rank: measure the seconds of each step, by the layout's text."""
     make = OPTIMIZERS["adamw" if optimizer == "adam" else optimizer]  # predictions count AdamW's decay

@@ -5,14 +5,11 @@
 | File | Holds |
 |---|---|
 | layer_work.py | operations, bytes and calls of each layer |
-| rates.py | `Rates`, `Crowd` and `Hardware`, which describe a machine |
 | traffic.py | seconds of messages, by axis |
 | gradient_exchange.py | seconds of the gradient exchange and the update |
 | pipeline_time.py | seconds of a pipeline's schedule |
 | stages.py | all parts of a step, stage by stage |
-| rank_timing.py | what each rank times when a machine is measured |
-| measure_machine.py | `this_machine`: from these times to rates, kept in a JSON file |
-| data_sheets.py | the figures of machines, with their sources |
-| hardware.py | machines by name |
+| measure_machine.py | `this_machine`: what ranks time here, and the rates that follow |
+| hardware.py, machines.json | a machine; machines by name, with the sources of their figures |
 | step_time.py | `predict_step` |
 """

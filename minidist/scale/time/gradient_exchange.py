@@ -1,11 +1,11 @@
 """Seconds of the gradient exchange between data-parallel ranks, and of the optimizer's update.
 
-| ZeRO | In each micro-batch | In each step |
+| What ranks keep whole | In each micro-batch | In each step |
 |---|---|---|
-| 0 | | an all-reduce of each bucket |
-| 1 | | a reduce-scatter and an all-gather of each bucket |
-| 2 | a reduce-scatter of each bucket | an all-gather of each bucket |
-| 3 | two all-gathers and a reduce-scatter of each unit | |
+| everything (data parallelism) | | an all-reduce of each bucket |
+| parameters, gradients (ZeRO 1) | | a reduce-scatter and an all-gather of each bucket |
+| parameters (ZeRO 2) | a reduce-scatter of each bucket | an all-gather of each bucket |
+| nothing (ZeRO 3) | two all-gathers and a reduce-scatter of each unit | |
 
 With hybrid sharding these go over the ranks that share one copy of the state, and an all-reduce of the share
 over the ranks that own the same follows each reduce-scatter. With secondary shares all but a step's first
@@ -21,10 +21,10 @@ sections 3.2.2 and 3.3; Wang et al. 2023, "ZeRO++", section 3.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
-from minidist.scale.memory.parameter_sizes import share
-from minidist.scale.memory.state_bytes import BUCKET, BYTES, TAIL, cut
+from minidist.scale.memory.parameter_sizes import RankParameters, share
+from minidist.scale.memory.state_bytes import TAIL, StateSharing
 from minidist.scale.time.layer_work import Computation
 from minidist.scale.time.traffic import Wires
 
@@ -36,36 +36,20 @@ FUSED_PASSES = 7
 HOOK = 3
 """Time of the hook that moves a gradient to its bucket, in operators."""
 UNIT = 40
-"""Time that a unit of stage 3 takes in a pass for its hooks, views and buffer, in operators."""
+"""Time that a gathered unit takes in a pass for its hooks, views and buffer, in operators."""
 
 
 class GradientTime:
-    """Seconds of exchange and update on a rank.
-
-    sizes: elements of each of its parameters. units: of each unit of ZeRO's stage 3, the root first. tied: of
-    a matrix that a pipeline's first and last stage share.
-    """
+    """Seconds of exchange and update on a rank with these parameters."""
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        units: Sequence[int],
-        wires: Wires,
-        micro_batches: int,
-        optimizer: str,
-        tied: int = 0,
+        self, parameters: RankParameters, sharing: StateSharing, wires: Wires, micro_batches: int
     ) -> None:
-        self.sizes, self.units, self.tied_elements, self.wires = sizes, units, tied, wires
-        self.micro_batches, self.optimizer = micro_batches, optimizer
-        self.layout, self.rates = wires.layout, wires.crowd.rates
-        self.element = BYTES[self.layout.precision]
-        self.updated = max(self.element, 4)
-        self.ranks, self.owners = wires.size("dp"), wires.size("shares")
-
-    @cached_property
-    def buckets(self) -> list[int]:
-        """Elements of each bucket, in the order in which gradients arrive."""
-        return cut(reversed(self.sizes), BUCKET // self.element)
+        self.parameters, self.sharing, self.wires = parameters, sharing, wires
+        self.micro_batches, self.residency, self.element = micro_batches, sharing.residency, sharing.element
+        self.rates, self.ranks = wires.crowd.rates, wires.size("dp")
+        self.reductions = self.residency.reductions(micro_batches)  # of each gradient in a step
+        self.elements, self.tensors = sum(parameters.sizes), len(parameters.sizes)
 
     def parts(self, last_backward: float, passes: float) -> dict[str, float]:
         """Seconds by purpose.
@@ -73,83 +57,85 @@ class GradientTime:
         `last_backward` is the seconds of the last backward pass, which may hide messages; `passes` of all
         passes.
         """
-        sent, may_hide = self._sent(last_backward, passes)
+        sent, may_hide = self._sent(last_backward, passes) if self.ranks > 1 else (0.0, 0.0)
         hidden = min(may_hide, sent) if self.wires.hardware.overlaps else 0.0
         return {
-            "gradients": self._handling,
+            "gradients": self._handling(),
             "dp": sent - hidden,
             "dp hidden": hidden,
-            "optimizer": self._update,
+            "optimizer": self._update(),
         }
+
+    @cached_property
+    def buckets(self) -> list[int]:
+        """Elements of each bucket, in the order in which gradients arrive."""
+        return self.parameters.buckets(self.element)
 
     def _sent(self, last_backward: float, passes: float) -> tuple[float, float]:
         """Seconds of messages between data-parallel ranks, and how many of them computation may hide."""
-        layout, micro = self.layout, self.micro_batches
-        if self.ranks == 1:
-            return 0.0, 0.0
-        collective = partial(self.wires.collective, axis="dp")
-        tail = collective("all_reduce", (len(self.sizes) + TAIL) * 8.0)
-        if not layout.zero:
-            reduced = [collective("all_reduce", float(size * self.element)) for size in self.buckets]
-            late = layout.pp > 1 and layout.chunks > 1  # sent only once the schedule is done
-            return sum(reduced) + tail, 0.0 if late else min(sum(reduced[:-1]), last_backward)
-        if layout.zero == 3:
-            units = [float(unit * self.element) for unit in self.units]
-            first, again = (self._gathers(units, axis) for axis in ("shares", "secondary"))
-            reduced = self._reductions(units)
-            sent = sum(first) - sum(again) + micro * (2 * sum(again) - again[0] + sum(reduced))
-            # Nothing runs at the same time as a pass's first gathers and its last reduction.
-            bare = sum(first[:2]) + (micro - 1) * sum(again[:2]) + micro * reduced[0]
-            return sent + tail, min(max(0.0, sent - bare), passes)
-        buckets = [float(size * self.element) for size in self.buckets]
-        reduced, gathered = self._reductions(buckets), sum(self._gathers(buckets, "shares"))
-        rounds = micro if layout.zero == 2 else 1
-        hidden = rounds * min(sum(reduced[:-1]), last_backward)
-        if layout.pp > 1 and (layout.chunks > 1 or self.tied_elements):
+        tail = self.wires.collective("all_reduce", (self.tensors + TAIL) * 8.0, "dp")
+        if not self.residency.parameters:
+            sent, may_hide = self._sent_in_units(passes)
+            return sent + tail, may_hide
+        layout, whole = self.wires.layout, self.residency.state
+        sizes = [float(size * self.element) for size in self.buckets]
+        reduced, gathered = self._reductions(sizes), 0.0 if whole else sum(self._gathers(sizes, "shares"))
+        hidden = self.reductions * min(sum(reduced[:-1]), last_backward)
+        if layout.pp > 1 and (layout.chunks > 1 or (self.parameters.tied and not whole)):
             hidden = 0.0  # sent only once the schedule is done
-        return rounds * sum(reduced) + tail * rounds + gathered, hidden
+        return self.reductions * sum(reduced) + tail * self.reductions + gathered, hidden
 
-    def _gathers(self, sizes: list[float], axis: str) -> list[float]:
+    def _sent_in_units(self, passes: float) -> tuple[float, float]:
+        """Do the same, without the tail, where each pass gathers the parameters unit by unit."""
+        units, micro = [float(unit * self.element) for unit in self.parameters.units], self.micro_batches
+        first, again = (self._gathers(units, axis) for axis in ("shares", "secondary"))
+        reduced = self._reductions(units)
+        sent = sum(first) - sum(again) + micro * (2 * sum(again) - again[0] + sum(reduced))
+        # Nothing runs at the same time as a pass's first gathers and its last reduction.
+        bare = sum(first[:2]) + (micro - 1) * sum(again[:2]) + micro * reduced[0]
+        return sent, min(max(0.0, sent - bare), passes)
+
+    def _gathers(self, sizes: Sequence[float], axis: str) -> list[float]:
         """Seconds of an all-gather of each flat tensor of so many bytes."""
         return [self.wires.collective("all_gather", size / self.wires.size(axis), axis) for size in sizes]
 
-    def _reductions(self, sizes: list[float]) -> list[float]:
-        """Seconds of bringing each rank its share of the sums."""
+    def _reductions(self, sizes: Sequence[float]) -> list[float]:
+        """Seconds of bringing the sums to each rank, or to each rank its share of them."""
         over = self.wires.collective
+        if self.residency.state:
+            return [over("all_reduce", size, "dp") for size in sizes]
         return [
-            over("reduce_scatter", size, "shares") + over("all_reduce", size / self.owners, "copies")
+            over("reduce_scatter", size, "shares") + over("all_reduce", size / self.sharing.ranks, "copies")
             for size in sizes
         ]
 
-    @cached_property
     def _handling(self) -> float:
         """Seconds of adding gradients up over micro-batches, and of copying them to their buckets."""
-        elements, micro = sum(self.sizes), self.micro_batches
-        added = (micro - 1) * (3 if self.layout.zero < 2 else 0) * elements * self.element
+        micro = self.micro_batches
+        added = (micro - 1) * (3 if self.residency.gradients else 0) * self.elements * self.element
         if self.ranks == 1:
             return added / self.rates.memory
-        rounds = micro if self.layout.zero >= 2 else 1
-        moved = added + rounds * 2 * elements * self.element
-        calls = rounds * HOOK * len(self.sizes)
-        if self.layout.zero == 3:
-            calls = micro * 2 * UNIT * len(self.units)
-        return moved / self.rates.memory + self.rates.seconds(Computation(calls=calls), self.layout.precision)
+        moved = added + self.reductions * 2 * self.elements * self.element
+        calls = self.reductions * HOOK * self.tensors
+        if not self.residency.parameters:
+            calls = micro * 2 * UNIT * len(self.parameters.units)
+        called = self.rates.seconds(Computation(calls=calls), self.sharing.precision)
+        return moved / self.rates.memory + called
 
-    @cached_property
+    @property
     def tied(self) -> float:
         """Seconds in which a pipeline's first and last stage sum the gradient of a tied matrix."""
-        if self.layout.pp == 1 or not self.tied_elements:
+        if self.wires.layout.pp == 1 or not self.parameters.tied:
             return 0.0
-        return 2 * self.wires.message(float(self.tied_elements * self.element), "pp")
+        return 2 * self.wires.message(float(self.parameters.tied * self.element), "pp")
 
-    @cached_property
     def _update(self) -> float:
         """Seconds of the optimizer's step on this rank's share."""
-        zero, elements = self.layout.zero, sum(self.sizes)
-        own = share(elements, self.owners) if zero else elements
-        pieces = {0: len(self.sizes), 3: 1}.get(zero, len(self.buckets))
-        passes = min(ELEMENT_PASSES[self.optimizer], FUSED_PASSES if self.rates.asynchronous else 99)
-        moved = passes * own * self.updated
-        if self.element != self.updated:
+        residency, updated = self.residency, self.sharing.updated
+        own = self.elements if residency.state else share(self.elements, self.sharing.ranks)
+        pieces = self.tensors if residency.state else len(self.buckets) if residency.parameters else 1
+        passes = min(ELEMENT_PASSES[self.sharing.optimizer], FUSED_PASSES if self.rates.asynchronous else 99)
+        moved = passes * own * updated
+        if self.element != updated:
             moved += 12 * own  # cast gradients to the masters' precision and parameters from it
         return moved / self.rates.memory + pieces * self.rates.tensor

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
@@ -24,8 +25,24 @@ RING_CALLS = 25
 """Operators in a hop of ring attention."""
 
 
+Same = TypeVar("Same", bound="Amounts")
+
+
+class Amounts:
+    """A base for dataclasses whose fields are added and multiplied together."""
+
+    def __add__(self: Same, other: Same) -> Same:
+        return type(self)(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __sub__(self: Same, other: Same) -> Same:
+        return self + other * -1
+
+    def __mul__(self: Same, factor: float) -> Same:
+        return type(self)(*(each * factor for each in vars(self).values()))
+
+
 @dataclass(frozen=True)
-class Computation:
+class Computation(Amounts):
     """The work of a pass on one rank."""
 
     products: float = 0.0  # operations of matrix products
@@ -34,20 +51,6 @@ class Computation:
     moved: float = 0.0  # bytes that everything else reads and writes
     calls: float = 0.0  # calls of operators
 
-    def __add__(self, other: Computation) -> Computation:
-        return Computation(*(a + b for a, b in zip(self.amounts, other.amounts, strict=True)))
-
-    def __sub__(self, other: Computation) -> Computation:
-        return self + other * -1
-
-    def __mul__(self, factor: float) -> Computation:
-        return Computation(*(factor * each for each in self.amounts))
-
-    @property
-    def amounts(self) -> tuple[float, ...]:
-        """All fields, in order."""
-        return self.products, self.attention, self.operands, self.moved, self.calls
-
     @property
     def flops(self) -> float:
         """Operations of all products."""
@@ -55,20 +58,12 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class PassWork:
+class PassWork(Amounts):
     """The work of the passes of one or several layers."""
 
     forward: Computation = Computation()
     backward: Computation = Computation()
     again: Computation = Computation()  # the part of the forward pass that recomputation repeats
-
-    def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(
-            self.forward + other.forward, self.backward + other.backward, self.again + other.again
-        )
-
-    def __mul__(self, factor: float) -> PassWork:
-        return PassWork(self.forward * factor, self.backward * factor, self.again * factor)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     python -m minidist.scale.time.measure_machine
 
 Ranks of one machine share its cores, caches and memory, so one rank alone says little about eight. For each
-number of ranks, a cluster times the passes of a few small models on all ranks at once (rank_timing.py), and
-`comm.cost.fit` measures their links. Least squares then gives the rates: a pass takes its products at one
-rate, attention's products at another, the bytes that it moves at a third, and a moment for each operator.
+number of ranks, a cluster times the passes of a few small models on all ranks at once, and `comm.cost.fit`
+measures their links. Least squares then gives the rates: a pass takes its products at one rate, attention's
+products at another, the bytes that it moves at a third, and a moment for each operator.
 
 Source: Williams et al. 2009 for what bounds a device; layer_work.py for the work of the passes.
 """
@@ -18,24 +18,48 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from minidist import comm
+from minidist.comm.cost import fit
 from minidist.comm.cost.links import PROFILES, Link, LinkProfile, SharedMemoryCost
 from minidist.comm.launching.cluster import Cluster
+from minidist.comm.launching.cores import available_cores
+from minidist.model.configs import GPTConfig
+from minidist.model.gpt import GPT
+from minidist.model.loss import cross_entropy
+from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.training import bf16_on_cpu
-from minidist.scale.memory import parameter_sizes
+from minidist.scale.memory.parameter_sizes import on_rank
 from minidist.scale.time.gradient_exchange import ELEMENT_PASSES
-from minidist.scale.time.layer_work import LayerWork, PassWork
-from minidist.scale.time.rank_timing import CASES, HALVES, Case, Measured, measure, shape_of
-from minidist.scale.time.rates import Crowd, Hardware, Rates
+from minidist.scale.time.hardware import Crowd, Hardware, Rates
+from minidist.scale.time.layer_work import LayerWork
 
 RANKS = (1, 2, 4, 8)
 FORMAT = 1
+
+Case = tuple[int, int, int]
+"""Width, tokens and rows of a GPT with two blocks."""
+CASES: tuple[Case, ...] = ((64, 64, 2), (64, 64, 16), (128, 64, 4), (256, 128, 1), (256, 128, 4))
+"""In some cases calls dominate the passes, in others products."""
+ENOUGH = 0.05
+"""Seconds for which each case is repeated in a round."""
+ROUNDS = 7
+PATIENCE = 12.0
+"""Seconds after which no further round begins, for machines on which other programs compute."""
+PRODUCT = (64, 256, 256)
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+
+Timed = Callable[[], tuple[float, ...]]
+"""A call that returns the seconds of its parts."""
 
 
 def this_machine(
@@ -74,9 +98,8 @@ def _measure_crowd(ranks: int) -> Crowd:
     bf16_on_cpu.avoid()  # the ranks time a product in it
     with Cluster(ranks, timeout=180.0) as cluster:
         everyones: list[Measured] = cluster.run(measure)
-    rates = solve(everyones)
     slow = statistics.fmean(sum(each.passes[-1]) for each in everyones)
-    return Crowd(ranks, rates, everyones[0].links, min(1.0, everyones[0].alone / slow))
+    return Crowd(ranks, solve(everyones), everyones[0].links, min(1.0, everyones[0].alone / slow))
 
 
 def _machine(crowds: dict[int, Crowd]) -> Hardware:
@@ -105,20 +128,154 @@ def _machine(crowds: dict[int, Crowd]) -> Hardware:
     )
 
 
+# On each rank: what passes, updates and products take.
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Seconds on one rank."""
+
+    passes: list[tuple[float, ...]]  # forward and backward, for each of CASES
+    alone: float  # the last of CASES while the other ranks wait
+    halves: dict[str, float]  # a product in half precision over one in float32
+    updates: list[float]  # Adam, for the parameters of the first and the last of CASES
+    step: float  # an engine's step, less that of a plain loop
+    links: LinkProfile | None
+
+
+def measure() -> Measured:
+    """Time everything on this rank. A collective."""
+    ranks = comm.size()
+    clock = _Clock(ranks)
+    comm.barrier()
+    passes = clock.medians([_passes(case, clock) for case in CASES])
+    comm.barrier()
+    alone = sum(clock.medians([_passes(CASES[-1], clock)])[0]) / clock.turns if comm.rank() == 0 else 0.0
+    comm.barrier()
+    m, k, n = PRODUCT
+    names = ("float32", *HALVES.values())
+    pairs = [[torch.ones(size, dtype=getattr(torch, name)) for size in ((m, k), (k, n))] for name in names]
+    product, *in_half = clock.seconds([partial(torch.mm, *pair) for pair in pairs])
+    halves = {name: half / product for name, half in zip(HALVES, in_half, strict=True)}
+    updates = clock.seconds([_update(case) for case in (CASES[0], CASES[-1])])
+    step = _overhead(clock) if ranks == 1 else 0.0
+    return Measured(passes, alone, halves, updates, step, fit(rounds=9) if ranks > 1 else None)
+
+
+class _Clock:
+    """The clock that suits a rank.
+
+    For a rank with one thread that is the process clock, which stops while another program has the core. If
+    there are more ranks than cores, they take turns, so its times are multiplied by the ranks per core. A
+    rank with several threads is timed by the wall clock, since the other one would count threads that wait.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        several = torch.get_num_threads() > 1
+        self.read = time.perf_counter if several else time.process_time
+        self.turns = 1.0 if several else max(1.0, ranks / available_cores())
+
+    def medians(self, calls: Sequence[Timed]) -> list[tuple[float, ...]]:
+        """For each call, the medians over ROUNDS of the mean seconds of its parts, after a warm-up round.
+
+        The calls take turns: if another program computes for a second, that slows one round of each call and
+        not all rounds of one.
+        """
+        rounds, started = list[list[list[float]]](), time.perf_counter()
+        for number in range(ROUNDS + 1):
+            rounds.append([self._means(call, ENOUGH if number else ENOUGH / 2) for call in calls])
+            if number and time.perf_counter() - started > PATIENCE:
+                break
+        return [
+            tuple(map(statistics.median, zip(*own, strict=True))) for own in zip(*rounds[1:], strict=True)
+        ]
+
+    def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Median seconds of each call."""
+
+        def timed(call: Callable[[], object]) -> tuple[float]:
+            begun = self.read()
+            call()
+            return (self.read() - begun,)
+
+        return [each for (each,) in self.medians([partial(timed, call) for call in calls])]
+
+    def _means(self, run: Timed, enough: float) -> list[float]:
+        found, begun = [run()], self.read()
+        while self.read() - begun < enough:
+            found.append(run())
+        return [self.turns * statistics.fmean(part) for part in zip(*found, strict=True)]
+
+
+def _shape(case: Case) -> GPTConfig:
+    return GPTConfig(context=case[1], layers=2, heads=4, width=case[0])
+
+
+def _batch(case: Case) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (case[2], case[1]), generator=generator)
+
+
+def _passes(case: Case, clock: _Clock) -> Timed:
+    """A function that runs a forward and a backward pass and returns their seconds."""
+    model, tokens = GPT(_shape(case)), _batch(case)
+
+    def run() -> tuple[float, float]:
+        model.zero_grad()
+        start = clock.read()
+        loss = cross_entropy(model(tokens), tokens)
+        middle = clock.read()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return middle - start, clock.read() - middle
+
+    return run
+
+
+def _update(case: Case) -> Callable[[], object]:
+    model = GPT(_shape(case))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return optimizer.step
+
+
+def _overhead(clock: _Clock) -> float:
+    """Seconds that an engine's step takes longer than a plain loop's."""
+    case = CASES[0]
+    tokens, plain = _batch(case), GPT(_shape(case))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    engine = prepare(GPT(_shape(case)), torch.optim.AdamW)
+
+    def loop() -> None:
+        optimizer.zero_grad()
+        loss = cross_entropy(plain(tokens), tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        loss.item()
+
+    whole, bare = clock.seconds([partial(engine.step, tokens, tokens), loop])
+    return max(0.0, whole - bare)
+
+
+# From these seconds to rates.
+
+
 def solve(everyones: Sequence[Measured]) -> Rates:
     """The rates that explain the measured times with the least relative error."""
-    rows, seconds = [], []
-    for number, case in enumerate(CASES):
-        work = _work(case)
-        for backward, each in enumerate((work.forward, work.backward)):
-            took = statistics.fmean(one.passes[number][backward] for one in everyones)
-            calls = (0.0, each.calls) if backward else (each.calls, 0.0)
-            rows.append([value / took for value in (each.products, each.attention, each.moved, *calls)])
-            seconds.append(1.0)
-    product, attention, moved, call, backward_call = nonnegative(rows, seconds)
-    small, large = (_work_of_update(case) for case in (CASES[0], CASES[-1]))
-    updates = [statistics.fmean(one.updates[i] for one in everyones) for i in range(2)]
-    rows = [[value / took for value in work] for work, took in zip((small, large), updates, strict=True)]
+
+    def equations() -> Iterator[list[float]]:
+        for number, case in enumerate(CASES):
+            work = LayerWork(_shape(case), case[2], case[1], case[1]).layers(range(4))
+            for backward, each in enumerate((work.forward, work.backward)):
+                took = statistics.fmean(one.passes[number][backward] for one in everyones)
+                calls = (0.0, each.calls) if backward else (each.calls, 0.0)
+                yield [value / took for value in (each.products, each.attention, each.moved, *calls)]
+
+    product, attention, moved, call, backward_call = nonnegative(list(equations()), [1.0] * 2 * len(CASES))
+    rows = []
+    for number, case in enumerate((CASES[0], CASES[-1])):
+        sizes, took = on_rank(_shape(case)).sizes, statistics.fmean(one.updates[number] for one in everyones)
+        rows.append([4.0 * ELEMENT_PASSES["adam"] * sum(sizes) / took, len(sizes) / took])
     memory, tensor = nonnegative(rows, [1.0, 1.0])
     product, moved, memory = max(product, 1e-15), max(moved, 1e-13), max(memory, 1e-13)
     halves = everyones[0].halves
@@ -155,14 +312,7 @@ def nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> lis
     return [float(value) for value in best]
 
 
-def _work(case: Case) -> PassWork:
-    return LayerWork(shape_of(case), case[2], case[1], case[1]).layers(range(4))
-
-
-def _work_of_update(case: Case) -> tuple[float, float]:
-    """The bytes that Adam moves, and the number of tensors."""
-    sizes = [size for layer in parameter_sizes.layers(shape_of(case)) for size in layer]
-    return 4.0 * ELEMENT_PASSES["adam"] * sum(sizes), float(len(sizes))
+# The file that keeps a machine's figures.
 
 
 def save(hardware: Hardware, path: str | Path) -> None:
@@ -181,29 +331,30 @@ def load(path: str | Path) -> Hardware:
         kept = json.loads(text)
         if kept["format"] != FORMAT:
             raise ValueError
-        return _hardware(kept["hardware"])
+        return _hardware(**kept["hardware"])
     except (ValueError, TypeError, LookupError, AttributeError):
         raise ValueError(
             f"{path} does not hold a machine's figures of this version; give another file, or remove it"
         ) from None
 
 
-def _hardware(fields: dict[str, Any]) -> Hardware:
-    crowds = {int(ranks): _crowd(each) for ranks, each in fields["crowds"].items()}
-    rates = None if fields["rates"] is None else Rates(**fields["rates"])
-    links = {name: _profile(fields[name]) for name in ("inside", "between")}
-    return Hardware(**{**fields, **links, "crowds": crowds, "rates": rates})
+def _hardware(rates: Any, inside: Any, between: Any, crowds: Any, **fields: Any) -> Hardware:
+    return Hardware(
+        **fields,
+        rates=rates and Rates(**rates),
+        inside=_profile(**inside),
+        between=_profile(**between),
+        crowds={int(ranks): _crowd(**each) for ranks, each in crowds.items()},
+    )
 
 
-def _crowd(fields: dict[str, Any]) -> Crowd:
-    links = None if fields["links"] is None else _profile(fields["links"])
-    return Crowd(**{**fields, "rates": Rates(**fields["rates"]), "links": links})
+def _crowd(rates: Any, links: Any, **fields: Any) -> Crowd:
+    return Crowd(**fields, rates=Rates(**rates), links=links and _profile(**links))
 
 
-def _profile(fields: dict[str, Any]) -> LinkProfile:
-    links = {name: Link(**each) for name, each in fields["links"].items()}
-    memory = None if fields["memory"] is None else SharedMemoryCost(**fields["memory"])
-    return LinkProfile(**{**fields, "links": links, "memory": memory})
+def _profile(links: Any, memory: Any, **fields: Any) -> LinkProfile:
+    each = {name: Link(**link) for name, link in links.items()}
+    return LinkProfile(**fields, links=each, memory=memory and SharedMemoryCost(**memory))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

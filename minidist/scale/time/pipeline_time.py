@@ -1,8 +1,9 @@
 """Seconds of a pipeline's schedule: with a device for each rank, or with ranks that share a host's cores.
 
-With a device for each rank, the order of the passes is found once and then only added up. A planner asks for
-each schedule hundreds of times and needs one number: so planning gpt2-xl on 64 ranks takes 9 s. It took 23 s
-with `schedules.simulate`, which first proves that a schedule is valid and keeps a time line.
+The order of the passes, and who waits for whom, is found once for a schedule and then only added up. A
+planner asks for each schedule hundreds of times and needs one number: so planning gpt2-xl on 64 ranks takes
+9 s. It took 23 s with `schedules.simulate`, which first proves that a schedule is valid and keeps a time
+line.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import Schedule, StageMessage, message_of, stage_of
+from minidist.parallel.pipeline.instructions import StageMessage, stage_of
 from minidist.parallel.pipeline.replay import replay
 from minidist.scale.memory.estimates import schedule_of
 
@@ -28,21 +29,6 @@ class TimedPass(NamedTuple):
     stage: int
     micro_batch: int
     waits: int  # index of the pass whose message it waits for, or NONE
-
-
-def seconds_of(passes: Sequence[TimedPass], ranks: int, seconds: Seconds, message: float) -> float:
-    """Seconds until the last pass ends, with a device for each rank; equal to `schedules.simulate`.
-
-    `message` is the seconds from a send to its arrival.
-    """
-    clocks, ends = [0.0] * ranks, list[float]()
-    for rank, kind, stage, micro_batch, waits in passes:
-        start = clocks[rank]
-        if waits != NONE:
-            start = max(start, ends[waits] + message)
-        clocks[rank] = end = start + seconds[kind][stage][micro_batch]
-        ends.append(end)
-    return max(clocks)
 
 
 @lru_cache(maxsize=256)
@@ -68,49 +54,54 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
     return found
 
 
+def seconds_of(passes: Sequence[TimedPass], ranks: int, seconds: Seconds, message: float) -> float:
+    """Seconds until the last pass ends, with a device for each rank; equal to `schedules.simulate`.
+
+    `message` is the seconds from a send to its arrival.
+    """
+    clocks, ends = [0.0] * ranks, list[float]()
+    for rank, kind, stage, micro_batch, waits in passes:
+        start = clocks[rank]
+        if waits != NONE:
+            start = max(start, ends[waits] + message)
+        clocks[rank] = end = start + seconds[kind][stage][micro_batch]
+        ends.append(end)
+    return max(clocks)
+
+
 def seconds_on_shared_cores(
-    schedule: Schedule, seconds: Seconds, message: float, pace: Callable[[int], float]
+    passes: Sequence[TimedPass], ranks: int, seconds: Seconds, message: float, pace: Callable[[int], float]
 ) -> float:
-    """Seconds of a schedule that passes `schedules.check`, when its ranks share cores.
+    """Do the same for ranks that share cores.
 
     A rank that waits leaves its core to the others, so a bubble is no loss as long as others have work. All
     passes that run at a time progress together, at the pace that their number allows.
 
-    seconds: of each pass while all ranks compute. message: seconds from a send to its arrival. pace: from how
-    many ranks compute to the seconds of a pass, over those while all compute.
+    seconds: of each pass while all ranks compute. pace: from how many ranks compute to the seconds of a pass,
+    over those while all compute.
     """
-    ranks = len(schedule)
-    steps, left = [0] * ranks, [0.0] * ranks  # each rank's next instruction, and the rest of its pass
-    arrivals: dict[StageMessage, float] = {}
+    left = [[index for index, each in enumerate(passes) if each.rank == rank] for rank in range(ranks)]
+    running: dict[int, float] = {}  # passes that run, with the rest of their seconds
+    ends: dict[int, float] = {NONE: -message}  # when passes ended
     now = 0.0
-
-    def go_on(rank: int) -> bool:
-        """Carry out what takes no time, up to the next pass; return whether there was anything."""
-        begun = steps[rank]
-        while not left[rank] and steps[rank] < len(schedule[rank]):
-            each = schedule[rank][steps[rank]]
-            if each.computes:
-                left[rank] = seconds[each.kind][stage_of(rank, each.chunk, ranks)][each.micro_batch]
+    while any(left):
+        arrivals = set[float]()  # when messages come that ranks wait for
+        for own in left:
+            if not own or own[0] in running or passes[own[0]].waits not in ends:
+                continue
+            _, kind, stage, micro_batch, waits = passes[own[0]]
+            if ends[waits] + message <= now:
+                running[own[0]] = seconds[kind][stage][micro_batch]
             else:
-                _, what = message_of(each, rank, ranks)
-                if each.kind.startswith("send"):
-                    arrivals[what] = now + message
-                elif arrivals.get(what, float("inf")) > now:
-                    break
-            steps[rank] += 1
-        return steps[rank] > begun
-
-    while True:
-        while sum(go_on(rank) for rank in range(ranks)):
-            pass
-        working = [rank for rank in range(ranks) if left[rank]]
-        awaited = [when - now for when in arrivals.values() if when > now]
-        if not working and not awaited:
-            return now
-        slower = pace(len(working)) if working else 1.0
+                arrivals.add(ends[waits] + message - now)
         # Advance to the next end of a pass or arrival of a message, when others may begin.
-        passed = min([*awaited, *(slower * left[rank] for rank in working)])
+        slower = pace(len(running)) if running else 1.0
+        passed = min(*arrivals, *(slower * rest for rest in running.values()), float("inf"))
         now += passed
-        for rank in working:
-            rest = left[rank] - passed / slower
-            left[rank] = rest if rest > 1e-9 * left[rank] else 0.0
+        for index, rest in [*running.items()]:
+            running[index] = rest - passed / slower
+            if running[index] <= 1e-9 * rest:
+                del running[index]
+                ends[index] = now
+                left[passes[index].rank].pop(0)
+    return now

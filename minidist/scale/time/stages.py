@@ -8,22 +8,18 @@ them; the parts of the step are those of the slowest stage.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.scale.memory import parameter_sizes
-from minidist.scale.memory.estimates import schedule_of
-from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
-from minidist.scale.memory.state_bytes import BYTES
+from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, parts
+from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.layer_work import Computation, LayerWork
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.traffic import Wires
 
 OVERLAPPED = 7 / 24
@@ -35,40 +31,22 @@ of byte-small took 1.26, 1.23 and 1.09 times as long in two parts, with 1, 2 and
 OPERATOR = 6
 """Calls of operators per tensor-parallel collective, besides the message itself."""
 
-
 Simulated = dict[Hashable, Any]
 """A cache of predicted seconds of passes and pipelines, for one model on one machine."""
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds of one micro-batch's passes through one part of the model, on one rank."""
 
-    forward: float
-    backward: float
-    again: float
-    tp_forward: float = 0.0
-    tp_backward: float = 0.0
-    tp_hidden: float = 0.0
-    cp_forward: float = 0.0
-    cp_backward: float = 0.0
-    cp_hidden: float = 0.0
-    weights: float = 0.0  # the part of the backward pass that computes gradients of weights
-
-    @property
-    def whole_forward(self) -> float:
-        """Computation and communication of the forward pass."""
-        return self.forward + self.tp_forward + self.cp_forward
-
-    @property
-    def whole_backward(self) -> float:
-        """Computation, recomputation and communication of the backward pass."""
-        return self.backward + self.again + self.tp_backward + self.cp_backward
+    forward: float  # computation and messages of the forward pass
+    backward: float  # the same of the backward pass, with recomputation
+    weights: float  # the part of the backward pass that computes gradients of weights
+    parts: dict[str, float]  # both passes by purpose
 
     @property
     def whole(self) -> float:
         """Both passes."""
-        return self.whole_forward + self.whole_backward
+        return self.forward + self.backward
 
 
 class StepStages:
@@ -77,27 +55,22 @@ class StepStages:
     def __init__(
         self,
         shape: TransformerConfig,
-        layout: Layout,
-        rows: int,
-        tokens: int,
+        setup: TrainingSetup,
         hardware: Hardware,
-        optimizer: str,
         simulated: Simulated | None = None,
-        secondary: int = 0,
     ) -> None:
-        self.simulated = {} if simulated is None else simulated
-        self.shape, self.layout, self.hardware, self.optimizer = shape, layout, hardware, optimizer
-        self.length = tokens
-        self.own_tokens = max(zigzag_order.size(tokens, layout.cp, rank) for rank in range(layout.cp))
-        own = share(rows, layout.dp)
-        count = min(layout.micro_batches, own)
-        self.micro_rows = [share(own, count, part) for part in range(count)]
-        self.element = BYTES[layout.precision]
-        self.crowd = hardware.crowd(min(layout.ranks, hardware.ranks_per_host))
+        self.shape, self.setup, self.hardware, layout = shape, setup, hardware, setup.layout
+        self.layout, self.element, self.micro_rows = layout, setup.sharing.element, setup.micro_rows
+        self.own_tokens = max(map(setup.own_tokens, range(layout.cp)))
+        self.crowd = hardware.crowd(layout.ranks)
         self.rates = self.crowd.rates
-        self.wires = Wires(hardware, self.crowd, layout, secondary)
+        self.wires = Wires(hardware, self.crowd, layout, setup.secondary)
         self.chunks = parts(shape, layout.pp, layout.chunks)
-        self._form = replace(layout, zero=0, shard=0), tokens  # passes and pipelines do not depend on ZeRO
+        self.simulated = {} if simulated is None else simulated
+        self._form = (
+            replace(layout, zero=0, shard=0),
+            setup.tokens,
+        )  # passes and pipelines do not depend on ZeRO
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
@@ -106,16 +79,8 @@ class StepStages:
         stage = max(range(layout.pp), key=lambda stage: sum(each.whole for each in self._on(stage)))
         done = self._on(stage)
         passes = sum(each.whole for each in done)
-        found = {
-            "compute": sum(each.forward + each.backward for each in done),
-            "recompute": sum(each.again for each in done),
-            "tp": sum(each.tp_forward + each.tp_backward for each in done),
-            "tp hidden": sum(each.tp_hidden for each in done),
-            "cp": sum(each.cp_forward + each.cp_backward for each in done),
-            "cp hidden": sum(each.cp_hidden for each in done),
-            "pp": 0.0,
-            "bubble": 0.0,
-        }
+        found = {name: sum(each.parts[name] for each in done) for name in done[0].parts}
+        found |= {"pp": 0.0, "bubble": 0.0}
         if layout.pp > 1:
             key = *self._form, tuple(self.micro_rows)
             if key not in self.simulated:
@@ -128,23 +93,15 @@ class StepStages:
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
-        fullest = max(range(layout.pp), key=self._parameters)
-        shape, part = self.shape, self.part(fullest)
-        gradients = GradientTime(
-            [size for layer in parameter_sizes.layers(shape, part) for size in layer],
-            parameter_sizes.units(shape, part),
-            self.wires,
-            len(self.micro_rows),
-            self.optimizer,
-            part.own(shape.vocabulary) * shape.width if shape.shares_matrix else 0,
-        )
-        found |= gradients.parts(done[-1].whole_backward, passes)
+        fullest = max(map(self._parameters, range(layout.pp)), key=lambda each: sum(each.sizes))
+        gradients = GradientTime(fullest, self.setup.sharing, self.wires, len(self.micro_rows))
+        found |= gradients.parts(done[-1].backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
 
-    def _parameters(self, stage: int) -> int:
-        return sum(map(sum, parameter_sizes.layers(self.shape, self.part(stage))))
+    def _parameters(self, stage: int) -> RankParameters:
+        return on_rank(self.shape, self.part(stage))
 
     def part(self, stage: int = 0) -> ModelPart:
         """The part of the model of the rank that has the most work on a stage."""
@@ -157,7 +114,7 @@ class StepStages:
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
-        tokens, cut = (self.own_tokens, self.length), self.layout.sequence_parallel
+        tokens, cut = (self.own_tokens, self.setup.tokens), self.layout.sequence_parallel
         return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut)
 
     def times(self, chunk: int, rows: int) -> StageTimes:
@@ -167,43 +124,46 @@ class StepStages:
         return self._times[chunk, rows]
 
     def _predict(self, layers: range, rows: int) -> StageTimes:
-        layout, precision, rates = self.layout, self.layout.precision, self.rates
+        layout, precision, rates, overlaps = (
+            self.layout,
+            self.layout.precision,
+            self.rates,
+            self.hardware.overlaps,
+        )
         of = self.work(rows)
         passes = of.layers(layers)
         blocks = len([i for i in layers if 1 <= i <= self.shape.layers])
-        tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
+        forward = rates.seconds(passes.forward, precision)
         again = rates.seconds(passes.again, precision) if layout.recompute else 0.0
         backward = rates.seconds(passes.backward, precision, backward=True)
         if SCHEDULES[layout.schedule].splits_backward:
             backward *= 1 + SPLIT
             backward += 0.0 if rates.asynchronous else SPLIT_CALLS * passes.backward.calls * rates.call
-        hidden = 0.0
-        if self.hardware.overlaps:
-            products = passes.backward.products / rates.flops[precision]
-            hidden = min(tp_backward, OVERLAPPED * products)
-        if layout.recompute:
-            tp_backward += tp_forward
+        products = passes.backward.products / rates.flops[precision]
+        tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
+        tp_hidden = min(tp_backward, OVERLAPPED * products) if overlaps else 0.0
         keys = of.stream * of.part.own(self.shape.heads) / self.shape.heads
         cp_forward, cp_backward = (blocks * each for each in self.wires.ring(keys, self.element))
         cp_hidden = [0.0, 0.0]
-        if self.hardware.overlaps and layout.cp > 1:
+        if overlaps and layout.cp > 1:
             attention = passes.forward.attention / (rates.flops[precision] * rates.attention)
             cp_hidden = [min(cp_forward, attention), min(cp_backward, 2.5 * attention)]
         if layout.recompute:
+            tp_backward += tp_forward
             cp_backward += cp_forward
             cp_hidden[1] += cp_hidden[0]
-        return StageTimes(
-            rates.seconds(passes.forward, precision),
-            backward,
-            again,
-            tp_forward,
-            tp_backward - hidden,
-            hidden,
-            cp_forward - cp_hidden[0],
-            cp_backward - cp_hidden[1],
-            sum(cp_hidden),
-            weights=passes.backward.products / rates.flops[precision] / 2,
-        )
+        tp_backward -= tp_hidden
+        cp_forward, cp_backward = cp_forward - cp_hidden[0], cp_backward - cp_hidden[1]
+        parts = {
+            "compute": forward + backward,
+            "recompute": again,
+            "tp": tp_forward + tp_backward,
+            "tp hidden": tp_hidden,
+            "cp": cp_forward + cp_backward,
+            "cp hidden": sum(cp_hidden),
+        }
+        whole_backward = backward + again + tp_backward + cp_backward
+        return StageTimes(forward + tp_forward + cp_forward, whole_backward, products / 2, parts)
 
     def _tensor_parallel(self, of: LayerWork, layers: range, blocks: int) -> tuple[float, float]:
         if self.layout.tp == 1:
@@ -233,15 +193,15 @@ class StepStages:
         form = layout.schedule, layout.pp, len(self.micro_rows), layout.chunks
         each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]
         seconds = {
-            "forward": [[times.whole_forward for times in stage] for stage in each],
-            "backward": [[times.whole_backward for times in stage] for stage in each],
-            "backward_input": [[times.whole_backward - times.weights for times in stage] for stage in each],
+            "forward": [[times.forward for times in stage] for stage in each],
+            "backward": [[times.backward for times in stage] for stage in each],
+            "backward_input": [[times.backward - times.weights for times in stage] for stage in each],
             "backward_weight": [[times.weights for times in stage] for stage in each],
         }
-        cores = self.hardware.cores
+        passes, cores = pipeline_time.passes_of(*form), self.hardware.cores
         if cores is None:
-            return pipeline_time.seconds_of(pipeline_time.passes_of(*form), layout.pp, seconds, message)
+            return pipeline_time.seconds_of(passes, layout.pp, seconds, message)
         together = layout.ranks // layout.pp  # ranks of a stage, in all pipelines
         return pipeline_time.seconds_on_shared_cores(
-            schedule_of(*form), seconds, message, lambda working: self.crowd.pace(working * together, cores)
+            passes, layout.pp, seconds, message, lambda working: self.crowd.pace(working * together, cores)
         )

@@ -18,11 +18,17 @@ from dataclasses import dataclass, field
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
-from minidist.scale.memory.arguments import check, check_secondary, check_types
 from minidist.scale.memory.estimates import ModelShape
+from minidist.scale.memory.training_setup import (
+    BatchSize,
+    TrainingSetup,
+    check_divisible,
+    check_sharing,
+    check_types,
+)
+from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.layer_work import model_flops
-from minidist.scale.time.rates import Hardware
 from minidist.scale.time.stages import Simulated, StepStages
 
 PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "gradients", "dp", "optimizer", "step")
@@ -67,7 +73,7 @@ class StepTime:
 def predict_step(
     config: ModelShape,
     layout: Layout | None = None,
-    batch: int | tuple[int, int] = 0,
+    batch: BatchSize = 0,
     hardware: str | Hardware = "h100",
     *,
     optimizer: str = "adam",
@@ -91,36 +97,45 @@ def predict_step(
             batch has fewer rows than data-parallel ranks, or the ranks cannot share its tokens.
     """
     check_types(layout, batch, None)
-    layout, machine = layout or Layout(), hardware_of(hardware)
-    shape = config_of(config) if isinstance(config, str) else config
-    check(shape, layout, layout.precision, optimizer)
-    check_secondary(layout, secondary)
+    machine, shape = hardware_of(hardware), config_of(config) if isinstance(config, str) else config
+    rows, tokens = batch if isinstance(batch, tuple) else (batch, getattr(shape, "context", 0))
+    setup = TrainingSetup(layout or Layout(), rows, tokens, optimizer, secondary)
+    return predict_setup(shape, setup, machine, simulated)
+
+
+def predict_setup(
+    shape: TransformerConfig | int | float,
+    setup: TrainingSetup,
+    machine: Hardware,
+    simulated: Simulated | None = None,
+) -> StepTime:
+    """Do what `predict_step` does, which documents the arguments and the errors."""
+    check_divisible(shape, setup.layout)
+    check_sharing(setup)
     if not isinstance(shape, TransformerConfig):
-        raise TypeError(f"config is {config!r}; give a model's shape, whose layers can be timed")
-    rows, tokens = batch if isinstance(batch, tuple) else (batch, shape.context)
-    check_fits(shape, layout, rows, tokens, machine)
-    parts = StepStages(shape, layout, rows, tokens, machine, optimizer, simulated, secondary).parts()
+        raise TypeError(f"config is {shape!r}; give a model's shape, whose layers can be timed")
+    check_fits(shape, setup, machine)
+    parts = StepStages(shape, setup, machine, simulated).parts()
+    flops = model_flops(shape, setup.rows, setup.tokens)
+    return step_from_parts(parts, setup, machine, flops, assumptions(setup, machine, shape))
+
+
+def step_from_parts(
+    parts: dict[str, float], setup: TrainingSetup, machine: Hardware, flops: float, said: list[str]
+) -> StepTime:
+    """The time of a step from its parts, the operations of its batch and the assumptions."""
     seconds = sum(value for name, value in parts.items() if not name.endswith(HIDDEN))
-    return StepTime(
-        seconds,
-        parts,
-        assumptions(shape, layout, (rows, tokens), machine, optimizer),
-        rows,
-        model_flops(shape, rows, tokens),
-        layout.ranks,
-        device_peak(machine, layout),
-    )
+    ranks, peak = setup.layout.ranks, device_peak(machine, setup.layout)
+    return StepTime(seconds, parts, said, setup.rows, flops, ranks, peak)
 
 
-def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int, hardware: Hardware) -> None:
+def check_fits(shape: TransformerConfig, setup: TrainingSetup, hardware: Hardware) -> None:
     """ValueError if the layout cannot train on the batch, or the machine lacks its precision."""
-    check_machine(layout, hardware)
+    layout, tokens = setup.layout, setup.tokens
+    check_machine(setup.precision, hardware)
     if not 1 <= tokens <= shape.context:
         raise ValueError(f"the batch has {tokens} tokens a row; give 1 to {shape.context}")
-    if rows < layout.dp:
-        raise ValueError(
-            f"the batch has {rows} rows for dp={layout.dp}; give at least a row to each data-parallel rank"
-        )
+    check_rows(setup)
     if tokens < 2 * layout.cp and layout.cp > 1:
         raise ValueError(
             f"the batch has {tokens} tokens a row for cp={layout.cp}; give at least two to each rank"
@@ -132,11 +147,20 @@ def check_fits(shape: TransformerConfig, layout: Layout, rows: int, tokens: int,
         )
 
 
-def check_machine(layout: Layout, hardware: Hardware) -> None:
-    """ValueError if the machine has no rate for the layout's precision."""
-    if layout.precision not in hardware.peak:
+def check_rows(setup: TrainingSetup) -> None:
+    """ValueError if the batch has fewer rows than data-parallel ranks."""
+    if setup.rows < setup.layout.dp:
         raise ValueError(
-            f"precision is {layout.precision!r}, and {hardware.name} has no rate for it; give "
+            f"the batch has {setup.rows} rows for dp={setup.layout.dp}; give at least a row to each "
+            "data-parallel rank"
+        )
+
+
+def check_machine(precision: str, hardware: Hardware) -> None:
+    """ValueError if the machine has no rate for a precision."""
+    if precision not in hardware.peak:
+        raise ValueError(
+            f"precision is {precision!r}, and {hardware.name} has no rate for it; give "
             f"{' or '.join(hardware.peak)}"
         )
 
@@ -147,21 +171,13 @@ def device_peak(hardware: Hardware, layout: Layout) -> float:
     return hardware.peak[layout.precision] / sharing
 
 
-def _micro_batches(count: int) -> str:
-    return "one micro-batch" if count == 1 else f"{count} micro-batches"
-
-
-def assumptions(
-    shape: TransformerConfig | None,
-    layout: Layout,
-    batch: tuple[int, int],
-    hardware: Hardware,
-    optimizer: str,
-) -> list[str]:
+def assumptions(setup: TrainingSetup, hardware: Hardware, shape: TransformerConfig | None) -> list[str]:
     """Return the assumptions of a prediction, as sentences. Of a model of your own, the shape is None."""
-    of_tokens = f" of {batch[1]} tokens" if shape is not None else ""
-    precision, rows = layout.precision, -(-batch[0] // layout.dp)
-    rates = hardware.crowd(min(layout.ranks, hardware.ranks_per_host)).rates
+    layout, precision, rows = setup.layout, setup.precision, setup.own_rows()
+    of_tokens = f" of {setup.tokens} tokens" if shape is not None else ""
+    micro_batches = min(rows, layout.micro_batches)
+    many = "one micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    rates = hardware.crowd(layout.ranks).rates
     rate = rates.flops[precision]
     share = rate / device_peak(hardware, layout)
     attained = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
@@ -169,8 +185,8 @@ def assumptions(
         f"{hardware.name}: {hardware.source}",
         f"products attain {attained} per rank in {precision}, {share:.0%} of the peak: "
         f"{hardware.attained_source}",
-        f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'}{of_tokens}, in "
-        f"{_micro_batches(min(rows, layout.micro_batches))}; loading data takes no time",
+        f"each data-parallel rank has {rows} {'row' if rows == 1 else 'rows'}{of_tokens}, in {many}; loading "
+        "data takes no time",
     ]
     if hardware.needs:
         found.append(f"minidist does not run on {hardware.name}; to train there takes {hardware.needs}")
@@ -202,7 +218,7 @@ def assumptions(
         "momentum": "SGD's with momentum: 5 passes over its elements",
         "sgd": "SGD's: 3 passes over its elements",
     }
-    found.append(f"the update is {updates[optimizer]}")
+    found.append(f"the update is {updates[setup.optimizer]}")
     if shape is not None and not hasattr(shape, "tied"):
         found.append("a BERT's layers are predicted like the GPT's, with attention to all tokens")
     return found

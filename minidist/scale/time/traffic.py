@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from minidist.comm.cost import predict
 from minidist.comm.cost.links import LinkProfile
 from minidist.parallel.contract.layout import Layout
-from minidist.scale.time.rates import Crowd, Hardware
+from minidist.scale.time.hardware import Crowd, Hardware
 
 ALGORITHMS = {
     "all_reduce": ("ring", "halving_doubling"),

@@ -4,8 +4,7 @@ Each rank records slices of time; rank 0 gathers them on one clock, saves them f
 
 | File | Holds |
 |---|---|
-| slices.py | a slice, and backward passes built from operations |
-| modules.py, calls.py | what a rank records: computation, communication |
+| recording.py | what a rank records: slices of its modules' passes and of its calls |
 | clocks.py | the offset of each rank's clock |
 | all_ranks.py | the slices of all ranks: messages, waits, shares of the time |
 | perfetto.py | the file |

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from minidist.scale.tracing.slices import AUTOGRAD, CALLS, COMPUTE, MAIN, Slice
+from minidist.scale.tracing.recording import AUTOGRAD, CALLS, COMPUTE, MAIN, Slice
 
 STATES = (*COMPUTE[:3], "backward_weight", "optimizer", "other", "communication", "idle")
 """States of a rank: several kinds of computation; other work, such as the loss, buckets and Python itself;

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.scale.tracing.all_ranks import AllRanks, RankTrace
-from minidist.scale.tracing.slices import AUTOGRAD, MAIN, Slice
+from minidist.scale.tracing.recording import AUTOGRAD, MAIN, Slice
 
 MESSAGE = "message"
 """Name and category of the arrows."""

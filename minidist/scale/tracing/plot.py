@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from minidist.parallel.pipeline.instructions import COMPUTE
 from minidist.scale.tracing.all_ranks import STATES, AllRanks, RankTrace
-from minidist.scale.tracing.slices import Slice
+from minidist.scale.tracing.recording import Slice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -38,9 +38,7 @@ from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.simulation import Event
 from minidist.scale.tracing import clocks, perfetto, plot
 from minidist.scale.tracing.all_ranks import AllRanks, RankTrace, matched
-from minidist.scale.tracing.calls import Calls
-from minidist.scale.tracing.modules import Modules, named_parts
-from minidist.scale.tracing.slices import AUTOGRAD, MAIN, Slice, lanes, passes
+from minidist.scale.tracing.recording import AUTOGRAD, MAIN, Calls, Modules, Slice, lanes, named_parts, passes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,15 +90,15 @@ class Tracer:
     """This rank's part of a trace: a `with`, then `gather`; made by `trace`."""
 
     def __init__(self, *what: Engine | Pipeline | nn.Module) -> None:
-        self._named: list[tuple[str, nn.Module]] = []
         self._pipelines: list[Pipeline] = []
         self._place: dict[str, int] = {}
         self.layout = ""
         kinds = Counter(type(each).__name__ for each in what)
+        named: list[tuple[str, nn.Module]] = []
         for number, each in enumerate(what):
             several = f"{number}: " if kinds[type(each).__name__] > 1 else ""
-            self._take(each, several)
-        self._calls, self._modules = Calls(), Modules(self._named)
+            named += self._modules_of(each, several)
+        self._calls, self._modules = Calls(), Modules(named)
         self._spans: list[Slice] = []
         self._events: list[list[Event]] = []
         self._stack = ExitStack()
@@ -108,28 +106,26 @@ class Tracer:
         self._begun = self._ended = 0.0
         self._thread = 0
 
-    def _take(self, what: object, prefix: str) -> None:
-        """Collect the modules and pipelines of an argument."""
+    def _modules_of(self, what: object, prefix: str) -> list[tuple[str, nn.Module]]:
+        """The modules of an argument, with their names; its pipeline is kept."""
         if isinstance(what, Engine):
             mesh = what.mesh
             self._place = {axis: mesh.rank(axis) for axis in mesh.sizes if mesh.size(axis) > 1}
             self.layout = str(what.layout)
-            self._named += named_parts(what.model, prefix)
             if isinstance(what.executor, StagedPasses):
                 self._pipelines.append(what.executor.pipeline)
-        elif isinstance(what, Pipeline):
+            return named_parts(what.model, prefix)
+        if isinstance(what, Pipeline):
             self._pipelines.append(what)
-            for number, stage in enumerate(what.stages):
-                self._named += named_parts(
-                    stage, f"{prefix}chunk {number}, " if len(what.stages) > 1 else prefix
-                )
-        elif isinstance(what, nn.Module):
-            self._named += named_parts(what, prefix)
-        else:
-            raise TypeError(
-                f"trace was given a {type(what).__name__}; give an engine of md.prepare, a md.Pipeline or a "
-                "torch.nn.Module"
-            )
+            several = len(what.stages) > 1
+            chunks = [f"{prefix}chunk {i}, " if several else prefix for i in range(len(what.stages))]
+            return [each for own in zip(what.stages, chunks, strict=True) for each in named_parts(*own)]
+        if isinstance(what, nn.Module):
+            return named_parts(what, prefix)
+        raise TypeError(
+            f"trace was given a {type(what).__name__}; give an engine of md.prepare, a md.Pipeline or a "
+            "torch.nn.Module"
+        )
 
     def __enter__(self) -> Tracer:
         if _open:
@@ -195,35 +191,28 @@ class Tracer:
                     each.args["called"] = clock.align(each.args["called"])
             offset = 0.0 if clock.same else clock.first.offset
             ranks.append(RankTrace(rank, place, found, offset, clock.error))
-        arrows, meetings = matched(ranks)
-        return Trace(ranks, self.layout, moved, arrows, meetings)
+        return Trace(ranks, self.layout, moved, *matched(ranks))
 
     def _slices(self) -> list[Slice]:
         """All slices of this rank on their lanes, in its own time."""
         held, collectives, messages = self._calls.slices()
         lanes(collectives, "background")
         lanes(messages, "messages")
-        found = [*collectives, *messages]
+        found, others = [*collectives, *messages], 0
         own = [Slice(MAIN, "span", "step", self._begun, self._ended), *self._spans]
-        for events in self._events:
-            for instruction, start, end in events:
-                own.append(Slice(MAIN, "instruction", str(instruction), start, end, vars(instruction).copy()))
-        others = 0
+        for instruction, start, end in (event for events in self._events for event in events):
+            own.append(Slice(MAIN, "instruction", str(instruction), start, end, vars(instruction).copy()))
         for thread in {self._thread, *held, *self._modules.slices, *self._modules.atoms}:
+            slices, lane = [*held[thread], *self._modules.slices[thread]], AUTOGRAD
             if thread == self._thread:
-                lane = MAIN
-            elif self._modules.atoms[thread]:
-                lane = AUTOGRAD
-            else:
+                slices, lane = slices + own, MAIN
+            elif not self._modules.atoms[thread]:
                 others += 1
                 lane = f"thread {others}"
-            slices = [*held[thread], *self._modules.slices[thread], *(own if lane == MAIN else [])]
             for each in slices:
                 each.lane = lane
-            found += slices
-            found += passes(lane, self._modules.atoms[thread], slices)
-        found.sort(key=lambda each: (each.start, -each.end))
-        return found
+            found += [*slices, *passes(lane, self._modules.atoms[thread], slices)]
+        return sorted(found, key=lambda each: (each.start, -each.end))
 
 
 def _to_first(own: bytes) -> tuple[list[bytes], int]:

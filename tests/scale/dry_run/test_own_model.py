@@ -13,9 +13,9 @@ import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
 from minidist.scale.dry_run.own_model import OwnModel
-from minidist.scale.dry_run.own_prediction import estimate_own, predict_own
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory import estimate
+from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.planning.planner import plan
 from minidist.scale.planning.report import answer
 from minidist.scale.time.hardware import hardware
@@ -100,7 +100,7 @@ def test_predictions_are_what_ranks_hold_and_send(
     dry = dryrun(model, PARSE(layout), 12, way="shared_memory")
     assert dry.bytes_sent == sent
     assert dry.parameters == model.parameters()
-    predicted = estimate_own(model, PARSE(layout), 12)
+    predicted = model.estimate(TrainingSetup(PARSE(layout), 12))
     for name, value in found.items():
         tolerance = 0.1 if name == "activations" else 0.01
         assert getattr(dry.memory, name) == pytest.approx(value, rel=0.01), name
@@ -134,11 +134,11 @@ def test_a_gpt_is_predicted_as_by_its_shape() -> None:
     own, layout, machine = gpt(), PARSE("dp=4,zero=2,recompute=true"), hardware("a100")
     by_shape, by_passes = (
         estimate("byte-tiny", layout, batch=32, attention="fused"),
-        estimate_own(own, layout, 32),
+        own.estimate(TrainingSetup(layout, 32)),
     )
     for name in ("parameters", "gradients", "optimizer", "activations"):
         assert getattr(by_passes, name) == pytest.approx(getattr(by_shape, name), rel=0.1), name
-    times = predict_step("byte-tiny", layout, 32, machine), predict_own(own, layout, 32, machine)
+    times = predict_step("byte-tiny", layout, 32, machine), own.predict(TrainingSetup(layout, 32), machine)
     assert times[1].flops == pytest.approx(times[0].flops, rel=0.15)  # a shape counts half of the scores
     assert times[1].parts["dp"] == pytest.approx(times[0].parts["dp"], rel=0.05)
     assert times[1].seconds == pytest.approx(times[0].seconds, rel=0.5)
@@ -167,12 +167,14 @@ class ByValue(nn.Module):
 def test_a_model_that_looks_at_values_is_measured_for_real() -> None:
     model = OwnModel("by value", ByValue, lambda: (torch.ones(3, 4), torch.arange(3)))
     assert model.passes(md.Layout(), 6).forward.products == 2 * 6 * 4 * 3
-    assert estimate_own(model, md.Layout(), 6).activations > 0
+    assert model.estimate(TrainingSetup(md.Layout(), 6)).activations > 0
 
 
 def test_a_plan_shards_what_does_not_fit() -> None:
     model = resnet()
-    plain, sharded = (estimate_own(model, PARSE(f"dp=4,{more}"), 4).peak for more in ("zero=0", "zero=3"))
+    plain, sharded = (
+        model.estimate(TrainingSetup(PARSE(f"dp=4,{more}"), 4)).peak for more in ("zero=0", "zero=3")
+    )
     assert sharded < plain
     found = plan(model, ranks=4, memory=plain, hardware="t4", batch=4, precision="fp32")
     assert found.answer is not None

@@ -13,16 +13,17 @@ from torch.nn import functional
 
 import minidist as md
 from minidist import comm
-from minidist.cli import commands
-from minidist.model import config
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
-from minidist.scale.dry_run.arguments import kinds
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import Peers, dry_world
+from minidist.scale.dry_run.peers import kinds
 from minidist.scale.dry_run.run import DryRun, dryrun, dryrun_kinds
+from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import estimate
+from minidist.scale.time.step_time import predict_step
 from tests.helpers.dry_measured import Case, Measured, differences, measure, wrong
+from tests.scale.command import command
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -219,12 +220,17 @@ def test_a_rings_messages_are_of_the_pass_that_sends_them() -> None:
 
 
 def test_kinds_are_all_ranks() -> None:
-    shape, layout = config("gpt2-xl"), md.Layout.parse("dp=64,tp=4,pp=4,zero=1")
-    found = kinds(shape, layout, (64, 1024))
+    divided, layout = subject_of("gpt2-xl").divided, md.Layout.parse("dp=64,tp=4,pp=4,zero=1")
+    found = kinds(divided, layout, (64, 1024))
     assert sum(count for _, count in found) == 1024
     assert [rank for rank, _ in found] == [0, 3, 256, 259, 512, 515, 768, 771]  # 25 heads: the last has 7
-    assert kinds(shape, md.Layout(), (1, 1024)) == [(0, 1)]
-    assert kinds(config("byte-tiny"), md.Layout(dp=3, pp=2), (4, 64)) == [(0, 1), (1, 2), (3, 1), (4, 2)]
+    assert kinds(divided, md.Layout(), (1, 1024)) == [(0, 1)]
+    assert kinds(subject_of("byte-tiny").divided, md.Layout(dp=3, pp=2), (4, 64)) == [
+        (0, 1),
+        (1, 2),
+        (3, 1),
+        (4, 2),
+    ]
     found = dryrun_kinds("byte-tiny", md.Layout(dp=3), (4, 8))
     assert [(run.rank, run.batch, count) for run, count in found] == [(0, (4, 8), 1), (1, (4, 8), 2)]
 
@@ -242,29 +248,24 @@ def test_a_bert_holds_what_is_estimated(name: str, layout: str) -> None:
 # The command.
 
 
-def command(capsys: Any, *words: str) -> tuple[Any, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        commands.main(["dryrun", *words])
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
-
-
 def test_the_command_says_bytes_memory_time_and_assumptions(capsys: Any) -> None:
-    code, out, _ = command(capsys, "--model", "byte-tiny", "--layout", "dp=2,tp=2,zero=1")
+    code, out, _ = command("dryrun", capsys, "--model", "byte-tiny", "--layout", "dp=2,tp=2,zero=1")
     assert code == 0
     for said in ("reduce_scatter", "activations", "of h100's", "optimizer", "step", "Assumed:"):
         assert said in out
 
 
 def test_help_has_an_example(capsys: Any) -> None:
-    code, out, _ = command(capsys, "--help")
+    code, out, _ = command("dryrun", capsys, "--help")
     assert code == 0
     assert "minidist dryrun --model gpt2-xl" in out.partition("Example:")[2]
 
 
 def test_a_program_may_read_it(capsys: Any) -> None:
     layout = "pp=2,micro_batches=2"
-    code, out, _ = command(capsys, "--model", "byte-tiny", "--layout", layout, "--rank", "kinds", "--json")
+    code, out, _ = command(
+        "dryrun", capsys, "--model", "byte-tiny", "--layout", layout, "--rank", "kinds", "--json"
+    )
     found = json.loads(out)
     assert code == 0
     assert [run["alike"] for run in found["runs"]] == [1, 1]
@@ -273,33 +274,6 @@ def test_a_program_may_read_it(capsys: Any) -> None:
     assert found["time"]["assumptions"]
     for run in found["runs"]:
         assert run["bytes_sent"] == sum(line["bytes_sent"] for line in run["calls"])
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--model gpt2-xxl --layout dp=2", "did you mean 'gpt2-xl'"),
-        ("--model byte-tiny --layout dp=2 --rank 2", "rank is 2; give 0 to 1"),
-        ("--model byte-tiny --layout dp=2 --rank all", "or kinds"),
-        ("--model byte-tiny --layout dp=2 --profile b52", "hardware profile"),
-        ("--model byte-tiny --layout dp=2 --figures f.json", "--figures is for this machine's"),
-        ("--model byte-tiny --layout dp=17 --profile here", "measuring this machine would start 17 ranks"),
-        ("--model byte-tiny --layout dp=4 --batch 3", "batch is 3 rows and dp is 4"),
-        ("--model byte-tiny --layout dp=4 --tokens 65", "give rows, at least 1, of 1 to 64 tokens"),
-        ("--model byte-tiny --layout dp=4 --optimizer lion", "unknown optimizer"),
-        ("--model byte-tiny --layout pp=2,zero=2", "give zero=1"),
-        ("--model byte-tiny --layout tp=8", "4 heads"),
-        ("--model byte-tiny --layout dp=4,zero=2,micro_batches=2 --batch 5", "give a multiple of 4"),
-        ("--model bert-tiny --layout cp=2", "which divides the tokens, and this is a BERT"),
-        (f"--model byte-tiny --layout dp={10**26}", "a dry run takes 262,144 at most"),
-        ("--model byte-tiny --layout dp=131073,tp=2,zero=3 --rank kinds", "has 262,146 ranks"),
-    ],
-)
-def test_bad_input_gets_a_sentence(capsys: Any, words: str, says: str) -> None:
-    code, out, err = command(capsys, *words.split())
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -324,6 +298,7 @@ def test_a_time_says_which_options_it_leaves_out() -> None:
 
     plain, sharded = md.Layout(dp=2), md.Layout(dp=2, zero=3)
     usual = assumed(plain)
+    assert dryrun("byte-tiny", plain, 4).predict("a100") == predict_step("byte-tiny", plain, 4, "a100")
     *rest, said = assumed(plain, data_parallel={"compression": "float16", "bucket_mb": 1})
     assert rest == usual == assumed(plain, data_parallel={})
     assert said.startswith("the time ignores compression='float16' and bucket_mb=1, which")

@@ -1,26 +1,21 @@
-"""Dry runs compared with every rank of many layouts and with the clock; they take a minute and 2 GB at most.
+"""Dry runs compared with every rank of many layouts; they take a minute and 2 GB at most.
 
     pytest tests/scale/dry_run/test_run_at_scale.py -m scale -s
 
-The clock has to be that of a machine that does nothing else.
+The predicted time of a step is compared with the clock in ../planning/test_calibration.py.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 import minidist as md
-from minidist.model import GPT, config
-from minidist.scale.dry_run.run import OPTIMIZERS, dryrun
-from minidist.scale.time.hardware import this_machine
 from tests.helpers.dry_measured import Case, wrong
 
 Clusters = Callable[[int], md.Cluster]
@@ -58,60 +53,6 @@ def test_every_rank_of_every_layout(cluster_of: Clusters, ranks: int, text: str,
     byte = Case(text, rows=2 * ranks, way=way, model="byte-tiny", optimizer="momentum")
     for case in (ragged, byte):
         assert not wrong(cluster_of(ranks).run, case)
-
-
-# Time within 30%.
-
-TIMED = {
-    2: ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,micro_batches=4"],
-    4: ["dp=4", "dp=4,zero=2", "dp=2,tp=2", "dp=2,pp=2,micro_batches=4"],
-    8: ["dp=8", "dp=8,zero=1", "dp=2,tp=2,pp=2,micro_batches=4"],
-}
-MODEL, ROWS, STEPS, TURNS = "byte-small", 16, 5, 3
-
-
-def seconds(text: str) -> list[float]:
-    """Seconds of steps, on each rank of a cluster."""
-    shape = config(MODEL)
-    engine = md.prepare(GPT(shape), OPTIMIZERS["adamw"], md.Layout.parse(text))
-    own = len(range(engine.data_rank, ROWS, engine.data_ranks))
-    inputs, targets = torch.randint(0, shape.vocabulary, (2, own, shape.context))
-    found = []
-    for _ in range(2 + STEPS):
-        began = time.perf_counter()
-        engine.step(inputs, targets)
-        found.append(time.perf_counter() - began)
-    return found[2:]
-
-
-_pairs: dict[int, dict[str, list[tuple[float, float]]]] = {}
-
-
-def pairs(clusters: Clusters, ranks: int) -> dict[str, list[tuple[float, float]]]:
-    """Predicted and measured seconds of each layout on so many ranks.
-
-    In turns with the machine's own measurement: one that others compute on, too, may be a third slower a
-    minute later.
-    """
-    if ranks not in _pairs:
-        found: dict[str, list[tuple[float, float]]] = {text: [] for text in TIMED[ranks]}
-        for _ in range(TURNS):
-            machine = this_machine((ranks,))
-            for text, several in found.items():
-                steps = [max(step) for step in zip(*clusters(ranks).run(seconds, text), strict=True)]
-                predicted = dryrun(MODEL, md.Layout.parse(text), ROWS).predict(machine).seconds
-                several.append((predicted, statistics.median(steps)))
-        _pairs[ranks] = found
-    return _pairs[ranks]
-
-
-@pytest.mark.parametrize(("ranks", "text"), [(n, text) for n, texts in TIMED.items() for text in texts])
-def test_a_step_takes_as_long_as_predicted(cluster_of: Clusters, ranks: int, text: str) -> None:
-    found = pairs(cluster_of, ranks)[text]
-    ratio = statistics.median(predicted / measured for predicted, measured in found)
-    each = ", ".join(f"{predicted * 1e3:.0f} ms for {measured * 1e3:.0f}" for predicted, measured in found)
-    print(f"{text}: predicted {each}, {ratio:.2f} in the median")
-    assert 0.7 < ratio < 1.3
 
 
 # A rank of 1024, in under a minute and 2 GB.

@@ -14,7 +14,6 @@ import torch
 
 import minidist as md
 from minidist.cli import plan as cli_plan
-from minidist.cli.commands import main
 from minidist.comm.launching.cluster import Cluster
 from minidist.model import GPT
 from minidist.model.configs import CONFIGS
@@ -27,6 +26,7 @@ from minidist.scale.planning.candidates import Refused, candidates
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, plan, seconds
 from minidist.scale.time import pipeline_time
 from minidist.scale.time.hardware import HARDWARE
+from tests.scale.command import command
 
 GB = 10**9
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -250,11 +250,7 @@ def test_a_trial_runs_what_was_predicted(cluster_of: Callable[[int], Cluster]) -
 # The command.
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["plan", *words])
-    out = capsys.readouterr()
-    return int(left.value.code or 0), out.out, out.err
+run = partial(command, "plan")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,46 +283,6 @@ def test_what_fits_nowhere_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -
     code, out, _ = run(capsys, "--model", "gpt2-xl", "--memory", "1GB", "--ranks", "1", "--batch", "1")
     assert code == 1
     assert out.startswith("gpt2-xl does not fit on 1 rank of 1.00 GB: the smallest layout")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--model", "bert-larg", "--memory", "16GB"), "did you mean 'bert-large'"),
-        (("--model", "bert-large", "--memory", "16 apples"), "give bytes such as 16GB"),
-        (("--model", "bert-large", "--profile", "h10"), "did you mean 'h100'"),
-        (("--model", "bert-large"), "neither memory nor a profile is given"),
-        (("--model", "bert-large", "--memory", "16GB", "--tokens", "9999"), "of 1 to 512"),
-        (("--model", "bert-large", "--profile", "t4", "--precision", "bf16"), "has no rate for it"),
-        (("--model", "bert-large", "--memory", "16GB", "--precision", "int8"), "has no rate for it"),
-        (("--model", "bert-large", "--memory", "16GB", "--optimizer", "lion"), "optimizer is 'lion'"),
-        (("--model", "bert-large", "--measure"), "a BERT's shape is for estimates only"),
-        (("--model", "gpt2-xl", "--measure"), "give one of at most 50,000,000"),
-        (("--model", "byte-tiny", "--measure", "--profile", "h100"), "--measure runs on this machine"),
-        (("--model", "bert-large", "--ranks", "0"), "--ranks"),
-        (
-            ("--model", "byte-tiny", "--measure", "--ranks", "17"),
-            "measuring this machine would start 17 ranks",
-        ),
-        (("--model", "gpt2-xl", "--profile", "here", "--ranks", "64"), "give at most 16, or a machine"),
-        (("--model", "byte-tiny", "--profile", "here", "--precision", "int8"), "this machine has no rate"),
-        (("--model", "byte-tiny", "--measure", "--optimizer", "lion"), "optimizer is 'lion'"),
-        (("--model", "byte-tiny", "--profile", "here", "--tokens", "65"), "of 1 to 64"),
-        (("--model", "byte-tiny", "--profile", "h100", "--figures", "f.json"), "and --profile is h100"),
-        (("--model", "byte-tiny", "--memory", "1GB", "--figures", "f.json"), "and no --profile is given"),
-    ],
-)
-def test_bad_input_gets_a_sentence(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    message: str,
-) -> None:
-    monkeypatch.setattr(cli_plan, "measured", lambda *_, **__: pytest.fail("it is measured first"))
-    code, out, error = run(capsys, *words)
-    assert (code, out) == (2, "")
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_a_module_is_refused_without_being_printed() -> None:

@@ -22,15 +22,13 @@ from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
-from minidist.scale.memory import parameter_sizes
-from minidist.scale.memory.parameter_sizes import ModelPart, layers
+from minidist.scale.memory.parameter_sizes import ModelPart, on_rank
+from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
-from minidist.scale.time.hardware import HARDWARE, hardware, smallest
+from minidist.scale.time.hardware import HARDWARE, Crowd, Hardware, Rates, hardware, smallest
 from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
-from minidist.scale.time.measure_machine import load, nonnegative, save, solve, this_machine
-from minidist.scale.time.rank_timing import CASES, Measured
-from minidist.scale.time.rates import Crowd, Hardware, Rates
+from minidist.scale.time.measure_machine import CASES, Measured, load, nonnegative, save, solve, this_machine
 from minidist.scale.time.stages import StepStages
 from minidist.scale.time.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.time.traffic import Wires
@@ -205,7 +203,7 @@ def test_tensor_parallel_layers_send_what_a_dry_run_counts(
 ) -> None:
     chosen = replace(md.Layout.parse(layout), precision=precision)
     lines = [each for each in dryrun(SHAPE, chosen, (2, 24)).lines if each.axis == "tp"]
-    step = StepStages(SHAPE, chosen, 2, 24, HARDWARE["h100"], "adam")
+    step = StepStages(SHAPE, TrainingSetup(chosen, 2, 24), HARDWARE["h100"])
 
     def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
         """Messages of a forward and a backward pass, without the operators' seconds."""
@@ -241,8 +239,8 @@ def test_gradients_and_parameters_send_what_a_dry_run_counts(
     counted = dryrun(SHAPE, chosen, (16, 24), fully_shard=options).by_axis["dp"]
     monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
     wires = Wires(machine, machine.crowd(8), chosen, secondary)
-    sizes, units = [n for layer in layers(SHAPE) for n in layer], parameter_sizes.units(SHAPE)
-    sent, _ = GradientTime(sizes, units, wires, chosen.micro_batches, "adam")._sent(0.0, 0.0)
+    sharing = TrainingSetup(chosen, 16, 24, secondary=secondary).sharing
+    sent, _ = GradientTime(on_rank(SHAPE), sharing, wires, chosen.micro_batches)._sent(0.0, 0.0)
     assert sent == pytest.approx(counted, rel=0.01)
 
 
@@ -472,11 +470,11 @@ def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
         for k, kind in enumerate(kinds)
     }
     expected = schedules.simulate(schedule, {**seconds, "message": 0.25}).seconds
-    assert pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.25, lambda _: 1.0) == pytest.approx(
-        expected
-    )
+    passes = pipeline_time.passes_of(name, 3, 5, chunks)
+    found = pipeline_time.seconds_on_shared_cores(passes, 3, seconds, 0.25, lambda _: 1.0)
+    assert found == pytest.approx(expected)
     # On one core all passes run one after the other.
-    one = pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.0, lambda working: working / 3)
+    one = pipeline_time.seconds_on_shared_cores(passes, 3, seconds, 0.0, lambda working: working / 3)
     ran = [each for own in schedule for each in own if each.computes]
     total = sum(
         seconds[each.kind][each.chunk * 3 + rank][each.micro_batch]

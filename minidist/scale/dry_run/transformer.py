@@ -1,0 +1,146 @@
+"""A transformer of this package, as the planner and the dry run see it: known by its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from minidist.model.bert import BERT
+from minidist.model.configs import GPTConfig, TransformerConfig
+from minidist.model.gpt import GPT
+from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.layout import Layout, check_available
+from minidist.parallel.contract.user_functions import Loss
+from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.pipeline.layer_chain import check_layers
+from minidist.parallel.tensor.heads import cut_between_heads
+from minidist.parallel.tensor.plans import plan_for
+from minidist.parallel.tensor.styles import check_ties, resolve
+from minidist.parallel.training.precision import DTYPES
+from minidist.scale.dry_run.fake_tensors import DryTensors
+from minidist.scale.dry_run.own_model import OwnModel
+from minidist.scale.dry_run.peers import Form
+from minidist.scale.memory.estimates import Estimate, estimate_setup
+from minidist.scale.memory.training_setup import (
+    BatchSize,
+    TrainingSetup,
+    check_divisible,
+    named_shape,
+    refuse_cut_rows,
+    rows_and_tokens,
+)
+from minidist.scale.time.hardware import Hardware
+from minidist.scale.time.stages import Simulated
+from minidist.scale.time.step_time import StepTime, check_fits, predict_setup
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shape of a GPT or BERT, with the same methods as `OwnModel`, which documents them."""
+
+    shape: TransformerConfig
+    name: str
+
+    recomputes = True
+
+    def parameters(self) -> int:
+        """Elements of all parameters, each once."""
+        return self.shape.parameters()
+
+    def rows_and_tokens(self, batch: BatchSize) -> tuple[int, int]:
+        """The rows of a batch, at least one, and the tokens in each."""
+        return rows_and_tokens(self.shape, batch, 1)
+
+    def has_time(self, layout: Layout) -> bool:
+        """Whether the time of a step can be predicted."""
+        return True
+
+    def check(self, setup: TrainingSetup, hardware: Hardware) -> None:
+        """ValueError if `prepare` would refuse the layout, a step the batch, or the machine the precision."""
+        layout = setup.layout
+        check_available(layout)
+        refuse_cut_rows(self.shape, layout)
+        check_divisible(self.shape, layout)
+        check_fits(self.shape, setup, hardware)
+        if isinstance(self.shape, GPTConfig) and layout.pp * layout.tp > 1:
+            _check_parts(
+                self.shape, Layout(pp=layout.pp, chunks=layout.chunks, schedule=layout.schedule), layout.tp
+            )
+
+    def estimate(self, setup: TrainingSetup) -> Estimate:
+        """Estimate the bytes on the fullest rank."""
+        return estimate_setup(self.shape, setup)
+
+    def predict(
+        self, setup: TrainingSetup, hardware: Hardware, simulated: Simulated | None = None
+    ) -> StepTime:
+        """Predict the time of a step."""
+        return predict_setup(self.shape, setup, hardware, simulated)
+
+    # A dry run.
+
+    def check_dry(self, layout: Layout) -> None:
+        """ValueError if the layout divides the tokens of a BERT."""
+        refuse_cut_rows(self.shape, layout)
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """The sizes that tensor parallelism divides."""
+        return self.shape.heads, self.shape.vocabulary, 4 * self.shape.width
+
+    def build(self, tensors: DryTensors) -> nn.Module:
+        """The whole model without data."""
+        return tensors.emptied(_on_meta(self.shape))
+
+    def batch(self, rows: int, tokens: int, tensors: DryTensors) -> tuple[Tensor, Tensor]:
+        """A rank's inputs and targets, without data."""
+        return tensors.empty((rows, tokens), torch.int64), tensors.empty((rows, tokens), torch.int64)
+
+    def example(self, layout: Layout) -> None:
+        """`prepare` knows the layers without an example."""
+
+    @property
+    def loss(self) -> Loss:
+        """Cross entropy for a model with scores; for a pooler the mean of its output."""
+        return cross_entropy if self.shape.generates else _mean
+
+    def sent_to(self, engine: Engine, tokens: int, tensors: DryTensors, chunk: int, rows: int) -> list[Form]:
+        """The stream of activations that one stage sends to the next."""
+        layout = engine.layout
+        outside = tokens // layout.tp if layout.sequence_parallel else tokens
+        return [((rows, outside, self.shape.width), DTYPES.get(layout.precision, torch.float32))]
+
+
+Subject = Transformer | OwnModel
+
+
+def subject_of(model: object) -> Subject:
+    """What planner and dry run ask. TypeError unless `model` is a shape, a name or a model of your own."""
+    return model if isinstance(model, Transformer | OwnModel) else Transformer(*named_shape(model))
+
+
+def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.float().mean()
+
+
+def _on_meta(shape: TransformerConfig) -> nn.Module:
+    """The model on the meta device, without memory."""
+    return GPT(shape, device="meta") if isinstance(shape, GPTConfig) else BERT(shape, device="meta")
+
+
+_model = lru_cache(maxsize=2)(_on_meta)
+
+
+@lru_cache(maxsize=1024)
+def _check_parts(shape: GPTConfig, pipeline: Layout, tp: int) -> None:
+    """ValueError if the layers cannot be cut into stages, or the matrices over ranks."""
+    model = _model(shape)
+    if pipeline.pp > 1:
+        check_layers(model, pipeline)
+    if tp > 1:
+        parts, together = resolve(model, plan_for(model))
+        check_ties(model, parts)
+        cut_between_heads(model, parts, together, tp)
