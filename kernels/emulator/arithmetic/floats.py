@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.operation import Builder, Function, Operation, pairwise, uniform
 from ..ptx.dtypes import Array
+from .operations import Function, Operation, computes, pairwise, uniform, words
 from .rounding import MODES, flushing, rounded, saturating
 
 UPPER = np.uint64(0xFFFFFFFF00000000)
@@ -38,28 +38,23 @@ EXTREMES: dict[tuple[str, bool], Function] = {
 }
 
 
-def _arithmetic(opcode: tuple[str, ...]) -> Operation | None:
+OPERANDS = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "rcp": 1, "sqrt": 1}
+
+
+@computes(rf"({'|'.join(OPERANDS)})(?:\.({'|'.join(MODES)}))?{words('ftz', 'sat')}\.(f32|f64|f32x2)")
+def arithmetic(name: str, mode: str, flags: str, kind: str) -> Operation | None:
     """`add`, `sub`, `mul` (to nearest if they name no mode), `fma`, `div`, `rcp` and `sqrt`."""
-    name, *flags, kind = opcode
-    counts = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "rcp": 1, "sqrt": 1}
-    modes = [flag for flag in flags if flag in MODES]
-    others = {flag for flag in flags if flag not in MODES}
-    if (
-        kind not in ("f32", "f64", "f32x2")
-        or len(modes) > 1
-        or (not modes and name not in ("add", "sub", "mul"))
-    ):
+    paired, count = kind == "f32x2", OPERANDS[name]
+    if not mode and name not in ("add", "sub", "mul"):
         return None
-    if others - {"ftz", "sat"} or (others and kind == "f64") or ("sat" in others and kind == "f32x2"):
+    if (flags and kind == "f64") or (paired and ("sat" in flags or count == 1)):
         return None
-    function = rounded("fma" if name == "mad" else name, kind[:3], modes[0] if modes else "rn")
-    if "ftz" in others:
+    function = rounded("fma" if name == "mad" else name, kind[:3], mode or "rn")
+    if "ftz" in flags:
         function = flushing(function)
-    if "sat" in others:
+    if "sat" in flags:
         function = saturating(function)
-    if kind == "f32x2":
-        return uniform("b64", counts[name], pairwise("f32", function)) if counts[name] > 1 else None
-    return uniform(kind, counts[name], function)
+    return uniform("b64", count, pairwise("f32", function)) if paired else uniform(kind, count, function)
 
 
 def _coarse(function: Function) -> Function:
@@ -85,42 +80,29 @@ APPROXIMATIONS: dict[str, tuple[int, Function]] = {
 }
 
 
-def _approximation(opcode: tuple[str, ...]) -> Operation | None:
+@computes(rf"({'|'.join(APPROXIMATIONS)})\.approx(\.ftz)?\.(f32|f64)", r"(div)\.full(\.ftz)?\.(f32)")
+def approximation(name: str, ftz: str, kind: str) -> Operation | None:
     """Instructions with `.approx`, and `div.full`."""
-    name, *flags, kind = opcode
-    precision = flags[0] if flags else ""
-    ftz = flags[1:] == ["ftz"]
-    if not (precision == "approx" or (name, precision) == ("div", "full")) or (flags[1:] and not ftz):
-        return None
     count, function = APPROXIMATIONS[name]
     if kind == "f32":
         return uniform(kind, count, flushing(function) if ftz else function)
-    if kind == "f64" and name in ("rcp", "rsqrt") and (ftz or name == "rsqrt"):
+    if name == "rsqrt" or (name == "rcp" and ftz):
         return uniform(kind, count, _coarse(function) if ftz else function)
     return None
 
 
-def _sign(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"(neg|abs)(\.ftz)?\.(f32)", r"(neg|abs)()\.(f64)")
+def sign(name: str, ftz: str, kind: str) -> Operation:
     """`neg` and `abs`."""
-    name, *flags, kind = opcode
     function: Function = np.negative if name == "neg" else np.absolute
-    if kind not in ("f32", "f64") or flags not in ([], ["ftz"]) or (flags and kind == "f64"):
-        return None
-    return uniform(kind, 1, flushing(function) if flags else function)
+    return uniform(kind, 1, flushing(function) if ftz else function)
 
 
-def _extreme(opcode: tuple[str, ...]) -> Operation | None:
+@computes(rf"(min|max){words('ftz', 'NaN')}(\.xorsign\.abs)?\.(f32)", r"(min|max)()()\.(f64)")
+def extreme(name: str, flags: str, signed: str, kind: str) -> Operation:
     """`min` and `max`. `.NaN` returns NaN for a NaN; `.xorsign.abs` gives magnitudes the product's sign."""
-    name, *flags, kind = opcode
-    flags = [flag for flag in flags if flag not in ("xorsign", "abs")]
-    signed = len(flags) < len(opcode) - 2
-    if kind not in ("f32", "f64") or set(flags) - {"ftz", "NaN"} or ((flags or signed) and kind == "f64"):
-        return None
-    if signed and opcode[-3:-1] != ("xorsign", "abs"):
-        return None
-    function = EXTREMES[name, "NaN" in flags]
+    plain = function = EXTREMES[name, "NaN" in flags]
     if signed:
-        plain = function
 
         def function(a: Array, b: Array) -> Any:
             sign = np.where(np.signbit(a) != np.signbit(b), -ONE, ONE)
@@ -129,20 +111,7 @@ def _extreme(opcode: tuple[str, ...]) -> Operation | None:
     return uniform(kind, 2, flushing(function) if "ftz" in flags else function)
 
 
-def _copysign(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"copysign\.(f32|f64)")
+def copysign(kind: str) -> Operation:
     """`copysign d, a, b`: b with the sign of a."""
-    if opcode[1:] not in (("f32",), ("f64",)):
-        return None
-    return uniform(opcode[1], 2, lambda a, b: np.copysign(b, a))
-
-
-BUILDERS: dict[str, list[Builder]] = {
-    **{name: [_approximation] for name in APPROXIMATIONS},
-    **{name: [_arithmetic] for name in ("add", "sub", "mul", "fma", "mad")},
-    **{name: [_arithmetic, _approximation] for name in ("div", "rcp", "sqrt")},
-    "neg": [_sign],
-    "abs": [_sign],
-    "min": [_extreme],
-    "max": [_extreme],
-    "copysign": [_copysign],
-}
+    return uniform(kind, 2, lambda a, b: np.copysign(b, a))

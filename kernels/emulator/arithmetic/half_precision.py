@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.operation import Builder, Function, Operation, pairwise, uniform
 from ..ptx.dtypes import Array
 from .floats import EXTREMES
+from .operations import Function, Operation, computes, pairwise, uniform, words
 from .rounding import saturating, two_sum
 
 SHIFT = np.uint32(16)
@@ -86,81 +86,66 @@ def through_32(kind: str, function: Function) -> Function:
     return lambda *xs: narrow(function(*map(widen, xs)))
 
 
-def _operation(kind: str, count: int, function: Function) -> Operation:
-    """Return the operation of this kind, also of packed pairs, from a function of f16 or bf16."""
-    if kind.endswith("x2"):
-        return uniform("b32", count, pairwise(kind[:-2], function))
-    return uniform(kind, count, function)
-
-
-def _modified(kind: str, function: Function, flags: set[str]) -> Function:
-    """Return `function` with `.sat` or `.relu`; the caller handles `.ftz`."""
-    if "sat" in flags:
-        return saturating(function)
-    if "relu" in flags:
-        clamp = through_32(kind, lambda x: np.maximum(x, np.float32(0)) + np.float32(0))
-        return lambda *xs: clamp(function(*xs))
-    return function
-
-
 def _flush(x: Array) -> Array:
     """Return float16 with subnormal numbers replaced by zeros of their sign."""
     return x * (np.absolute(x) >= np.finfo(np.float16).smallest_normal)
 
 
-KINDS = ("f16", "bf16", "f16x2", "bf16x2")
-
-
-def _arithmetic(opcode: tuple[str, ...]) -> Operation | None:
-    """`add`, `sub`, `mul`, `fma`, `min` and `max`, `neg` and `abs`."""
-    name, *given, kind = opcode
-    flags = set(given)
-    if kind not in KINDS:
-        return None
-    of_16 = kind.startswith("f16")
-    one = kind.removesuffix("x2")
-    allowed = {"add": {"rn", "ftz", "sat"}, "fma": {"rn", "ftz", "sat", "relu"}}
-    allowed |= {"sub": allowed["add"], "mul": allowed["add"], "neg": {"ftz"}, "abs": {"ftz"}}
-    allowed |= {"min": {"ftz", "NaN"}, "max": {"ftz", "NaN"}}
-    if (
-        flags - allowed[name]
-        or (not of_16 and flags & {"ftz", "sat"})
-        or (name == "fma" and "rn" not in flags)
-    ):
-        return None
-    if name in ("neg", "abs"):
-        function: Function = np.negative if name == "neg" else np.absolute
-        if not of_16:
-            sign = np.uint16(0x8000)
-            function = (lambda x: x ^ sign) if name == "neg" else (lambda x: x & ~sign)
-    elif name == "fma":
-        function = _fma_16 if of_16 else _fma_bf16
-    elif name in ("min", "max"):
-        function = through_32(one, EXTREMES[name, "NaN" in flags])
-    else:
-        function = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
-        function = function if of_16 else through_32(one, function)
-    function = _modified(one, function, flags)
-    if "ftz" in flags:
-        plain = function
+def _operation(kind: str, paired: str, count: int, function: Function, flags: str = "") -> Operation:
+    """Return the operation on f16 or bf16, alone or packed, with the modifiers among its flags."""
+    plain = function
+    if "sat" in flags:
+        function = saturating(plain)
+    elif "relu" in flags:
+        clamp = through_32(kind, lambda x: np.maximum(x, np.float32(0)) + np.float32(0))
 
         def function(*xs: Array) -> Array:
-            return _flush(plain(*map(_flush, xs)))
+            return clamp(plain(*xs))
 
-    return _operation(kind, {"fma": 3, "neg": 1, "abs": 1}.get(name, 2), function)
+    if "ftz" in flags:
+        unflushed = function
+
+        def function(*xs: Array) -> Array:
+            return _flush(unflushed(*map(_flush, xs)))
+
+    return uniform("b32", count, pairwise(kind, function)) if paired else uniform(kind, count, function)
 
 
-def _approximation(opcode: tuple[str, ...]) -> Operation | None:
+SUMS: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+@computes(
+    rf"(add|sub|mul)(?:\.rn)?{words('ftz', 'sat')}\.(f16)(x2)?", r"(add|sub|mul)(?:\.rn)?()\.(bf16)(x2)?"
+)
+def sums(name: str, flags: str, kind: str, paired: str) -> Operation:
+    """`add`, `sub` and `mul`."""
+    function = SUMS[name] if kind == "f16" else through_32(kind, SUMS[name])
+    return _operation(kind, paired, 2, function, flags)
+
+
+@computes(rf"fma\.rn{words('ftz', 'sat', 'relu')}\.(f16)(x2)?", r"fma\.rn(\.relu)?\.(bf16)(x2)?")
+def multiply_add(flags: str, kind: str, paired: str) -> Operation:
+    """`fma`."""
+    return _operation(kind, paired, 3, _fma_16 if kind == "f16" else _fma_bf16, flags)
+
+
+@computes(rf"(min|max){words('ftz', 'NaN')}\.(f16)(x2)?", r"(min|max)(\.NaN)?\.(bf16)(x2)?")
+def extreme(name: str, flags: str, kind: str, paired: str) -> Operation:
+    """`min` and `max`."""
+    return _operation(kind, paired, 2, through_32(kind, EXTREMES[name, "NaN" in flags]), flags)
+
+
+@computes(r"(neg|abs)(\.ftz)?\.(f16)(x2)?", r"(neg|abs)()\.(bf16)(x2)?")
+def sign(name: str, ftz: str, kind: str, paired: str) -> Operation:
+    """`neg` and `abs`."""
+    function: Function = np.negative if name == "neg" else np.absolute
+    if kind == "bf16":
+        bit = np.uint16(0x8000)
+        function = (lambda x: x ^ bit) if name == "neg" else (lambda x: x & ~bit)
+    return _operation(kind, paired, 1, function, ftz)
+
+
+@computes(r"(ex2|tanh)\.approx(?:\.ftz)?\.(b?f16)(x2)?")
+def approximation(name: str, kind: str, paired: str) -> Operation:
     """`ex2.approx` and `tanh.approx`."""
-    name, *flags, kind = opcode
-    if kind not in KINDS or flags not in (["approx"], ["approx", "ftz"]):
-        return None
-    function = through_32(kind.removesuffix("x2"), {"ex2": np.exp2, "tanh": np.tanh}[name])
-    return _operation(kind, 1, function)
-
-
-BUILDERS: dict[str, list[Builder]] = {
-    **{name: [_arithmetic] for name in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs")},
-    "ex2": [_approximation],
-    "tanh": [_approximation],
-}
+    return _operation(kind, paired, 1, through_32(kind, {"ex2": np.exp2, "tanh": np.tanh}[name]))

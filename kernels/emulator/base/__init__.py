@@ -9,5 +9,4 @@ like instructions and returns the function that runs them.
 | batch | Batch: like instructions that run as one NumPy operation; reads and writes their operands |
 | addresses | which lanes run; state spaces and generic addresses |
 | special_registers | %tid, %ctaid, %laneid, ... |
-| operation | Operation: an instruction's arithmetic as a function of arrays |
 """

@@ -7,12 +7,11 @@ from functools import cache
 import numpy as np
 
 from ..arithmetic.bits import count_ones
-from ..arithmetic.operations import operation
+from ..arithmetic.operations import Operation, operation
 from ..arithmetic.warp_operations import word
 from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, active_lanes
 from ..base.batch import Batch
 from ..base.instruction_registry import InstructionUnit, Run, unit
-from ..base.operation import Operation
 from ..machine.machine import Machine
 from ..ptx.dtypes import DTYPES, SIZES, Mask
 from ..ptx.operands import Vector
