@@ -9,11 +9,11 @@ Each package imports only from the packages above it in this list:
 | Package | Holds |
 |---|---|
 | ptx | the program: reading PTX, and analysing it |
-| machine | the state of some blocks: registers, memory, clocks; **the race detectors** |
+| machine | the state of some blocks: registers, memory, clocks, the history of accesses |
 | base | how an instruction is registered, and how it reads its operands |
 | arithmetic | what instructions compute |
 | synchronization | barriers, mbarriers, groups of asynchronous operations, atomics' ordering |
-| memory | loads and stores with their checks; checks of asynchronous accesses |
+| memory | loads and stores with their checks: **races are found in `memory/races.py`** |
 | copies | asynchronous and tensor copies, clusters |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |

@@ -17,11 +17,11 @@ from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
+from ..memory import races
 from ..memory.async_accesses import (
     TensorMapFences,
     fault_for_missing_data,
     fault_for_missing_fence,
-    fault_for_race,
 )
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
@@ -76,7 +76,7 @@ class BulkCopies:
         clocks = self.machine.clocks
         for store, _ in self.unread.wait(lanes, allowed):
             store.box = self.chunks[self.machine.block_of_lane[store.lane], store.chunks]
-            clocks.join(clocks.agents_of_lanes()[[store.lane]], store.clock)
+            clocks.join(clocks.agents_of_lanes[[store.lane]], store.clock)
 
     def write(self, lanes: Array, allowed: int) -> None:
         """wait_group: let stores of these lanes read, and write global memory."""
@@ -177,10 +177,10 @@ def _load(
         text = f"names the mbarrier at byte {key[1]}, which its maker did not show to the copy engine"
         machine.fault_at("missing fence", f"{text}: fence.mbarrier_init, or fence.proxy.async", lane)
     clocks, granules = machine.clocks, _granules(machine, block, chunks)
-    agents, known = begin(clocks, clocks.agents_of_lanes()[[lane]])
+    agents, known = begin(clocks, clocks.agents_of_lanes[[lane]])
     if clocks.pending[granules].any():
         machine.fault_at("overwrites a pending copy", "copies to where another copy is under way", lane)
-    fault_for_race(machine, clocks.write(granules, agents), granules, agents, "the copy engine write", lane)
+    races.of_engine(machine, clocks.write(granules, agents), granules, agents, "the copy engine write", lane)
     machine.state(RemoteAccesses).note(block, agents)
     clocks.tick(agents)
     clocks.pending[granules] = True
@@ -192,10 +192,10 @@ def _load(
 def _store(machine: Machine, tensor: Any, corner: tuple[int, int], chunks: Array, lane: int) -> None:
     clocks = machine.clocks
     granules = _granules(machine, int(machine.block_of_lane[lane]), chunks)
-    warp = clocks.agents_of_lanes()[[lane]]
+    warp = clocks.agents_of_lanes[[lane]]
     fault_for_missing_data(machine, granules, "the copy engine read", lane)
     agents, known = begin(clocks, warp)
-    fault_for_race(machine, clocks.read(granules, agents), granules, agents, "the copy engine read", lane)
+    races.of_engine(machine, clocks.read(granules, agents), granules, agents, "the copy engine read", lane)
     fault_for_missing_fence(machine, granules[0], int(warp[0]), known[0], "the copy engine read", lane)
     clocks.tick(agents)
     bulk = machine.state(BulkCopies)

@@ -79,7 +79,7 @@ class RemoteAccesses:
         machine, clocks = self.machine, self.machine.clocks
         for (block, agent), (time, instruction) in self.last.items():
             lanes = block * machine.lanes_per_block + np.arange(clocks.warps) * 32
-            warps = clocks.agents_of_lanes()[lanes]
+            warps = clocks.agents_of_lanes[lanes]
             known = clocks.knows(warps, np.array([agent % clocks.agents]))
             if int(known.max()) < time:
                 machine.instruction = instruction
@@ -111,7 +111,7 @@ class ClusterBarriers:
             machine.fault_at("barrier", text, int(lanes[np.argmax(bad)]))
         self.arrived[lanes] += 1
         machine.events += 1
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         if releases:
             phases = self.clusters(lanes) << 32 | self.arrived[lanes]
             for one in np.unique(phases):
@@ -132,7 +132,7 @@ class ClusterBarriers:
         passed: Lanes = fewest[clusters] >= self.arrived[lanes]
         self.waited[lanes[passed]] += 1
         if acquires:
-            agents = clocks.agents_of_lanes()[lanes]
+            agents = clocks.agents_of_lanes[lanes]
             phases = clusters << 32 | self.arrived[lanes]
             for one in np.unique(phases[passed]):
                 clock = self.released.get((int(one) >> 32, int(one) & 0xFFFFFFFF))

@@ -21,6 +21,7 @@ from ..base.addresses import lanes_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
+from ..memory.access import Access
 from ..memory.loads_and_stores import fetch, put
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
@@ -130,7 +131,8 @@ def call(batch: Batch) -> Run:
         lanes = lanes_of(machine, mask)
         values = [_number(machine, batch, offset, lanes, found.operand) for offset in operands]
         data = _bytes(np.asarray(found.function(*values)), found.result)
-        put(machine, batch, "generic", _pointer(machine, result, lanes), data, lanes)
+        to = Access(machine, batch, _pointer(machine, result, lanes), data.shape[-1], lanes, "writes")
+        put(to, "generic", data)
         machine.local[lanes, status : status + 4] = 0  # no exception
 
     return run
@@ -145,8 +147,8 @@ def _pointer(machine: Machine, at: int, lanes: Array) -> Array:
 def _number(machine: Machine, batch: Batch, at: int, lanes: Array, kind: str) -> Array:
     """Return the operands that the parameter at offset `at` points to, halves as float32."""
     dtype = np.dtype("u2" if kind in HALVES.values() else kind)
-    found = fetch(machine, batch, "generic", _pointer(machine, at, lanes), dtype.itemsize, lanes)
-    bits: Array = found.view(dtype)[..., 0]
+    source = Access(machine, batch, _pointer(machine, at, lanes), dtype.itemsize, lanes, "reads")
+    bits: Array = fetch(source, "generic").view(dtype)[..., 0]
     if kind == "bf16":
         return widen(bits)
     return bits.view(np.float16).astype(np.float32) if kind == "f16" else bits

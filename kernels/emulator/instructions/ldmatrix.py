@@ -13,6 +13,7 @@ from ..base.addresses import whole_warps
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
+from ..memory.access import Access
 from ..memory.loads_and_stores import fetch, put
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
@@ -30,7 +31,7 @@ def ldmatrix(batch: Batch) -> Run:
     def run(machine: Machine, mask: Mask) -> None:
         lanes = whole_warps(machine, mask)
         addresses, givers = _rows(address(machine), machine, len(batch), lanes, count)
-        data = fetch(machine, batch, space, addresses, 16, givers)  # (n, rows, 16) uint8
+        data = fetch(Access(machine, batch, addresses, 16, givers, "reads"), space)  # (n, rows, 16) uint8
         rows = data.view(np.uint16).reshape(len(batch), -1, count, 8, 8)
         write(machine, of_all_lanes(load_matrices(rows, transposed), machine, lanes), mask)
 
@@ -48,7 +49,7 @@ def stmatrix(batch: Batch) -> Run:
         addresses, givers = _rows(address(machine), machine, len(batch), lanes, count)
         rows = store_matrices(of_lanes_that_run(read(machine), machine, lanes), transposed)
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(len(batch), -1, 16)
-        put(machine, batch, space, addresses, data, givers)
+        put(Access(machine, batch, addresses, 16, givers, "writes"), space, data)
 
     return run
 

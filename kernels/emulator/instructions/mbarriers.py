@@ -75,7 +75,7 @@ def arrive(batch: Batch) -> Run:
         amounts = (
             np.ones(lanes.size, np.int64) if amount is None else of_lanes(amount(machine), machine, lanes)
         )
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         states = np.zeros((1, machine.lanes), np.uint64)
         for key, which in mbarriers.by_key(address(machine), lanes):
             first = int(lanes[which[0]])
@@ -128,7 +128,7 @@ def _look(batch: Batch, waits: bool) -> Callable[[Machine, Array], Lanes]:
         mbarriers, clocks = machine.state(Mbarriers), machine.clocks
         wanted = of_lanes(phase(machine), machine, lanes)
         passed = np.zeros(lanes.size, np.bool_)
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         for key, which in mbarriers.by_key(address(machine), lanes):
             mbarrier = mbarriers.at(key, lanes[which])
             for one in np.unique(wanted[which]):

@@ -18,7 +18,8 @@ from ..base.addresses import whole_warps
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..memory.async_accesses import fault_for_missing_data, fault_for_missing_fence, fault_for_race
+from ..memory import races
+from ..memory.async_accesses import fault_for_missing_data, fault_for_missing_fence
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.operands import Immediate, Register, Vector
@@ -166,7 +167,7 @@ def _operand(machine: Machine, lanes: Array, words: Array, mn: int, dtype: str, 
 def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:
     """Note what the groups (lanes: (groups, 128)) read; return what a thread knows after waiting for it."""
     clocks = machine.clocks
-    warps = clocks.agents_of_lanes()[lanes[:, ::32]]  # (groups, 4)
+    warps = clocks.agents_of_lanes[lanes[:, ::32]]  # (groups, 4)
     known = np.stack([snapshot(clocks, warps[:, i]) for i in range(4)])
     block = machine.block_of_lane[lanes[:, 0]]
     granules = [
@@ -185,8 +186,9 @@ def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:
     first = lanes[:, 0].tolist()
     for i, lane in enumerate(first):
         fault_for_missing_data(machine, everything[i], "wgmma read", lane)
-    races = clocks.read(everything, agents)
-    fault_for_race(machine, races, everything, agents, "wgmma read", first[int(np.argmax(races.any(axis=1)))])
+    found = clocks.read(everything, agents)
+    lane = first[int(np.argmax(found.any(axis=1)))]
+    races.of_engine(machine, found, everything, agents, "wgmma read", lane)
     for i, lane in enumerate(first):
         fault_for_missing_fence(machine, everything[i], int(warps[i, 0]), common[i], "wgmma read", lane)
     clocks.tick(agents)

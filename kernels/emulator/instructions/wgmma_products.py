@@ -183,7 +183,7 @@ class WarpGroups:
     def _warps(self, groups: Array) -> Array:
         """Return the agents of the groups' warps."""
         lanes = groups[:, None] * GROUP + 32 * np.arange(4)
-        return self.machine.clocks.agents_of_lanes()[lanes.reshape(-1)]
+        return self.machine.clocks.agents_of_lanes[lanes.reshape(-1)]
 
     @staticmethod
     def _continues(last: tuple[PendingProduct, Array], product: PendingProduct, which: Array) -> bool:

@@ -15,6 +15,7 @@ from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Mask
 from ..ptx.operands import Symbol
+from .access import Access
 from .loads_and_stores import fetch, put
 
 
@@ -34,10 +35,10 @@ def reshape(batch: Batch) -> Run:
 
         def items(pointer: Array, count: int) -> Array:
             """Return the arrays behind a pointer, (lanes, count)."""
-            columns = [
-                fetch(machine, batch, "generic", (pointer + 8 * i)[None], 8, lanes) for i in range(count)
-            ]
-            return np.stack([one.view(np.int64)[0, :, 0] for one in columns], axis=1) if columns else empty
+            places = [(pointer + 8 * i)[None] for i in range(count)]
+            reads = [Access(machine, batch, place, 8, lanes, "reads") for place in places]
+            columns = [fetch(read, "generic").view(np.int64)[0, :, 0] for read in reads]
+            return np.stack(columns, axis=1) if columns else empty
 
         empty = np.empty((lanes.size, 0), np.int64)
         old, new = int(nd[0]), int(newnd[0])  # of the arrays' types
@@ -54,7 +55,8 @@ def reshape(batch: Batch) -> Run:
             ]
             if found.any():
                 data = stride[found][None, :, None].view(np.uint8)
-                put(machine, batch, "generic", (newstrides + 8 * i)[None, found], data, lanes[found])
+                places = (newstrides + 8 * i)[None, found]
+                put(Access(machine, batch, places, 8, lanes[found], "writes"), "generic", data)
         machine.local[lanes, status : status + 4] = found.astype(np.int32)[:, None].view(np.uint8)
 
     return run

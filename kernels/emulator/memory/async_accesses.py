@@ -65,7 +65,7 @@ class TensorMapFences:
     def acquire(self, addresses: Array, lanes: Array) -> None:
         """Note that these lanes acquire the maps at these addresses."""
         clocks = self.machine.clocks
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         for lane, address, agent, time in zip(lanes, addresses, agents, clocks.own(agents), strict=True):
             block = int(self.machine.block_of_lane[lane])
             self.times.setdefault((block, int(address)), {}).setdefault(int(agent), int(time))
@@ -77,18 +77,8 @@ class TensorMapFences:
         if not fences:
             return False
         agents = np.array(list(fences))
-        own = clocks.agents_of_lanes()[[lane]]
+        own = clocks.agents_of_lanes[[lane]]
         return bool((clocks.knows(own, agents % clocks.agents) >= list(fences.values())).any())
-
-
-def fault_for_race(
-    machine: Machine, races: Array, granules: Array, agents: Array, what: str, lane: int
-) -> None:
-    """Fault if there is a race. granules: (n, m); agents (n,) use one row each."""
-    if races.any():
-        row, column = divmod(int(np.argmax(races)), races.shape[-1])
-        text = machine.clocks.explain(int(granules[row, column]), int(agents[row]))
-        machine.fault_at("race", f"lets {what} shared memory {text}, with no barrier between them", lane)
 
 
 def fault_for_missing_data(machine: Machine, granules: Array, what: str, lane: int) -> None:
@@ -131,7 +121,7 @@ def fence_proxy_async(batch: Batch) -> Run:
     """fence.proxy.async{.space}: show earlier stores to the asynchronous proxy."""
 
     def run(machine: Machine, mask: Mask) -> None:
-        agents = np.unique(machine.clocks.agents_of_lanes()[lanes_of(machine, mask)])
+        agents = np.unique(machine.clocks.agents_of_lanes[lanes_of(machine, mask)])
         machine.state(Proxies).fence(agents)
         machine.state(Mbarriers).show(agents)
 
@@ -143,6 +133,6 @@ def fence_mbarrier_init(batch: Batch) -> Run:
     """fence.mbarrier_init.release.cluster: show the thread's new mbarriers to the copy engine."""
 
     def run(machine: Machine, mask: Mask) -> None:
-        machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes()[lanes_of(machine, mask)]))
+        machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes[lanes_of(machine, mask)]))
 
     return run

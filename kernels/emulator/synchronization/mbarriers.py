@@ -126,7 +126,7 @@ class Mbarriers:
             text = "makes an mbarrier where one is: mbarrier.inval has to end that first"
             self.machine.fault_at("mbarrier", text, lane)
         clocks = self.machine.clocks
-        agent = clocks.agents_of_lanes()[lane]
+        agent = clocks.agents_of_lanes[lane]
         nothing = np.zeros(clocks.agents, np.int32)
         time = int(clocks.own(np.array([agent]))[0])
         with self.machine.located(lane):
@@ -144,7 +144,7 @@ class Mbarriers:
             text = f"uses the mbarrier at byte {key[1]}, and something was written over it"
             self.machine.fault_at("mbarrier", text, lane)
         clocks = self.machine.clocks
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         known = clocks.knows(agents, np.array([found.maker % clocks.agents]))
         if (unordered := (agents != found.maker) & (known < found.made)).any():
             text = f"uses the mbarrier at byte {key[1]} that another warp made, with no barrier between them"
