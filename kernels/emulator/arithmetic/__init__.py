@@ -6,7 +6,7 @@
 |---|---|
 | operations | the table of instructions that compute in registers alone; the others fill it |
 | integers, bits | integer arithmetic; logic, shifts, bit fields and byte permutation |
-| floats, half_precision | float32 and float64; float16 and bfloat16 |
+| floats | float32 and float64; float16 and bfloat16 |
 | rounding | rounding modes, .ftz and .sat; the fused multiply-add, compiled by Numba |
 | compare | setp, set, selp, slct, testp |
 | convert | cvt between all types |
@@ -15,4 +15,4 @@
 | fragments | where the elements of a matrix tile lie in registers |
 """
 
-from . import bits, compare, convert, floats, half_precision, integers  # noqa: F401  (these fill the table)
+from . import bits, compare, convert, floats, integers  # noqa: F401  (these fill the table)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..ptx.dtypes import DTYPES, Array
-from .half_precision import widen
+from .floats import widen
 from .operations import INTEGER, UNTYPED, Function, Operation, computes, pairwise, unpack, words
 from .rounding import flush
 

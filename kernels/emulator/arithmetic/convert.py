@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..ptx.dtypes import DTYPES, Array
-from .half_precision import narrow, shorten, to_odd_32, widen
+from .floats import narrow, shorten, to_odd_32, widen
 from .operations import Function, Operation, bits, computes, pack, unpack, words
 from .rounding import MODES, flush, saturate, step
 

@@ -22,19 +22,24 @@ several independent ones that run as one NumPy operation) and returns the functi
 
 Any unit may hold lanes back: its `run` returns the lanes that pass (a bool array; None is all). The others
 run it again when something has changed (`machine.events`). A unit must not write for a lane that it holds.
+Units that act lane by lane and have no result are written as `unit_of_lanes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from ..machine.machine import Machine
 from ..ptx.dtypes import Lanes, Mask
+from .addresses import lanes_of, of_lanes
 from .batch import Batch
 
 Run: TypeAlias = "Callable[[Machine, Mask], Lanes | None]"
+Act: TypeAlias = "Callable[..., Lanes | None]"
 OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", "sync"]
 
 
@@ -59,6 +64,42 @@ def unit(
         for name in names:
             _UNITS[tuple(name.split("."))] = InstructionUnit(order, prepare, results)
         return prepare
+
+    return register
+
+
+def unit_of_lanes(*names: str, order: OrderingClass, operands: tuple[str, ...] = ()) -> Callable[[Act], Act]:
+    """Register a function of (machine, lanes, operands...) for instructions that run one at a time.
+
+    `lanes` are the numbers of the lanes that run. An operand is an "address", a "constant", or is read as a
+    kind; it comes as (lanes,), a constant as an int. There is no result. The function may return which of the
+    lanes pass, (lanes,).
+    """
+
+    def register(act: Act) -> Act:
+        def prepare(batch: Batch) -> Run:
+            def reader(index: int, kind: str) -> Callable[[Machine, Any], Any]:
+                if kind == "constant":
+                    value = batch.constant(index)
+                    return lambda machine, lanes: value
+                read = batch.address(index) if kind == "address" else batch.source(index, kind)
+                return lambda machine, lanes: of_lanes(read(machine), machine, lanes)
+
+            reads = [reader(index, kind) for index, kind in enumerate(operands)]
+
+            def run(machine: Machine, mask: Mask) -> Lanes | None:
+                lanes = lanes_of(machine, mask)
+                passed = act(machine, lanes, *(read(machine, lanes) for read in reads))
+                if passed is None:
+                    return None
+                everyone = np.ones(machine.lanes, np.bool_)
+                everyone[lanes] = passed
+                return everyone
+
+            return run
+
+        unit(*names, order=order, results=0)(prepare)
+        return act
 
     return register
 

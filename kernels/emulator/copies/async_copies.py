@@ -13,14 +13,14 @@ import numpy as np
 
 from ..base.addresses import CLUSTER_SHIFT, in_shared_window, lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Run, unit
+from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine import Machine
 from ..memory import races
 from ..memory.access import Access
 from ..memory.loads_and_stores import fetch
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Register
+from ..ptx.program import Register
 from ..synchronization.async_groups import AsyncGroups, begin
 
 
@@ -160,26 +160,20 @@ def cp_async(batch: Batch) -> Run:
     return run
 
 
-@unit("cp.async.commit_group", order="fence", results=0)
-def commit_group(batch: Batch) -> Run:
+@unit_of_lanes("cp.async.commit_group", order="fence")
+def commit_group(machine: Machine, lanes: Array) -> None:
     """cp.async.commit_group: close the group of copies that each thread has begun since the last."""
-    return lambda machine, mask: machine.state(AsyncCopies).groups.commit(lanes_of(machine, mask))
+    machine.state(AsyncCopies).groups.commit(lanes)
 
 
-@unit("cp.async.wait_group", order="fence", results=0)
-def wait_group(batch: Batch) -> Run:
+@unit_of_lanes("cp.async.wait_group", order="fence", operands=("constant",))
+def wait_group(machine: Machine, lanes: Array, allowed: int) -> None:
     """cp.async.wait_group n: wait until at most the last n groups of the thread are under way."""
-    allowed = batch.constant(0)
-    return lambda machine, mask: machine.state(AsyncCopies).wait(lanes_of(machine, mask), allowed)
+    machine.state(AsyncCopies).wait(lanes, allowed)
 
 
-@unit("cp.async.wait_all", order="fence", results=0)
-def wait_all(batch: Batch) -> Run:
+@unit_of_lanes("cp.async.wait_all", order="fence")
+def wait_all(machine: Machine, lanes: Array) -> None:
     """cp.async.wait_all: wait for all copies of the thread, in closed groups or not."""
-
-    def run(machine: Machine, mask: Mask) -> None:
-        copies, lanes = machine.state(AsyncCopies), lanes_of(machine, mask)
-        copies.groups.commit(lanes)
-        copies.wait(lanes, 0)
-
-    return run
+    machine.state(AsyncCopies).groups.commit(lanes)
+    machine.state(AsyncCopies).wait(lanes, 0)

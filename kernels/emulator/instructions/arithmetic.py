@@ -14,7 +14,7 @@ from ..base.batch import Batch
 from ..base.instruction_registry import InstructionUnit, Run, unit
 from ..machine.machine import Machine
 from ..ptx.dtypes import DTYPES, SIZES, Mask
-from ..ptx.operands import Vector
+from ..ptx.program import Vector
 
 
 @cache

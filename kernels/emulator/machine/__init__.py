@@ -5,8 +5,7 @@ This is the state that instructions read and change; it knows no instruction. To
 
 | File | Holds |
 |---|---|
-| machine | Machine: all state of some blocks; faults that name the thread |
-| launch | Launch: grid, arguments, and what all machines of a launch share |
+| machine | Launch; Machine: all state of some blocks; faults that name the thread |
 | shape | how lanes, warps and blocks are numbered; the register arrays |
 | global_memory | the kernel's arrays, at addresses of their own |
 | races_in_shared_memory | Clocks: vector clocks of all warps, and the last accesses to shared memory |

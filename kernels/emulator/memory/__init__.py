@@ -7,8 +7,7 @@
 | loads_and_stores | ld and st of every state space |
 | access | Access: who touches which bytes, and the checks of alignment and bounds |
 | races | finds the access that races with an earlier one, and words the fault |
-| async_accesses | the copy engine and wgmma: missing data, races, missing fences between the proxies |
+| async_accesses | the copy engine and wgmma: missing data, missing fences between the proxies |
 | undefined_values | registers whose value no lane may use, after a shuffle from a missing lane |
-| swizzles, descriptors | how tiles lie in shared memory, and how wgmma's descriptors name them |
-| array_reshape | array.reshape in a kernel |
+| descriptors | how tiles lie in shared memory: swizzles, and wgmma's descriptors |
 """

@@ -13,11 +13,9 @@ import bisect
 
 import numpy as np
 
-from ..base.addresses import lanes_of, of_lanes
-from ..base.batch import Batch
-from ..base.instruction_registry import Run, unit
+from ..base.instruction_registry import unit_of_lanes
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Lanes, Mask
+from ..ptx.dtypes import Array, Lanes
 from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
 
@@ -99,40 +97,24 @@ def fault_for_missing_fence(
         machine.fault_at("missing fence", text, lane)
 
 
-@unit("fence.proxy.tensormap::generic", order="fence", results=0)
-def fence_proxy_tensormap(batch: Batch) -> Run:
+@unit_of_lanes("fence.proxy.tensormap::generic.acquire", order="fence", operands=("address",))
+def fence_proxy_tensormap(machine: Machine, lanes: Array, addresses: Array) -> None:
     """fence.proxy.tensormap::generic.acquire.scope [addr], 128: see a tensor map as the host wrote it.
 
-    .release is for maps that a kernel changes, which the emulator does not support.
+    .release, for maps that a kernel changes, has no effect: the emulator does not support such maps.
     """
-    if "acquire" not in batch.first.opcode:
-        return lambda machine, mask: None
-    address = batch.address(0)
-
-    def run(machine: Machine, mask: Mask) -> None:
-        lanes = lanes_of(machine, mask)
-        machine.state(TensorMapFences).acquire(of_lanes(address(machine), machine, lanes), lanes)
-
-    return run
+    machine.state(TensorMapFences).acquire(addresses, lanes)
 
 
-@unit("fence.proxy.async", order="fence", results=0)
-def fence_proxy_async(batch: Batch) -> Run:
+@unit_of_lanes("fence.proxy.async", order="fence")
+def fence_proxy_async(machine: Machine, lanes: Array) -> None:
     """fence.proxy.async{.space}: show earlier stores to the asynchronous proxy."""
-
-    def run(machine: Machine, mask: Mask) -> None:
-        agents = np.unique(machine.clocks.agents_of_lanes[lanes_of(machine, mask)])
-        machine.state(Proxies).fence(agents)
-        machine.state(Mbarriers).show(agents)
-
-    return run
+    agents = np.unique(machine.clocks.agents_of_lanes[lanes])
+    machine.state(Proxies).fence(agents)
+    machine.state(Mbarriers).show(agents)
 
 
-@unit("fence.mbarrier_init", order="fence", results=0)
-def fence_mbarrier_init(batch: Batch) -> Run:
+@unit_of_lanes("fence.mbarrier_init", order="fence")
+def fence_mbarrier_init(machine: Machine, lanes: Array) -> None:
     """fence.mbarrier_init.release.cluster: show the thread's new mbarriers to the copy engine."""
-
-    def run(machine: Machine, mask: Mask) -> None:
-        machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes[lanes_of(machine, mask)]))
-
-    return run
+    machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes[lanes]))

@@ -15,7 +15,7 @@ from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
 from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
-from ..ptx.operands import Address, Symbol
+from ..ptx.program import Address, Symbol
 from ..synchronization.atomic_ordering import AtomicOrder
 from . import races
 from .access import Access, gather, rows_of

@@ -14,8 +14,7 @@ import numpy as np
 from ..base.batch import Batch
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
-from ..ptx.operands import Operand
-from ..ptx.program import PtxInstruction
+from ..ptx.program import Operand, PtxInstruction
 from ..ptx.static_analysis import registers_of
 
 EXCHANGES = ("shfl", "vote", "match", "redux")

@@ -1,7 +1,11 @@
-"""Barriers of a block and of a warp, fences, and instructions that only take time.
+"""Barriers of a block, of a warp and of the whole grid, fences, and instructions that only take time.
 
 PTX ISA manual, "Parallel Synchronization and Communication Instructions: bar, barrier". A barrier for all
 threads faults if a thread of a warp at it has ended, where a real GPU may hang or go on.
+
+For the barrier of the grid, `cuda.cg.this_grid().sync()`, Numba calls two functions of CUDA's device runtime,
+which a linker would add (CUDA C++ Programming Guide, "Grid Synchronization"). All blocks must be on the GPU
+at once; `execution.run` checks that.
 """
 
 from __future__ import annotations
@@ -9,12 +13,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..arithmetic.warp_operations import awaited, word
-from ..base.addresses import active_lanes, of_every_lane
+from ..base.addresses import active_lanes, lanes_of, of_every_lane
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
-from ..ptx.program import PtxInstruction
+from ..ptx.program import PtxInstruction, Symbol
 
 
 class Barriers:
@@ -224,3 +228,48 @@ NO_EFFECT = "membar fence nanosleep prefetch prefetchu discard applypriority gri
 def no_effect(batch: Batch) -> Run:
     """Do nothing."""
     return lambda machine, mask: None
+
+
+class GridBarrier:
+    """The phase of the grid's barrier at which each lane of a machine waits."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.phase = np.full(machine.lanes, -1, np.int64)  # -1: does not wait
+
+
+@unit("call.cudaCGGetIntrinsicHandle", order="fence", results=0)
+def handle(batch: Batch) -> Run:
+    """Return a handle for the grid: any number but 0."""
+    returned, _ = (operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
+
+    def run(machine: Machine, mask: Mask) -> None:
+        machine.local[lanes_of(machine, mask), returned : returned + 8] = 1
+
+    return run
+
+
+@unit("call.cudaCGSynchronize", order="sync", results=0)
+def synchronize(batch: Batch) -> Run:
+    """Wait until all threads of the grid have arrived."""
+    returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
+
+    def run(machine: Machine, mask: Mask) -> Lanes:
+        launch, barrier = machine.launch, machine.state(GridBarrier)
+        lanes = lanes_of(machine, mask)
+        new = lanes[barrier.phase[lanes] < 0]
+        barrier.phase[new] = launch.phase
+        launch.arrived += new.size
+        if launch.arrived == launch.blocks * launch.threads:
+            launch.arrived, launch.phase = 0, launch.phase + 1
+            launch.memory.order_all()
+            machine.events += 1
+        over = lanes[barrier.phase[lanes] < launch.phase]
+        barrier.phase[over] = -1
+        machine.local[over, returned : returned + 4] = 0  # no error
+        if over.size:
+            machine.clocks.meet_all(np.unique(machine.block_of_lane[over]))
+        passed = np.zeros(machine.lanes, np.bool_)
+        passed[over] = True
+        return passed
+
+    return run

@@ -8,9 +8,9 @@ import pytest
 from minidist.kernels.cuda.runtime.tensor_map import TensorMap
 from minidist.kernels.emulator.arithmetic import fragments
 from minidist.kernels.emulator.copies import tensor_copies
-from minidist.kernels.emulator.instructions import mma, wgmma_products
+from minidist.kernels.emulator.instructions import mma, wgmma
 from minidist.kernels.emulator.instructions.register_pool import at_launch
-from minidist.kernels.emulator.memory import swizzles
+from minidist.kernels.emulator.memory import descriptors
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
@@ -188,10 +188,10 @@ def test_ldmatrix_and_stmatrix(count, transposed):
 @pytest.mark.parametrize("span", [32, 64, 128])
 def test_swizzle_is_an_involution_that_misses_no_bank(span):
     addresses = np.arange(4096)
-    there = swizzles.swizzle(addresses, span)
-    np.testing.assert_array_equal(swizzles.swizzle(there, span), addresses)
+    there = descriptors.swizzle(addresses, span)
+    np.testing.assert_array_equal(descriptors.swizzle(there, span), addresses)
     np.testing.assert_array_equal(
-        there // swizzles.CHUNK * swizzles.CHUNK + addresses % swizzles.CHUNK, there
+        there // descriptors.CHUNK * descriptors.CHUNK + addresses % descriptors.CHUNK, there
     )
     # The manual's picture: in row r of 128 bytes, chunk c of a row of the pattern lies at c XOR r.
     row, chunk = addresses // 128, addresses // 16 % 8
@@ -202,7 +202,7 @@ def test_swizzle_is_an_involution_that_misses_no_bank(span):
     np.testing.assert_array_equal(there, row * 128 + expected * 16 + addresses % 16)
     # A column of chunks, 8 rows of `span` bytes, is one wavefront: all 32 banks, each once.
     for column in range(wide):
-        starts = swizzles.swizzle(np.arange(8) * span + column * 16, span)
+        starts = descriptors.swizzle(np.arange(8) * span + column * 16, span)
         banks = (starts[:, None] + 4 * np.arange(4)) // 4 % 32
         assert len(np.unique(banks)) == 32
 
@@ -268,12 +268,14 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
     for tile, start, block in zip(tiles, starts, blocks, strict=True):
         place = layout(start, leading, stride, span, size)
         for i, p in itertools.product(range(mn), range(depth)):
-            put(shared[block], int(swizzles.swizzle(np.int64(place(i, p)), span)), bits_of(tile[i, p], dtype))
+            put(
+                shared[block],
+                int(descriptors.swizzle(np.int64(place(i, p)), span)),
+                bits_of(tile[i, p], dtype),
+            )
     words = np.array([descriptor(start, leading, stride, span) for start in starts])
-    addresses = wgmma_products.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
-    np.testing.assert_array_equal(
-        wgmma_products.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles
-    )
+    addresses = wgmma.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
+    np.testing.assert_array_equal(wgmma.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles)
 
 
 def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
@@ -282,10 +284,12 @@ def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
     tile = small_integers(rng, 64, 64)
     shared = np.zeros((1, 16384), np.uint8)
     addresses = np.arange(64 * 8).reshape(64, 8) * 16 + 2048
-    shared.reshape(-1).view("V16")[swizzles.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view("V16")
+    shared.reshape(-1).view("V16")[descriptors.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view(
+        "V16"
+    )
     words = np.array([descriptor(2048 + 32 * step, 16, 1024, 128) for step in range(4)])
-    read = wgmma_products.operand_addresses(words, 64, "bf16", False, 16384)
-    steps = wgmma_products.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
+    read = wgmma.operand_addresses(words, 64, "bf16", False, 16384)
+    steps = wgmma.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
     np.testing.assert_array_equal(np.concatenate(list(steps), axis=1), tile)
 
 
@@ -312,7 +316,7 @@ def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
 )
 def test_wgmma_names_a_wrong_descriptor(word, message):
     with pytest.raises(Fault, match=message):
-        wgmma_products.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
+        wgmma.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
 
 
 def d_64xn(lane, i):
@@ -330,7 +334,7 @@ def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
     held = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in d)
     for accumulators, expected in ((held, a @ b.swapaxes(1, 2) + d), (None, a @ b.swapaxes(1, 2))):
         wanted = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in expected)
-        result = wgmma_products.multiply_add(a, b, accumulators, sums)
+        result = wgmma.multiply_add(a, b, accumulators, sums)
         np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
@@ -344,7 +348,7 @@ def test_wgmma_takes_a_from_registers(dtype, place, elements):
         return 16 * (lane // 32) + row, column
 
     words = words_of(registers_of(tile, warp_rows, elements, range(128)), dtype)
-    np.testing.assert_array_equal(wgmma_products.register_operand(words, dtype)[0], tile)
+    np.testing.assert_array_equal(wgmma.register_operand(words, dtype)[0], tile)
 
 
 def tensor(values, box, swizzle=0, dtype=None, pitch=None):
@@ -402,7 +406,7 @@ def test_tensor_boxes_lie_where_wgmma_looks_for_them(span, address):
     source, _ = tensor(np.arange(64 * 64, dtype=np.float16).reshape(64, 64), (16, (span or 64) // 2), span)
     addresses = tensor_copies.box_addresses(source, address, 8192)
     places = address + np.arange(16)[:, None] * (span or 64) + np.arange((span or 64) // 16) * 16
-    np.testing.assert_array_equal(addresses, swizzles.swizzle(places, span))
+    np.testing.assert_array_equal(addresses, descriptors.swizzle(places, span))
     # No chunk twice, and none outside of the box's own bytes.
     assert sorted(addresses.reshape(-1)) == list(
         range(address, address + tensor_copies.box_bytes(source), 16)
