@@ -37,7 +37,7 @@ import numpy as np
 
 from ..cuda.runtime.compiler import compile_ptx
 from ..cuda.runtime.kernel import HALVES, Kernel
-from ..cuda.runtime.tensor_map import TensorMap
+from ..cuda.runtime.matrix import TensorMap
 from .execution.run import COUNTING, run_kernel, sizes
 from .machine.counts import SECTOR, Counts, LineCounts
 from .ptx.fault import EmulatorError

@@ -41,7 +41,7 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class TensorMapLike(Protocol):
-    """The attributes that the emulator reads of `minidist.kernels.cuda.runtime.tensor_map.TensorMap`."""
+    """The attributes that the emulator reads of `minidist.kernels.cuda.runtime.matrix.TensorMap`."""
 
     array: Any
     rows: int

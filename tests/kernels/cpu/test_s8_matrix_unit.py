@@ -175,7 +175,7 @@ def on_model(unit, mistake=("", "")):
 
 def packed(x, transposed, part):
     """Words of a part of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
-    from minidist.kernels.cpu.support import bf16_words
+    from minidist.kernels.cpu.support import bf16_product
 
     rows, k = x.shape
     depth = -(-k // (2 * SIDE)) * SIDE
@@ -183,7 +183,7 @@ def packed(x, transposed, part):
     by = (1, 32) if transposed else (PITCH, 1)
     own = np.empty(SIDE * SIDE, np.uint32)
     where = (x.ctypes.data, rows, k, *x.strides, 4)
-    bf16_words.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
+    bf16_product.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
     return to
 
 

@@ -6,7 +6,7 @@ The kernels are PTX written by hand: no compiler is needed, and a mistake is one
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.ptx.fault import Fault
 from tests.helpers.ptx_programs import execute, here, of, result
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from tests.helpers.ptx_programs import execute, here, of, result
 

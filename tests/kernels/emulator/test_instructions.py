@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.arithmetic import fragments
 from minidist.kernels.emulator.copies import tensor_copies
 from minidist.kernels.emulator.instructions import mma, wgmma
