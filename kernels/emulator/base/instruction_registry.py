@@ -3,7 +3,7 @@
 A unit says what instructions of one name do. Its `prepare` gets a `Batch` of like instructions (one, or
 several independent ones that run as one NumPy operation) and returns the function that runs them:
 
-    @unit("ldmatrix", order="load")
+    @unit("ldmatrix", order="load", counted="ldmatrix")
     def ldmatrix(batch: Batch) -> Run:
         address, write = batch.address(1), batch.targets(0, "b32")  # resolved once, when code is prepared
         def run(machine: Machine, mask: Mask) -> None:              # mask: lanes that run; None is all
@@ -45,30 +45,46 @@ OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", 
 
 @dataclass(frozen=True)
 class InstructionUnit:
-    """The behaviour of all instructions of one name."""
+    """The record of all instructions of one name: what they do, and all else that depends on the name."""
 
     order: OrderingClass
     prepare: Callable[[Batch], Run]
     results: int = 1  # how many operands it writes: the first ones, as PTX names results first
+    counted: str = "integer"  # the class under which a profile counts it; MEMORY gets its state space, too
+    uses: bool = False  # its operands must not be undefined; others hand an undefined value on
+    missed: str = "deadlock"  # the kind of fault if lanes that it waits for never come
 
 
+MEMORY = ("load", "store", "atomic")
 _UNITS: dict[tuple[str, ...], InstructionUnit] = {}
 
 
 def unit(
-    *names: str, order: OrderingClass, results: int = 1
+    *names: str,
+    order: OrderingClass,
+    results: int = 1,
+    counted: str = "integer",
+    uses: bool | None = None,
+    missed: str = "deadlock",
 ) -> Callable[[Callable[[Batch], Run]], Callable[[Batch], Run]]:
-    """Register the decorated `prepare` for all instructions that begin with one of `names`."""
+    """Register the decorated `prepare` for all instructions that begin with one of `names`.
+
+    Instructions that are not pure use their operands, unless `uses` says otherwise.
+    """
 
     def register(prepare: Callable[[Batch], Run]) -> Callable[[Batch], Run]:
+        must = order != "pure" if uses is None else uses
         for name in names:
-            _UNITS[tuple(name.split("."))] = InstructionUnit(order, prepare, results)
+            record = InstructionUnit(order, prepare, results, counted, must, missed)
+            _UNITS[tuple(name.split("."))] = record
         return prepare
 
     return register
 
 
-def unit_of_lanes(*names: str, order: OrderingClass, operands: tuple[str, ...] = ()) -> Callable[[Act], Act]:
+def unit_of_lanes(
+    *names: str, order: OrderingClass, counted: str, operands: tuple[str, ...] = (), missed: str = "deadlock"
+) -> Callable[[Act], Act]:
     """Register a function of (machine, lanes, operands...) for instructions that run one at a time.
 
     `lanes` are the numbers of the lanes that run. An operand is an "address", a "constant", or is read as a
@@ -98,7 +114,7 @@ def unit_of_lanes(*names: str, order: OrderingClass, operands: tuple[str, ...] =
 
             return run
 
-        unit(*names, order=order, results=0)(prepare)
+        unit(*names, order=order, results=0, counted=counted, missed=missed)(prepare)
         return act
 
     return register

@@ -133,7 +133,7 @@ def _pieces(count: int) -> list[tuple[int, int]]:
     return [(width, count & -2 * width) for width in (16, 8, 4, 2, 1) if count & width]
 
 
-@unit("cp.async.ca", "cp.async.cg", order="store", results=0)
+@unit("cp.async.ca", "cp.async.cg", order="store", results=0, counted="async copy")
 def cp_async(batch: Batch) -> Run:
     """cp.async.cg.shared.global [dst], [src], size{, src-size or ignore-src}."""
     width = batch.constant(2)
@@ -160,19 +160,19 @@ def cp_async(batch: Batch) -> Run:
     return run
 
 
-@unit_of_lanes("cp.async.commit_group", order="fence")
+@unit_of_lanes("cp.async.commit_group", order="fence", counted="wait")
 def commit_group(machine: Machine, lanes: Array) -> None:
     """cp.async.commit_group: close the group of copies that each thread has begun since the last."""
     machine.state(AsyncCopies).groups.commit(lanes)
 
 
-@unit_of_lanes("cp.async.wait_group", order="fence", operands=("constant",))
+@unit_of_lanes("cp.async.wait_group", order="fence", operands=("constant",), counted="wait")
 def wait_group(machine: Machine, lanes: Array, allowed: int) -> None:
     """cp.async.wait_group n: wait until at most the last n groups of the thread are under way."""
     machine.state(AsyncCopies).wait(lanes, allowed)
 
 
-@unit_of_lanes("cp.async.wait_all", order="fence")
+@unit_of_lanes("cp.async.wait_all", order="fence", counted="wait")
 def wait_all(machine: Machine, lanes: Array) -> None:
     """cp.async.wait_all: wait for all copies of the thread, in closed groups or not."""
     machine.state(AsyncCopies).groups.commit(lanes)

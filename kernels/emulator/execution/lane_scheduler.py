@@ -26,7 +26,7 @@ from ..machine.machine import Machine
 from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import Fault
-from ..synchronization.barriers import Barriers
+from ..synchronization.barriers import MISSED, Barriers
 from .schedule import BasicBlock, Code
 
 EVERY = 1024  # runs of a block from one snapshot of the machine to the next
@@ -90,8 +90,6 @@ ProgramPoint: TypeAlias = tuple[int, int]  # the first instruction of a basic bl
 # After PATIENCE runs of the lowest lanes others run once, then after half as many, down to IMPATIENCE. A
 # block that looks whether something has changed (an atomic, say) counts as LOOK runs.
 PATIENCE, IMPATIENCE, LOOK = 2048, 16, 128
-KINDS = dict.fromkeys(("bar", "barrier", "call"), "barrier not reached by all threads")
-KINDS |= dict.fromkeys(("shfl", "vote", "match", "redux"), "warp diverged")
 
 
 class LaneScheduler:
@@ -195,7 +193,7 @@ class LaneScheduler:
                     active = None
             machine.instruction = step.instructions[0]
             if machine.has_undefined and step.instructions[0].opcode[0] not in EXCHANGES:
-                machine.state(UndefinedValues).follow(step.batch, active)
+                machine.state(UndefinedValues).follow(step.batch, step.unit, active)
             passed = step.run(machine, active)
             held = None if passed is None else lanes & ~passed if active is None else active & ~passed
             if held is not None and held.any():
@@ -204,7 +202,7 @@ class LaneScheduler:
                 if not lanes.any():
                     return
             if machine.counts is not None:
-                machine.counts.step(machine.shape, step.instructions, active)
+                machine.counts.step(machine.shape, step.instructions, active, step.counted)
         self._leave(block, lanes)
 
     def _take_parked(self, point: ProgramPoint, lanes: Lanes) -> Lanes:
@@ -228,7 +226,7 @@ class LaneScheduler:
                 undefined = machine.state(UndefinedValues)
                 undefined.use(block.batch, (block.control.guard,), lanes, block.control)
         if machine.counts is not None:
-            machine.counts.step(machine.shape, (block.control,), lanes)
+            machine.counts.step(machine.shape, (block.control,), lanes, "branch")
         if block.control.opcode[0] == "bra":
             if taken.any():
                 self._add(block.target, taken)
@@ -250,23 +248,22 @@ class LaneScheduler:
         machine = self.machine
         block = min(int(machine.block_of_lane[lanes].min()) for lanes in self.parked.values())
         mine = machine.block_of_lane == block
-        waits, first = [], None
-        for start, step in sorted(self.parked):
-            count = int((self.parked[start, step] & mine).sum())
+        waits, steps = [], []
+        for start, i in sorted(self.parked):
+            count = int((self.parked[start, i] & mine).sum())
             if count:
-                instruction = self.code.blocks[start].steps[step].instructions[0]
-                first = first or instruction
+                steps.append(self.code.blocks[start].steps[i])
+                instruction = steps[-1].instructions[0]
                 line = str(instruction.location or "an unknown line")
                 waits.append(f"{count} wait{'s' if count == 1 else ''} at {line} [{instruction.text}]")
         ended = machine.threads - int((machine.alive & mine).sum())
         if ended:
             waits.append(f"{ended} {'has' if ended == 1 else 'have'} ended")
         text = f"of {machine.threads} threads of {machine.block_name(block)}, {', '.join(waits)}"
+        kind, first, remedy = steps[0].unit.missed, steps[0].instructions[0], ""
         if (earlier := machine.state(Barriers).first_mixed(block)) is not None:
             text += f", and before, only some of them came to {earlier.location or 'an earlier barrier'}"
-            first = earlier
-        assert first is not None
-        kind, remedy = KINDS.get(first.opcode[0], "deadlock"), ""
+            kind, first = MISSED, earlier
         if first.opcode[0] in ("bar", "barrier"):
             remedy = "; let all threads of the block come to the same cuda.syncthreads()"
         return machine.make_fault(kind, f"{text}: none can ever go on{remedy}", first)

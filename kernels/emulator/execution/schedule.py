@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..base.batch import Batch, RegisterLayout, Source
-from ..base.instruction_registry import InstructionUnit, OrderingClass, Run, find
+from ..base.instruction_registry import MEMORY, InstructionUnit, OrderingClass, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
 from ..ptx.program import (
@@ -149,6 +149,7 @@ def _shape(operand: Operand) -> object:
 
 BATCH_LANES = 1 << 15  # largest lanes times instructions of a step, so that operands fit the L2 cache
 CONTROL = ("bra", "ret", "exit", "trap")
+COUNTED_SPACES = ("shared", "local", "param", "const")
 LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
 
@@ -159,6 +160,8 @@ class BatchStep:
     run: Run
     guard: Source | None  # reads which lanes the instructions' guard lets run
     batch: Batch
+    unit: InstructionUnit
+    counted: str  # the class of its instructions in a profile
 
     @property
     def instructions(self) -> Sequence[PtxInstruction]:
@@ -231,13 +234,20 @@ def _block(
     steps = []
     for unit, instructions in batches:
         batch = Batch(instructions, program, layout)
-        steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch))
+        steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch, unit, _counted(unit, batch)))
     looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
         return BasicBlock(tuple(steps), None, None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
     return BasicBlock(tuple(steps), control, batch, _guard(batch), target, end, looks)
+
+
+def _counted(unit: InstructionUnit, batch: Batch) -> str:
+    """Return the class under which a batch is counted: of accesses to memory with the state space."""
+    words = batch.first.opcode
+    spaces = (space for space in COUNTED_SPACES if any(word.startswith(space) for word in words))
+    return f"{unit.counted} {next(spaces, 'global')}" if unit.counted in MEMORY else unit.counted
 
 
 def _guard(batch: Batch) -> Source | None:

@@ -22,13 +22,13 @@ from ..ptx.fault import EmulatorError
 from ..synchronization.atomic_ordering import AtomicOrder
 
 
-@unit("atom", order="store")
+@unit("atom", order="store", counted="atomic")
 def update(batch: Batch) -> Run:
     """atom{.space}.operation.kind d, [a], b{, c}: the old value goes to d."""
     return _prepare(batch, 1)
 
 
-@unit("red", order="store", results=0)
+@unit("red", order="store", results=0, counted="atomic")
 def reduction(batch: Batch) -> Run:
     """red{.space}.operation.kind [a], b: as atom, without a result."""
     return _prepare(batch, 0)

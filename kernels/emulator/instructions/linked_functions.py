@@ -66,24 +66,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "__hisnan": np.isnan,
     "__hisinf": np.isinf,
     "__hfma": lambda a, b, c: a.astype(np.float64) * b + c,
-    "hcos": np.cos,
-    "hsin": np.sin,
-    "htanh": np.tanh,
-    "hexp": np.exp,
-    "hexp2": np.exp2,
     "hexp10": lambda a: np.float32(10) ** a,
-    "hlog": np.log,
-    "hlog2": np.log2,
-    "hlog10": np.log10,
-    "hsqrt": np.sqrt,
     "hrsqrt": lambda a: 1 / np.sqrt(a),
     "hrcp": np.reciprocal,
-    "hceil": np.ceil,
-    "hfloor": np.floor,
-    "htrunc": np.trunc,
-    "hrint": np.rint,
     "htanh_approx": np.tanh,
 }
+SAME_NAME = "cos sin tanh exp exp2 log log2 log10 sqrt ceil floor trunc rint"  # as NumPy's, behind an h
+FUNCTIONS |= {f"h{name}": getattr(np, name) for name in SAME_NAME.split()}
 # Suffixes: u also holds if an operand is NaN; _sat clamps to [0, 1], NaN to 0; _relu clamps at 0.
 FUNCTIONS |= {f"__h{name}u": _unordered(compare) for name, compare in ORDER.items()}
 FUNCTIONS |= {f"__h{name}_rn": FUNCTIONS[f"__h{name}"] for name in ("add", "sub", "mul")}
@@ -123,7 +112,7 @@ def function_of(name: str) -> HalfCall | None:
     return None
 
 
-@unit("call", order="fence", results=0)
+@unit("call", order="fence", results=0, counted="branch")
 def call(batch: Batch) -> Run:
     """call (status), name, (result, operands...) of a function that the PTX does not define."""
     found = function_of(batch.first.opcode[1])
@@ -176,7 +165,7 @@ def _bytes(answer: Array, kind: str) -> Array:
 LONGEST = 4096  # bytes of a string
 
 
-@unit("call.vprintf", order="fence", results=0)
+@unit("call.vprintf", order="fence", results=0, counted="branch")
 def vprintf(batch: Batch) -> Run:
     """vprintf(format, arguments): generic addresses of a string, and of a struct as in C."""
     offsets = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]
@@ -226,7 +215,7 @@ def _formatted(machine: Machine, lane: int, text: str, at: int) -> str:
     return re.sub(r"%([-+ #0-9.]*)(l{0,2}|h{0,2}|z)([diuxXocsfeEgGaAp%])", value, text)
 
 
-@unit("call.numba_attempt_nocopy_reshape", order="fence", results=0)
+@unit("call.numba_attempt_nocopy_reshape", order="fence", results=0, counted="branch")
 def reshape(batch: Batch) -> Run:
     """Find the strides for a new shape, once for all lanes with the same arguments."""
     at = [operand.offset for operand in batch.first.operands if isinstance(operand, Symbol)]

@@ -102,7 +102,7 @@ def _half_table() -> Array:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-@unit("mma.sync", order="pure")
+@unit("mma.sync", order="pure", counted="matrix", uses=True)
 def mma(batch: Batch) -> Run:
     """mma.sync.aligned.shape.row.col.d.a.b.c d, a, b, c: each warp's product of small matrices."""
     opcode = batch.first.opcode
@@ -157,7 +157,7 @@ def of_all_lanes(values: Array, machine: Machine, lanes: Array) -> Array:
 _COUNTS = {"x1": 1, "x2": 2, "x4": 4}
 
 
-@unit("ldmatrix", order="load")
+@unit("ldmatrix", order="load", counted="ldmatrix")
 def ldmatrix(batch: Batch) -> Run:
     """ldmatrix.sync.aligned.m8n8.num{.trans}{.shared}.b16 r, [p]."""
     count, transposed, space = _form(batch)
@@ -173,7 +173,7 @@ def ldmatrix(batch: Batch) -> Run:
     return run
 
 
-@unit("stmatrix", order="store", results=0)
+@unit("stmatrix", order="store", results=0, counted="stmatrix")
 def stmatrix(batch: Batch) -> Run:
     """stmatrix.sync.aligned.m8n8.num{.trans}{.shared}.b16 [p], r."""
     count, transposed, space = _form(batch)

@@ -254,26 +254,26 @@ def _when_together(act: Callable[[WarpGroups, Array], None]) -> Run:
     return run
 
 
-@unit("wgmma.fence", order="sync", results=0)
+@unit("wgmma.fence", order="sync", results=0, counted="wait")
 def fence(batch: Batch) -> Run:
     """wgmma.fence.sync.aligned: later products see earlier writes to registers."""
     return _when_together(lambda state, groups: np.put(state.fenced, groups, True))
 
 
-@unit("wgmma.commit_group", order="sync", results=0)
+@unit("wgmma.commit_group", order="sync", results=0, counted="wait")
 def commit_group(batch: Batch) -> Run:
     """wgmma.commit_group.sync.aligned: close the group of products begun since the last."""
     return _when_together(lambda state, groups: state.products.commit(groups))
 
 
-@unit("wgmma.wait_group", order="sync", results=0)
+@unit("wgmma.wait_group", order="sync", results=0, counted="wait")
 def wait_group(batch: Batch) -> Run:
     """wgmma.wait_group.sync.aligned n: wait until at most the last n groups are under way."""
     allowed = batch.constant(0)
     return _when_together(lambda state, groups: state.wait(groups, allowed))
 
 
-@unit("wgmma.mma_async", order="sync")
+@unit("wgmma.mma_async", order="sync", counted="matrix")
 def mma_async(batch: Batch) -> Run:
     """wgmma.mma_async.sync.aligned.shape.d.a.b d, a, b, scale-d, imm-scale-a, imm-scale-b{, imm-trans...}."""
     form = _form(batch)

@@ -97,7 +97,9 @@ def fault_for_missing_fence(
         machine.fault_at("missing fence", text, lane)
 
 
-@unit_of_lanes("fence.proxy.tensormap::generic.acquire", order="fence", operands=("address",))
+@unit_of_lanes(
+    "fence.proxy.tensormap::generic.acquire", order="fence", operands=("address",), counted="barrier"
+)
 def fence_proxy_tensormap(machine: Machine, lanes: Array, addresses: Array) -> None:
     """fence.proxy.tensormap::generic.acquire.scope [addr], 128: see a tensor map as the host wrote it.
 
@@ -106,7 +108,7 @@ def fence_proxy_tensormap(machine: Machine, lanes: Array, addresses: Array) -> N
     machine.state(TensorMapFences).acquire(addresses, lanes)
 
 
-@unit_of_lanes("fence.proxy.async", order="fence")
+@unit_of_lanes("fence.proxy.async", order="fence", counted="barrier")
 def fence_proxy_async(machine: Machine, lanes: Array) -> None:
     """fence.proxy.async{.space}: show earlier stores to the asynchronous proxy."""
     agents = np.unique(machine.clocks.agents_of_lanes[lanes])
@@ -114,7 +116,7 @@ def fence_proxy_async(machine: Machine, lanes: Array) -> None:
     machine.state(Mbarriers).show(agents)
 
 
-@unit_of_lanes("fence.mbarrier_init", order="fence")
+@unit_of_lanes("fence.mbarrier_init", order="fence", counted="barrier")
 def fence_mbarrier_init(machine: Machine, lanes: Array) -> None:
     """fence.mbarrier_init.release.cluster: show the thread's new mbarriers to the copy engine."""
     machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes[lanes]))

@@ -21,7 +21,7 @@ from . import races
 from .access import Access, gather, rows_of
 
 
-@unit("ld", order="load")
+@unit("ld", order="load", counted="load")
 def load(batch: Batch) -> Run:
     """ld{.space}{.v2|.v4}.kind d, [a]: the destination may be wider than the kind."""
     opcode = batch.first.opcode
@@ -48,7 +48,7 @@ def load(batch: Batch) -> Run:
     return run
 
 
-@unit("st", order="store", results=0)
+@unit("st", order="store", results=0, counted="store")
 def store(batch: Batch) -> Run:
     """st{.space}{.v2|.v4}.kind [a], b: of a wider source, the low bits are stored."""
     opcode = batch.first.opcode

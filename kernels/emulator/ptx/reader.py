@@ -44,13 +44,13 @@ def parse(text: str) -> Program:
     text = re.sub(r"^\s*\.file\b[^\n]*$", "", text, flags=re.M)
     text = re.sub(r"^\s*\.section\b[^{]*\{.*?^\s*\}", "", text, flags=re.M | re.S)
     text = re.sub(r"^(\s*\.loc\b[^\n]*)$", r"\1;", text, flags=re.M)
-    functions = {function.name: function for function in _functions(text)}
+    functions, outside = _functions(text)
     entries = [function for function in functions.values() if function.entry]
     if len(entries) != 1:
         raise EmulatorError(f"the PTX holds {len(entries)} kernels: pass the PTX of one kernel")
     entry = entries[0]
     program = Program(entry.name, directives=entry.directives)
-    _module_variables(text, program)
+    _module_variables(outside, program)
     for parameter in entry.parameters:
         kind, name, size = declaration(parameter)
         program.parameters[name] = (kind, size)
@@ -59,27 +59,31 @@ def parse(text: str) -> Program:
     return program
 
 
-def _functions(text: str) -> Iterator[DeviceFunction]:
+def _functions(text: str) -> tuple[dict[str, DeviceFunction], str]:
+    """Return the functions of a module by name, and the text outside of them."""
+    functions, outside, end = {}, "", 0
     for match in re.finditer(
         r"\.(entry|func)\b\s*(?:\(([^()]*)\))?\s*([\w$]+)\s*(?:\(([^()]*)\))?([^{;]*)([{;])", text
     ):
         kind, returns, name, parameters, directives, opening = match.groups()
+        outside += text[end : match.start()] + ";"
+        end = match.end()
         if opening == ";":
             continue  # a declaration
+        body = _braced(text, match.end() - 1)
+        end += len(body) + 1
         limits = {
             word: tuple(int(number) for number in re.findall(r"\d+", numbers))
             for word, numbers in re.findall(
                 r"\.(maxntid|reqntid|minnctapersm|maxnreg)\s+([\d,\s]+)", directives
             )
         }
-        yield DeviceFunction(
-            name,
-            kind == "entry",
-            [part for part in (returns or "").split(",") if part.strip()],
-            [part for part in (parameters or "").split(",") if part.strip()],
-            _braced(text, match.end() - 1),
-            limits,
+        results, formal = (
+            [part for part in (declared or "").split(",") if part.strip()]
+            for declared in (returns, parameters)
         )
+        functions[name] = DeviceFunction(name, kind == "entry", results, formal, body, limits)
+    return functions, outside + text[end:]
 
 
 def _braced(text: str, opening: int) -> str:
@@ -93,17 +97,7 @@ def _braced(text: str, opening: int) -> str:
 
 
 def _module_variables(text: str, program: Program) -> None:
-    outside = re.sub(r"\.(?:entry|func)\b[^{;]*\{", "\0", text)
-    pieces, depth = [], 0
-    for part in re.split(r"([\0{}])", outside):
-        if part in ("\0", "{"):
-            depth += 1 if part == "\0" or depth else 0
-            pieces.append("{" if part == "{" and not depth else "")
-        elif part == "}" and depth:
-            depth -= 1
-        elif not depth:
-            pieces.append(part)
-    for statement in "".join(pieces).split(";"):
+    for statement in text.split(";"):
         match = re.search(r"\.(shared|global|const)\b(.*)", statement, re.S)
         if match is None:
             continue

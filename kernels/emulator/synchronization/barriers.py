@@ -20,6 +20,13 @@ from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import PtxInstruction, Symbol
 
+MISSED = "barrier not reached by all threads"  # the fault of lanes that wait for ever
+
+
+def names(what: str) -> tuple[str, ...]:
+    """Return all names of a block's barrier."""
+    return tuple(f"{name}.{what}" for name in ("bar", "barrier", "barrier.cta", "bar.cta"))
+
 
 class Barriers:
     """The named barriers of each block: the lanes that wait, and the lanes that may go on."""
@@ -91,7 +98,7 @@ class Barriers:
         self.came_at[full] = -1
 
 
-@unit("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync", order="sync", results=0)
+@unit(*names("sync"), order="sync", results=0, counted="barrier", missed=MISSED)
 def barrier_sync(batch: Batch) -> Run:
     """bar.sync a{, b}: wait until all threads of the block, or b of them, have arrived at barrier a."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32") if batch.has(1) else None
@@ -103,7 +110,7 @@ def barrier_sync(batch: Batch) -> Run:
     return run
 
 
-@unit("bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red", order="sync")
+@unit(*names("red"), order="sync", counted="barrier", missed=MISSED)
 def barrier_reduction(batch: Batch) -> Run:
     """bar.red.popc.u32 d, a{, b}, p and bar.red.and|or.pred q, a{, b}, p: a barrier with a vote."""
     kind = "u32" if "popc" in batch.first.opcode else "pred"
@@ -147,7 +154,7 @@ def _wait(machine: Machine, lanes: Lanes, names: Array, counts: Array | None) ->
     return back
 
 
-@unit("bar.arrive", "barrier.arrive", "barrier.cta.arrive", "bar.cta.arrive", order="barrier", results=0)
+@unit(*names("arrive"), order="barrier", results=0, counted="barrier", missed=MISSED)
 def barrier_arrive(batch: Batch) -> Run:
     """bar.arrive a, b: arrive at barrier a, which is for b threads, and go on."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32")
@@ -203,7 +210,7 @@ def _arrive(machine: Machine, lanes: Lanes, names: Array, counts: Array | None, 
         machine.state(Barriers).arrive(name, those, expected, wait)
 
 
-@unit("bar.warp", "barrier.warp", order="barrier", results=0)
+@unit("bar.warp", "barrier.warp", order="barrier", results=0, counted="barrier", missed=MISSED)
 def warp_barrier(batch: Batch) -> Run:
     """bar.warp.sync membermask: lanes of a warp wait for the lanes that the mask names."""
     members = batch.source(0, "u32")
@@ -221,9 +228,10 @@ def warp_barrier(batch: Batch) -> Run:
 
 
 # These order or delay accesses, which the emulator runs in order anyway, or have no effect on results.
-NO_EFFECT = "membar fence nanosleep prefetch prefetchu discard applypriority griddepcontrol pmevent brkpt"
+NO_EFFECT = "nanosleep prefetch prefetchu discard applypriority griddepcontrol pmevent brkpt"
 
 
+@unit("membar", "fence", order="fence", results=0, counted="barrier")
 @unit(*NO_EFFECT.split(), order="fence", results=0)
 def no_effect(batch: Batch) -> Run:
     """Do nothing."""
@@ -237,7 +245,7 @@ class GridBarrier:
         self.phase = np.full(machine.lanes, -1, np.int64)  # -1: does not wait
 
 
-@unit("call.cudaCGGetIntrinsicHandle", order="fence", results=0)
+@unit("call.cudaCGGetIntrinsicHandle", order="fence", results=0, counted="branch")
 def handle(batch: Batch) -> Run:
     """Return a handle for the grid: any number but 0."""
     returned, _ = (operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
@@ -248,7 +256,7 @@ def handle(batch: Batch) -> Run:
     return run
 
 
-@unit("call.cudaCGSynchronize", order="sync", results=0)
+@unit("call.cudaCGSynchronize", order="sync", results=0, counted="branch", missed=MISSED)
 def synchronize(batch: Batch) -> Run:
     """Wait until all threads of the grid have arrived."""
     returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))

@@ -15,6 +15,7 @@ from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import Address, PtxInstruction
 from .async_groups import snapshot
+from .barriers import MISSED
 
 OFFSETS = (1 << CLUSTER_SHIFT) - 1
 
@@ -139,19 +140,19 @@ class ClusterBarriers:
         return passed
 
 
-@unit_of_lanes("barrier.cluster.arrive", order="barrier")
+@unit_of_lanes("barrier.cluster.arrive", order="barrier", counted="barrier")
 def arrive(machine: Machine, lanes: Array) -> None:
     """barrier.cluster.arrive{.release}{.aligned}: arrive, and go on."""
     machine.state(ClusterBarriers).arrive(lanes, releases=True)
 
 
-@unit_of_lanes("barrier.cluster.arrive.relaxed", order="barrier")
+@unit_of_lanes("barrier.cluster.arrive.relaxed", order="barrier", counted="barrier")
 def arrive_relaxed(machine: Machine, lanes: Array) -> None:
     """barrier.cluster.arrive.relaxed{.aligned}: arrive, and show nothing."""
     machine.state(ClusterBarriers).arrive(lanes, releases=False)
 
 
-@unit_of_lanes("barrier.cluster.wait", order="sync")
+@unit_of_lanes("barrier.cluster.wait", order="sync", counted="barrier", missed=MISSED)
 def wait(machine: Machine, lanes: Array) -> Lanes:
     """barrier.cluster.wait{.acquire}{.aligned}: wait until all threads of the cluster have arrived."""
     return machine.state(ClusterBarriers).wait(lanes)

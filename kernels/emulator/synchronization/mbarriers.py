@@ -193,7 +193,7 @@ class Mbarriers:
 PATIENCE = 64
 
 
-@unit_of_lanes("mbarrier.init", order="fence", operands=("address", "u32"))
+@unit_of_lanes("mbarrier.init", order="fence", operands=("address", "u32"), counted="barrier")
 def init(machine: Machine, lanes: Array, addresses: Array, counts: Array) -> None:
     """mbarrier.init{.shared}.b64 [addr], count."""
     mbarriers = machine.state(Mbarriers)
@@ -201,7 +201,7 @@ def init(machine: Machine, lanes: Array, addresses: Array, counts: Array) -> Non
         mbarriers.make((key[0], key[1]), count, lane)
 
 
-@unit_of_lanes("mbarrier.inval", order="fence", operands=("address",))
+@unit_of_lanes("mbarrier.inval", order="fence", operands=("address",), counted="barrier")
 def inval(machine: Machine, lanes: Array, addresses: Array) -> None:
     """mbarrier.inval{.shared}.b64 [addr]."""
     mbarriers = machine.state(Mbarriers)
@@ -210,7 +210,7 @@ def inval(machine: Machine, lanes: Array, addresses: Array) -> None:
         del mbarriers.table[key]
 
 
-@unit("mbarrier.arrive", "mbarrier.arrive.expect_tx", order="fence")
+@unit("mbarrier.arrive", "mbarrier.arrive.expect_tx", order="fence", counted="barrier")
 def arrive(batch: Batch) -> Run:
     """mbarrier.arrive{.sem.scope}{.space}.b64 {state or _,} [addr]{, count}, and .expect_tx with its bytes.
 
@@ -250,14 +250,14 @@ def arrive(batch: Batch) -> Run:
     return run
 
 
-@unit_of_lanes("mbarrier.expect_tx", order="fence", operands=("address", "u32"))
+@unit_of_lanes("mbarrier.expect_tx", order="fence", operands=("address", "u32"), counted="barrier")
 def expect(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
     """mbarrier.expect_tx{.sem.scope}{.space}.b64 [addr], bytes: announce them, without an arrival."""
     for mbarrier, amount in _amounts(machine, lanes, addresses, amounts):
         machine.events += mbarrier.expect(amount)
 
 
-@unit_of_lanes("mbarrier.complete_tx", order="fence", operands=("address", "u32"))
+@unit_of_lanes("mbarrier.complete_tx", order="fence", operands=("address", "u32"), counted="barrier")
 def complete(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
     """mbarrier.complete_tx{.sem.scope}{.space}.b64 [addr], bytes: count them, without a copy."""
     for mbarrier, amount in _amounts(machine, lanes, addresses, amounts):
@@ -309,7 +309,7 @@ def _look(batch: Batch, waits: bool) -> Callable[[Machine, Array], Lanes]:
     return look
 
 
-@unit("mbarrier.try_wait", order="sync")
+@unit("mbarrier.try_wait", order="sync", counted="barrier")
 def try_wait(batch: Batch) -> Run:
     """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}."""
     write, look = batch.target(0, "pred"), _look(batch, waits=True)
@@ -328,7 +328,7 @@ def try_wait(batch: Batch) -> Run:
     return run
 
 
-@unit("mbarrier.test_wait", order="fence")
+@unit("mbarrier.test_wait", order="fence", counted="barrier")
 def test_wait(batch: Batch) -> Run:
     """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: tests only."""
     write, look = batch.target(0, "pred"), _look(batch, waits=False)
