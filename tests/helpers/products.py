@@ -10,6 +10,7 @@ from minidist.kernels.cpu.support.caches import Caches
 from minidist.kernels.measure import harness
 
 KIB, MIB = 2**10, 2**20
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 every_cache = pytest.mark.parametrize(
     ("l2", "l3"),
     [(256 * KIB, 4 * MIB), (512 * KIB, 0), (MIB, 32 * MIB), (2 * MIB, 512 * MIB), (4 * MIB, 16 * MIB)],
@@ -62,6 +63,7 @@ LAYOUTS = {
         lambda base: base[1::2, 2::3][:m, :n],
     ),
 }
+every_layout = pytest.mark.parametrize("layout", list(LAYOUTS))
 
 
 def laid_out(x, layout):
@@ -70,6 +72,10 @@ def laid_out(x, layout):
     base = np.full(shape, np.nan, x.dtype)
     view(base)[...] = x
     return view(base), base
+
+
+def random_laid_out(rng, rows, columns, dtype, layout):
+    return laid_out(rng.standard_normal((rows, columns)).astype(dtype), layout)[0]
 
 
 def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
@@ -96,3 +102,33 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
         harness.assert_product(again, a, b, "laid out differently", factors=step.factors)
     else:
         np.testing.assert_array_equal(again, step.matmul(a, b))
+
+
+GUARD = 64  # elements before and after memory for others to write to
+
+
+def guarded(elements, dtype):
+    """Memory for so many elements, NaN all over, between guards."""
+    return np.full((1, GUARD + elements + GUARD), np.nan, dtype)
+
+
+def assert_guards(memory):
+    assert np.isnan(memory[0, :GUARD]).all(), "written before the target"
+    assert np.isnan(memory[0, -GUARD:]).all(), "written beyond the target"
+
+
+@contextlib.contextmanager
+def guarded_blocks(module, small, **more):
+    """A context in which `module`, a rung, packs into blocks of these sizes, between guards that stay."""
+    given = []
+
+    def memory(purpose, kind, elements):
+        given.append(guarded(elements, kind))
+        return given[-1][:, GUARD:-GUARD]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"blocks": lambda kind: small, "memory": memory, **more}.items():
+            patch.setattr(module, name, value)
+        yield given
+    for each in given:
+        assert_guards(each)

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 
 from minidist.kernels import CPU_LADDER, cpu
 from minidist.kernels.measure import harness
-from tests.helpers.products import LAYOUTS, check_laid_out, skip_unless_it_runs
+from tests.helpers.products import LAYOUTS, check_laid_out, every_dtype, skip_unless_it_runs
 
 # The others go past a vector and past a block.
 LARGEST = {"s1_python_loops": 17, "s2_vectors": 17}
 FIRST_FOUR = CPU_LADDER[:4]
 
 every_rung = pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 # bfloat16 has tests of its own: test_s8_matrix_unit.py.
 PAIRS = [(step, dtype) for step in CPU_LADDER for dtype in step.dtypes if dtype != "bfloat16"]
 every_rung_and_dtype = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
 from minidist.kernels.tpu.tiles import TileUnit
 from minidist.model.matmul import Linear
-from tests.helpers.products import LAYOUTS, laid_out, skip_unless_it_runs
+from tests.helpers.products import LAYOUTS, every_layout, laid_out, skip_unless_it_runs
 
 STEP = rung("s8_matrix_unit")
 PITCH, SIDE = 784, 16
@@ -63,7 +63,7 @@ def test_bf16_numbers_of_torch_and_as_bits(unit):
     np.testing.assert_array_equal(STEP.matmul(*bits), c.view(torch.int16).numpy().view(np.uint16))
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@every_layout
 def test_bf16_numbers_may_lie_anyhow(unit, layout):
     """The layouts of float32 are those of every rung: see test_cpu_ladder.py."""
     x = (harness.inputs(70, 70, 70, "float32", 1)[0].view(np.uint32) >> 16).astype(np.uint16)
