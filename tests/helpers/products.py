@@ -1,6 +1,9 @@
 """Products as the tests of rungs check them: any strides and caches, and guards around the result."""
 
 import contextlib
+import importlib
+import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +40,20 @@ def with_caches(l2, l3):
         block_sizes.blocks.cache_clear()
         yield
     block_sizes.blocks.cache_clear()
+
+
+def check_ladder(package, ladder, said):
+    """Fail unless the ladder has all rungs of the package in order, each in a file that says so."""
+    files = sorted(path.stem for path in Path(package.__file__).parent.glob("s[0-9]*.py"))
+    assert sorted(step.name for step in ladder) == files
+    assert [step.number for step in ladder] == list(range(1, len(ladder) + 1))
+    for step in ladder:
+        assert step.name.startswith(f"s{step.number}_")
+        assert package.__name__.endswith(step.device)
+        assert step.idea.endswith(".")
+        module = importlib.import_module(f"{package.__name__}.{step.name}")
+        assert module.RUNG is step
+        assert said(step) in inspect.getdoc(module)
 
 
 # Ways for an (m, n) matrix to lie in memory: the shape of the array around it, and the view of that array.

@@ -10,6 +10,7 @@ from minidist.kernels import rung
 from minidist.kernels.cpu import s8_matrix_unit
 from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.support import matrix_unit
+from minidist.kernels.cpu.support.tile_registers import configuration
 from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
 from minidist.kernels.tpu.tiles import TileUnit
@@ -160,7 +161,7 @@ def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, grante
 # The loop over tiles, as Python, on the model.
 
 
-def on_model(unit, mistake=("", "")):
+def on_model(unit):
     """`tile_registers.add_products` with the model's instructions in the place of the CPU's."""
     from minidist.kernels.cpu.support import tile_registers as registers
 
@@ -189,8 +190,6 @@ def packed(x, transposed, part):
 
 def multiply_on_model(parts=1, k=70, rows=16, pair=True, release=True, permission=True, skip=None):
     """A product of 32 x k by k x 32 on the model; the unit, the result, and a and b."""
-    from minidist.kernels.cpu.support.tile_registers import configuration
-
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((32, k), np.float32), rng.standard_normal((k, 32), np.float32)
     packed_a = np.stack([packed(a, False, part) for part in range(parts)])
@@ -229,7 +228,7 @@ def test_tiles_multiply_on_the_model(parts, most):
 
 def test_one_tile_of_sums_waits_for_each_product():
     unit = TileUnit([])
-    unit.configure(bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8))
+    unit.configure(configuration(16))
     for _ in range(10):
         unit.multiply(0, 4, 6)
     assert unit.cycles == 10 * 52
@@ -249,6 +248,6 @@ def test_mistakes_on_tiles_are_found():
     unit = TileUnit([empty(1, 4, np.float32)])
     with pytest.raises(RuntimeError, match="no tile is configured"):
         unit.zero(0)
-    unit.configure(bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8))
+    unit.configure(configuration(16))
     with pytest.raises(IndexError, match="outside the memory"):
         unit.load(0, unit.memory[0].ctypes.data, 64)

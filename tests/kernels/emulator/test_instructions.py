@@ -16,18 +16,8 @@ from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
 from minidist.kernels.emulator.synchronization.async_groups import AsyncGroups
 from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier
-
-LANES = range(32)
-
-
-def bits_of(values, dtype):
-    """The bits of float32 values that a format holds exactly: uint16 of f16 and bf16, uint32 of tf32."""
-    values = np.asarray(values, np.float32)
-    if dtype == "f16":
-        return values.astype(np.float16).view(np.uint16)
-    if dtype == "bf16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.view(np.uint32)
+from tests.helpers import ptx_fragments as manual
+from tests.helpers.ptx_fragments import LANES, bits_of, registers_of, words_of
 
 
 def small_integers(rng, *shape):
@@ -35,71 +25,19 @@ def small_integers(rng, *shape):
     return rng.integers(-4, 5, shape).astype(np.float32)
 
 
-# The element's row and column for lane and element number, as the manual's sections on fragments give them.
-def a_16x16(lane, i):
-    return lane // 4 + (8 if i in (2, 3, 6, 7) else 0), (lane % 4) * 2 + (i & 1) + (8 if i >= 4 else 0)
-
-
-def b_16x8(lane, i):
-    return (lane % 4) * 2 + (i & 1) + (8 if i >= 2 else 0), lane // 4
-
-
-def c_16x8(lane, i):
-    return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
-
-
-def a_16x8(lane, i):
-    return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
-
-
-def b_8x8(lane, i):
-    return (lane % 4) * 2 + i, lane // 4
-
-
-def a_16x8_tf32(lane, i):
-    return lane // 4 + (8 if i in (1, 3) else 0), lane % 4 + (4 if i >= 2 else 0)
-
-
-def b_8x8_tf32(lane, i):
-    return lane % 4 + (4 if i == 1 else 0), lane // 4
-
-
-def a_16x4_tf32(lane, i):
-    return lane // 4 + 8 * i, lane % 4
-
-
-def b_4x8_tf32(lane, i):
-    return lane % 4, lane // 4
-
-
-def c_8x8_f64(lane, i):
-    return lane // 4, (lane % 4) * 2 + i
-
-
 MMA = [
-    ("m16n8k16", "f16", (a_16x16, 8), (b_16x8, 4), (c_16x8, 4)),
-    ("m16n8k16", "bf16", (a_16x16, 8), (b_16x8, 4), (c_16x8, 4)),
-    ("m16n8k8", "f16", (a_16x8, 4), (b_8x8, 2), (c_16x8, 4)),
-    ("m16n8k8", "bf16", (a_16x8, 4), (b_8x8, 2), (c_16x8, 4)),
-    ("m16n8k8", "tf32", (a_16x8_tf32, 4), (b_8x8_tf32, 2), (c_16x8, 4)),
-    ("m16n8k4", "tf32", (a_16x4_tf32, 2), (b_4x8_tf32, 1), (c_16x8, 4)),
+    ("m16n8k16", "f16", (manual.a_16x16, 8), (manual.b_16x8, 4), (manual.c_16x8, 4)),
+    ("m16n8k16", "bf16", (manual.a_16x16, 8), (manual.b_16x8, 4), (manual.c_16x8, 4)),
+    ("m16n8k8", "f16", (manual.a_16x8, 4), (manual.b_8x8, 2), (manual.c_16x8, 4)),
+    ("m16n8k8", "bf16", (manual.a_16x8, 4), (manual.b_8x8, 2), (manual.c_16x8, 4)),
+    ("m16n8k8", "tf32", (manual.a_16x8_tf32, 4), (manual.b_8x8_tf32, 2), (manual.c_16x8, 4)),
+    ("m16n8k4", "tf32", (manual.a_16x4_tf32, 2), (manual.b_4x8_tf32, 1), (manual.c_16x8, 4)),
 ]
-
-
-def registers_of(tile, place, elements, lanes=LANES):
-    """What the lanes hold of a tile (rows, columns), by the manual's formulas: (elements, lanes)."""
-    return np.array([[tile[place(lane, i)] for lane in lanes] for i in range(elements)])
 
 
 def side_by_side(tiles):
     """Registers of several warps: their lanes follow one another."""
     return np.concatenate(list(tiles), axis=-1)
-
-
-def words_of(elements, dtype):
-    """Elements (n, lanes) as 32-bit registers: of 16-bit formats two to a word, the first in its low half."""
-    bits = bits_of(elements, dtype).astype(np.uint32)
-    return bits if dtype in ("tf32", "f32") else bits[0::2] | bits[1::2] << 16
 
 
 @pytest.mark.parametrize(("shape", "dtype", "a_map", "b_map", "c_map"), MMA)
@@ -133,10 +71,12 @@ def test_mma_of_float64():
     held = [
         registers_of(a, lambda lane, i: (lane // 4, lane % 4), 1),
         registers_of(b, lambda lane, i: (lane % 4, lane // 4), 1),
-        registers_of(c, c_8x8_f64, 2),
+        registers_of(c, manual.c_8x8_f64, 2),
     ]
     d = mma.multiply_add("m8n8k4", "f64", *held, "f64")
-    np.testing.assert_allclose(d, registers_of(a @ b + c, c_8x8_f64, 2), rtol=0, atol=1e-14)  # |a||b| < 20
+    np.testing.assert_allclose(
+        d, registers_of(a @ b + c, manual.c_8x8_f64, 2), rtol=0, atol=1e-14
+    )  # |a||b| < 20
 
 
 def test_tf32_ignores_the_low_13_bits():
@@ -319,35 +259,28 @@ def test_wgmma_names_a_wrong_descriptor(word, message):
         wgmma.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
 
 
-def d_64xn(lane, i):
-    """The row and column of accumulator i of a thread of the warp group."""
-    warp, lane = divmod(lane, 32)
-    return 16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
-
-
 @pytest.mark.parametrize("n", [8, 24, 128, 256])
 @pytest.mark.parametrize("sums", ["f32", "f16"])
 def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
     rng = np.random.default_rng(n)
     a, b, d = small_integers(rng, 2, 64, 16), small_integers(rng, 2, n, 16), small_integers(rng, 2, 64, n)
     group = range(128)
-    held = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in d)
+    held = side_by_side(words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in d)
     for accumulators, expected in ((held, a @ b.swapaxes(1, 2) + d), (None, a @ b.swapaxes(1, 2))):
-        wanted = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in expected)
+        wanted = side_by_side(
+            words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in expected
+        )
         result = wgmma.multiply_add(a, b, accumulators, sums)
         np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
-@pytest.mark.parametrize(("dtype", "place", "elements"), [("bf16", a_16x16, 8), ("tf32", a_16x8_tf32, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "place", "elements"), [("bf16", manual.a_16x16, 8), ("tf32", manual.a_16x8_tf32, 4)]
+)
 def test_wgmma_takes_a_from_registers(dtype, place, elements):
     rng = np.random.default_rng(7)
     tile = small_integers(rng, 64, mma.DEPTH[dtype])
-
-    def warp_rows(lane, i):
-        row, column = place(lane % 32, i)
-        return 16 * (lane // 32) + row, column
-
-    words = words_of(registers_of(tile, warp_rows, elements, range(128)), dtype)
+    words = words_of(registers_of(tile, manual.a_of_group(place), elements, range(128)), dtype)
     np.testing.assert_array_equal(wgmma.register_operand(words, dtype)[0], tile)
 
 

@@ -10,15 +10,10 @@ from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cache_folder import cache_folder
 from minidist.kernels.cpu.support import matrix_unit
 from minidist.kernels.measure import peaks_file, points, roofline
-from minidist.kernels.measure.peaks import Peaks, Roof
 from tests.helpers.clocks import Clock
 from tests.helpers.fresh_python import output_of
+from tests.helpers.peaks import ALL, GPU, ONE, PEAKS
 from tests.helpers.products import runs_here
-
-ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
-ALL = Roof("4 cores", {"float32": 400e9, "float64": 200e9}, 40e9)
-GPU = Roof("a GPU", {"float32": 50e12, "bfloat16": 800e12}, 4e12)
-PEAKS = Peaks("a CPU", "AVX2", 4, "2026-01-31", ONE, ALL)
 
 
 @pytest.fixture
