@@ -1,4 +1,4 @@
-"""Checks of what the copy engine and wgmma do with shared memory: missing data, races, missing fences.
+"""Checks of what the copy engine and wgmma do with shared memory: missing data and missing fences.
 
 Both access shared memory through the asynchronous proxy. They see what a thread stored (st.shared, stmatrix)
 only after a fence.proxy.async. The fence lies between the store and the operation that reads, in the storing
