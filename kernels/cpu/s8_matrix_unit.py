@@ -38,7 +38,7 @@ from .support.compiling import compiled
 from .support.matrix_unit import matrix_unit, require_matrix_unit
 
 if TYPE_CHECKING:
-    from .support import atomic, bf16_product, bf16_words, board, shared_packing
+    from .support import atomic, bf16_product, board, shared_packing
 
 # The parts into which each mode cuts a float32, and a bound for the relative error of what it leaves out.
 MODES = {"bf16": (1, 2.0**-8), "bf16x3": (2, 2.0**-15), "bf16x6": (3, 2.0**-22)}
@@ -82,11 +82,11 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
             return 0
 
 
-@compiled("A", uses=("board", "bf16_words"), boundscheck=False)
+@compiled("A", uses=("board", "bf16_product"), boundscheck=False)
 def _round(x: Array, to: int, words: int) -> None:
     """Write float32 x, rounded to bf16, to the address `to`, in rows of so many words."""
     where = board.address(x), x.shape[0], x.shape[1], x.strides[0], x.strides[1], 4
-    bf16_words.pack(where, to, words, 1, 0, words, to)
+    bf16_product.pack(where, to, words, 1, 0, words, to)
 
 
 def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:

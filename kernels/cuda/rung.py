@@ -19,7 +19,7 @@ import numpy as np
 from ..rung import Array, Rung, check_sizes
 from .runtime import gpu_driver, torch_tensors
 from .runtime.device import architecture_on, backend, capability
-from .runtime.gpu_memory import download, upload
+from .runtime.gpu_driver import download, upload
 from .runtime.matrix import Matrix, host_matrix
 from .tiling.packing import scratch
 

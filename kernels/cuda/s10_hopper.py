@@ -30,8 +30,7 @@ import functools
 from .rung import CudaRung
 from .runtime import gpu_driver
 from .runtime.kernel import Kernel
-from .runtime.matrix import Matrix
-from .runtime.tensor_map import TensorMap
+from .runtime.matrix import Matrix, TensorMap
 from .tiling.packing import aligned_rows, copy_back, packed
 
 ROWS = 128  # of a block's tile: 64 for each consumer

@@ -79,9 +79,8 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
     from numba import cuda, float32, int32, uint32
 
     from .instructions import copies, warp
-    from .tiling.fragment_tiles import LINE, fragment_tile
+    from .tiling.fragment_tiles import LINE, fragment_tile, sums_writer
     from .tiling.tile_order import grouped_tile
-    from .tiling.warp_store import sums_writer
 
     rows, columns, warps_down, warp_rows = tile.rows, tile.columns, tile.warps_down, tile.warp_rows
     source_a, advance_a, copy_a, place_a, read_a, a_words = fragment_tile(

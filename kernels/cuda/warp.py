@@ -1,45 +1,20 @@
 """The import path of a warp's instructions that lessons and programs use; the code is in `instructions`."""
 
-from .instructions.copies import (
-    cp_async_16,
-    cp_async_16_or_zeros,
-    cp_async_commit,
-    cp_async_wait,
-    load_128,
-    store_64,
-    store_128,
-)
-from .instructions.warp import (
-    cvt_bf16x2,
-    cvt_f16x2,
-    cvt_tf32,
-    ldmatrix_x4,
-    ldmatrix_x4_trans,
-    load_shared,
-    mma_m16n8k8_tf32,
-    mma_m16n8k16_bf16,
-    mma_m16n8k16_f16,
-    stmatrix_x4,
-    uniform,
-)
-
-__all__ = [
-    "cp_async_16",
-    "cp_async_16_or_zeros",
-    "cp_async_commit",
-    "cp_async_wait",
-    "cvt_bf16x2",
-    "cvt_f16x2",
-    "cvt_tf32",
-    "ldmatrix_x4",
-    "ldmatrix_x4_trans",
-    "load_128",
-    "load_shared",
-    "mma_m16n8k8_tf32",
-    "mma_m16n8k16_bf16",
-    "mma_m16n8k16_f16",
-    "stmatrix_x4",
-    "store_64",
-    "store_128",
-    "uniform",
-]
+from .instructions.copies import cp_async_16 as cp_async_16
+from .instructions.copies import cp_async_16_or_zeros as cp_async_16_or_zeros
+from .instructions.copies import cp_async_commit as cp_async_commit
+from .instructions.copies import cp_async_wait as cp_async_wait
+from .instructions.copies import load_128 as load_128
+from .instructions.copies import store_64 as store_64
+from .instructions.copies import store_128 as store_128
+from .instructions.warp import cvt_bf16x2 as cvt_bf16x2
+from .instructions.warp import cvt_f16x2 as cvt_f16x2
+from .instructions.warp import cvt_tf32 as cvt_tf32
+from .instructions.warp import ldmatrix_x4 as ldmatrix_x4
+from .instructions.warp import ldmatrix_x4_trans as ldmatrix_x4_trans
+from .instructions.warp import load_shared as load_shared
+from .instructions.warp import mma_m16n8k8_tf32 as mma_m16n8k8_tf32
+from .instructions.warp import mma_m16n8k16_bf16 as mma_m16n8k16_bf16
+from .instructions.warp import mma_m16n8k16_f16 as mma_m16n8k16_f16
+from .instructions.warp import stmatrix_x4 as stmatrix_x4
+from .instructions.warp import uniform as uniform

@@ -9,12 +9,12 @@ Each package imports only from the packages above it in this list:
 | Package | Holds |
 |---|---|
 | ptx | the program: reading PTX, and analysing it |
-| machine | the state of some blocks: registers, memory, clocks; **the race detectors** |
+| machine | the state of some blocks: registers, memory, clocks, the history of accesses |
 | base | how an instruction is registered, and how it reads its operands |
 | arithmetic | what instructions compute |
-| synchronization | barriers, mbarriers, groups of asynchronous operations, atomics' ordering |
-| memory | loads and stores with their checks; checks of asynchronous accesses |
-| copies | asynchronous and tensor copies, clusters |
+| synchronization | barriers, mbarriers, clusters, groups of asynchronous operations, atomics' ordering |
+| memory | loads and stores with their checks: **races are found in `memory/races.py`** |
+| copies | asynchronous and tensor copies |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |
 | report | `launch`, `profile`, and the table of counts |
@@ -23,7 +23,6 @@ Each package imports only from the packages above it in this list:
 from __future__ import annotations
 
 from .ptx.fault import EmulatorError, Fault
-from .report.launch import launch, profile, profiled
-from .report.profile_table import Profile
+from .report import Profile, launch, profile, profiled
 
 __all__ = ["EmulatorError", "Fault", "Profile", "launch", "profile", "profiled"]

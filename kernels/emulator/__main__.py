@@ -16,8 +16,7 @@ from .. import rung
 from ..cuda import CUDA_LADDER
 from ..measure import harness
 from .ptx.fault import EmulatorError
-from .report.launch import profiled
-from .report.profile_table import Profile
+from .report import Profile, profiled
 
 WIDTHS = {"rung": 20, "instructions": 13, "FLOP each": 10, "sectors/load": 13, "moved/least": 12}
 WIDTHS |= {"shared passes": 14, "conflicts": 10, "s": 6}

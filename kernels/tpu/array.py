@@ -58,6 +58,45 @@ class Frame:
         return "\n".join(parts)
 
 
+class Registers:
+    """A value in each PE of the array, or at each port of an edge, and whether there is one: `held`."""
+
+    def __init__(self, shape: int | tuple[int, int], dtype: np.dtype[Any]) -> None:
+        self.values, self.held = np.zeros(shape, dtype), np.zeros(shape, bool)
+
+    def masked(self) -> Masked:
+        """Return a copy of the values, in which those of empty registers are masked."""
+        return np.ma.MaskedArray(self.values.copy(), mask=~self.held)
+
+    def shift_right(self, entering: Registers) -> None:
+        """Give each PE what its left neighbour held; `entering` (rows,) comes in at the left edge."""
+        shift_right(self.values, entering.values)
+        shift_right(self.held, entering.held)
+
+    def shift_down(self, entering: Registers | None = None) -> None:
+        """Give each PE what the PE above it held; `entering` (cols,) comes in at the top edge, or nothing."""
+        for mine, new in self._beside(entering):
+            mine[1:] = mine[:-1]
+            mine[0] = new
+
+    def shift_some_down(self, entering: Registers, where: Array) -> None:
+        """Do so in the PEs `where` it holds, (rows, cols); the others keep what they have."""
+        for mine, new in self._beside(entering):
+            np.copyto(mine[1:], mine[:-1].copy(), where=where[1:])
+            np.copyto(mine[0], new, where=where[0])
+
+    def take(self, other: Registers, where: Array) -> None:
+        """Move what the other registers hold into these `where` it holds, (rows, cols)."""
+        for mine, new in self._beside(other):
+            np.copyto(mine, new, where=where)
+        other.values[where] = 0
+        other.held[where] = False
+
+    def _beside(self, other: Registers | None) -> tuple[tuple[Array, Any], ...]:
+        new, held = (other.values, other.held) if other else (0, False)
+        return (self.values, new), (self.held, held)
+
+
 class Port:
     """The ports of one edge: the command (tile, index) that each obeys in this cycle, -1 for none."""
 
@@ -100,15 +139,10 @@ class ArrayMachine(ABC):
         self.heights = np.minimum(rows, size - self.tile_rows)
         self.tiles = len(tiles)
         self.left, self.bottom = Port(rows), Port(cols)
-        self.a, self.a_held = self.register(), self.register(bool)
-        self.b, self.b_held = self.register(), self.register(bool)
-        self.sums, self.sums_held = self.register(), self.register(bool)
-        self.active = self.register(bool)
-        self.product = self.register()
-        self.a_in, self.a_read = np.zeros(rows, self.dtype), np.zeros(rows, bool)
-        self.b_in, self.b_read = np.zeros(cols, self.dtype), np.zeros(cols, bool)
-        self.c, self.written = np.zeros((self.m, self.n), self.dtype), np.zeros((self.m, self.n), bool)
-        self.c_out, self.c_left = np.zeros(cols, self.dtype), np.zeros(cols, bool)
+        self.a, self.b, self.sums = (Registers(self.shape, self.dtype) for _ in range(3))
+        self.product, self.active = np.zeros(self.shape, self.dtype), self.marks()
+        self.a_in, self.b_in = Registers(rows, self.dtype), Registers(cols, self.dtype)
+        self.c_out, self.c = Registers(cols, self.dtype), Registers((self.m, self.n), self.dtype)
         self.cycles = self.multiply_adds = 0
         self.a_reads = self.b_reads = self.c_reads = self.c_writes = 0
 
@@ -140,72 +174,64 @@ class ArrayMachine(ABC):
         return Frame(
             cycle=self.cycles - 1,
             tile=None if self.left.tile[0] < 0 else int(self.left.tile[0]),
-            a=masked(self.a, self.a_held),
-            b=masked(self.b, self.b_held),
-            sums=masked(self.sums, self.sums_held),
+            a=self.a.masked(),
+            b=self.b.masked(),
+            sums=self.sums.masked(),
             waiting=waiting,
             results=results,
             active=self.active.copy(),
-            a_in=masked(self.a_in, self.a_read),
-            b_in=masked(self.b_in, self.b_read),
-            c_out=masked(self.c_out, self.c_left),
-            c=masked(self.c, self.written),
+            a_in=self.a_in.masked(),
+            b_in=self.b_in.masked(),
+            c_out=self.c_out.masked(),
+            c=self.c.masked(),
         )
 
     @abstractmethod
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:
         """Return a frame's `waiting` and `results`."""
 
-    def register(self, dtype: Any = None) -> Array:
-        """Return one register for each PE, (rows, cols)."""
-        return np.zeros(self.shape, self.dtype if dtype is None else dtype)
+    def marks(self) -> Array:
+        """Return a mark for each PE, (rows, cols), none of them set."""
+        return np.zeros(self.shape, bool)
 
     def multiply_add(self) -> None:
         """Let each PE that holds both operands add their product to its sum."""
-        np.logical_and(self.a_held, self.b_held, out=self.active)
-        np.multiply(self.a, self.b, out=self.product)
+        np.logical_and(self.a.held, self.b.held, out=self.active)
+        np.multiply(self.a.values, self.b.values, out=self.product)
         # A PE without work must not add 0 * inf: hence the mask.
-        np.add(self.sums, self.product, out=self.sums, where=self.active)
-        self.sums_held |= self.active
+        np.add(self.sums.values, self.product, out=self.sums.values, where=self.active)
+        self.sums.held |= self.active
         self.multiply_adds += int(np.count_nonzero(self.active))
 
     def read_a(self, i: Array, p: Array, wanted: Array) -> None:
         """Read a[i, p] from memory at each port of the left edge where `wanted` holds, (rows,) each."""
-        self.a_in[...] = 0
-        self.a_in[wanted] = self.operands[0][i[wanted], p[wanted]]
-        self.a_read = wanted
-        self.a_reads += int(np.count_nonzero(wanted))
+        self.a_reads += read(self.a_in, self.operands[0], i, p, wanted)
 
     def read_b(self, p: Array, j: Array, wanted: Array) -> None:
         """Read b[p, j] from memory at each port of the top edge where `wanted` holds, (cols,) each."""
-        self.b_in[...] = 0
-        self.b_in[wanted] = self.operands[1][p[wanted], j[wanted]]
-        self.b_read = wanted
-        self.b_reads += int(np.count_nonzero(wanted))
+        self.b_reads += read(self.b_in, self.operands[1], p, j, wanted)
 
-    def collect(self, i: Array, values: Array, held: Array) -> None:
+    def collect(self, i: Array, results: Registers) -> None:
         """Add what leaves at the bottom edge to rows i of c, where a later tile of k adds to earlier ones."""
+        values, held = results.values[-1], results.held[-1]
         columns = self.bottom.number[held]
         where = i[held], self.tile_cols[self.bottom.tile[held]] + columns
-        self.c_reads += int(np.count_nonzero(self.written[where]))
+        self.c_reads += int(np.count_nonzero(self.c.held[where]))
         self.c_writes += len(columns)
-        self.c[where] += values[held]
-        self.written[where] = True
-        self.c_out, self.c_left = values, held
+        self.c.values[where] += values[held]
+        self.c.held[where] = True
+        self.c_out.values, self.c_out.held = values, held
 
 
-def masked(values: Array, held: Array) -> Masked:
-    """Return a copy of `values` in which elements that are not `held` are masked."""
-    return np.ma.MaskedArray(values.copy(), mask=~held)
+def read(edge: Registers, memory: Array, rows: Array, columns: Array, wanted: Array) -> int:
+    """Let the ports of an edge where `wanted` holds read memory[rows, columns]; return how many do."""
+    edge.values[...] = 0
+    edge.values[wanted] = memory[rows[wanted], columns[wanted]]
+    edge.held = wanted
+    return int(np.count_nonzero(wanted))
 
 
 def shift_right(registers: Array, entering: Array) -> None:
     """Give each PE what its left neighbour held; `entering` (rows,) comes in at the left edge."""
     registers[:, 1:] = registers[:, :-1]
     registers[:, 0] = entering
-
-
-def shift_down(registers: Array, entering: Array | int) -> None:
-    """Give each PE what the PE above it held; `entering` (cols,) comes in at the top edge."""
-    registers[1:] = registers[:-1]
-    registers[0] = entering

@@ -12,10 +12,8 @@ register when the first wave passes, and the next tile starts at once.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..rung import Array
-from .array import NO_COMMAND, ArrayMachine, Masked, Port, masked, shift_down, shift_right
+from .array import NO_COMMAND, ArrayMachine, Masked, Port, Registers, shift_right
 
 
 class OutputStationary(ArrayMachine):
@@ -27,12 +25,10 @@ class OutputStationary(ArrayMachine):
         super().__init__(a, b, rows, cols, double_buffered)
         self.top, self.drain = Port(cols), Port(rows)
         # Marks that move right: move your sum to the second register; put your sum onto the wave.
-        self.finish, self.take_up = self.register(bool), self.register(bool)
-        self.results, self.results_held = self.register(), self.register(bool)
+        self.finish, self.take_up = self.marks(), self.marks()
+        self.results = Registers(self.shape, self.dtype)
         # With one register, "finished" is another name for the sums at work.
-        self.finished, self.finished_held = self.sums, self.sums_held
-        if self.double_buffered:
-            self.finished, self.finished_held = self.register(), self.register(bool)
+        self.finished = Registers(self.shape, self.dtype) if self.double_buffered else self.sums
         self.tile, self.column = -1, self.k  # the tile that streams, and the column of a that is next
         self.drained, self.drain_row = 0, 0  # tiles drained, and the row of the drain that is next
 
@@ -72,37 +68,26 @@ class OutputStationary(ArrayMachine):
         if self.double_buffered:
             shift_right(self.finish, self.drain.index == 0)
             if self.finish.any():
-                np.copyto(self.finished, self.sums, where=self.finish)
-                np.copyto(self.finished_held, self.sums_held, where=self.finish)
-                self.sums[self.finish] = 0
-                self.sums_held[self.finish] = False
+                self.finished.take(self.sums, self.finish)
 
         # a moves right, b moves down.
         i = self.tile_rows[self.left.tile] + self.left.number
         self.read_a(i, self.left.index, (self.left.tile >= 0) & (i < self.m))
-        shift_right(self.a, self.a_in)
-        shift_right(self.a_held, self.a_read)
+        self.a.shift_right(self.a_in)
         j = self.tile_cols[self.top.tile] + self.top.number
         self.read_b(self.top.index, j, (self.top.tile >= 0) & (j < self.n))
-        shift_down(self.b, self.b_in)
-        shift_down(self.b_held, self.b_read)
+        self.b.shift_down(self.b_in)
         self.multiply_add()
         self.drain_results()
 
     def drain_results(self) -> None:
         """Move the waves of finished sums down by one PE; row d puts its sums onto wave d."""
-        shift_down(self.results, 0)
-        shift_down(self.results_held, False)
+        self.results.shift_down()
         shift_right(self.take_up, self.drain.index == self.drain.number)
         if self.take_up.any():
-            np.copyto(self.results, self.finished, where=self.take_up)
-            np.copyto(self.results_held, self.finished_held, where=self.take_up)
-            self.finished[self.take_up] = 0
-            self.finished_held[self.take_up] = False
-        i = self.tile_rows[self.bottom.tile] + self.bottom.index
-        self.collect(i, self.results[-1], self.results_held[-1])
+            self.results.take(self.finished, self.take_up)
+        self.collect(self.tile_rows[self.bottom.tile] + self.bottom.index, self.results)
 
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:
         """Return the finished sums that wait, if there are registers for them, and those that move."""
-        waiting = masked(self.finished, self.finished_held) if self.double_buffered else None
-        return waiting, masked(self.results, self.results_held)
+        return (self.finished.masked() if self.double_buffered else None), self.results.masked()

@@ -108,7 +108,7 @@ class SystolicArray:
             c_writes=machine.c_writes,
         )
         assert machine.multiply_adds == counted.multiply_adds
-        return Product(machine.c, counted)
+        return Product(machine.c.values, counted)
 
     def frames(self, a: ArrayLike, b: ArrayLike) -> Iterator[Frame]:
         """Yield the array's state in each cycle of `matmul(a, b)`, and raise what it raises.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..rung import Array
-from .array import NO_COMMAND, ArrayMachine, Masked, Port, masked, shift_down, shift_right
+from .array import NO_COMMAND, ArrayMachine, Masked, Port, Registers, shift_right
 
 
 class WeightStationary(ArrayMachine):
@@ -28,12 +28,10 @@ class WeightStationary(ArrayMachine):
     def __init__(self, a: Array, b: Array, rows: int, cols: int, double_buffered: bool) -> None:
         super().__init__(a, b, rows, cols, double_buffered)
         self.top = Port(cols)
-        self.switch = self.register(bool)  # the mark that moves right with a tile's first row of a
+        self.switch = self.marks()  # the mark that moves right with a tile's first row of a
         self.row_numbers = np.arange(rows)[:, None]
         # With one register, "next" is another name for the weights in use.
-        self.next_b, self.next_held = self.b, self.b_held
-        if self.double_buffered:
-            self.next_b, self.next_held = self.register(), self.register(bool)
+        self.next_b = Registers(self.shape, self.dtype) if self.double_buffered else self.b
         self.tile, self.row = -1, self.m  # the tile that streams, and the row of a that is next
         self.loaded, self.load_step = 0, 0  # tiles loaded, and the step of the load under way
 
@@ -70,19 +68,15 @@ class WeightStationary(ArrayMachine):
         commanded = self.left.tile >= 0
         p = self.tile_rows[self.left.tile] + self.left.number
         self.read_a(self.left.index, p, commanded & (p < self.k))
-        shift_right(self.a, self.a_in)
-        shift_right(self.a_held, self.a_read)
+        self.a.shift_right(self.a_in)
         shift_right(self.switch, self.left.index == 0)
         if self.double_buffered and self.switch.any():
-            np.copyto(self.b, self.next_b, where=self.switch)
-            np.copyto(self.b_held, self.next_held, where=self.switch)
-            self.next_held[self.switch] = False
+            self.b.take(self.next_b, self.switch)
         self.shift_weights()
 
-        shift_down(self.sums, 0)
-        shift_down(self.sums_held, False)
+        self.sums.shift_down()
         self.multiply_add()
-        self.collect(self.bottom.index, self.sums[-1], self.sums_held[-1])
+        self.collect(self.bottom.index, self.sums)
 
     def shift_weights(self) -> None:
         """Shift the weights of a load down by one PE, in the columns that a load has reached."""
@@ -90,14 +84,11 @@ class WeightStationary(ArrayMachine):
         p = self.tile_rows[self.top.tile] + self.heights[self.top.tile] - 1 - self.top.index
         j = self.tile_cols[self.top.tile] + self.top.number
         self.read_b(p, j, commanded & (j < self.n))
-        if not commanded.any():
-            return
-        # In step s, rows 0 to s move. The rows below keep their weights: the tile before may still need them.
-        moves = self.row_numbers <= self.top.index  # (rows, cols); the index is -1 where there is no load
-        for registers, entering in ((self.next_b, self.b_in), (self.next_held, self.b_read)):
-            np.copyto(registers[1:], registers[:-1].copy(), where=moves[1:])
-            np.copyto(registers[0], entering, where=moves[0])
+        if commanded.any():
+            # In step s, rows 0 to s move; the index is -1 where there is no load. The rows below keep their
+            # weights: the tile before may still need them.
+            self.next_b.shift_some_down(self.b_in, self.row_numbers <= self.top.index)
 
     def extra_registers(self) -> tuple[Masked | None, Masked | None]:
         """Return the weights of the next tile, if there is a register for them."""
-        return (masked(self.next_b, self.next_held) if self.double_buffered else None), None
+        return (self.next_b.masked() if self.double_buffered else None), None

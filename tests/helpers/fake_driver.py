@@ -11,7 +11,7 @@ import inspect
 import numpy as np
 
 from minidist.kernels.cuda.runtime import compiler, device, gpu_driver
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.execution.run import run_kernel
 
 SIZES = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}

@@ -9,7 +9,7 @@ rules of allocation in the CUDA Occupancy Calculator (Nsight Compute).
 
 from dataclasses import dataclass
 
-from minidist.kernels.cuda.runtime.assembler_report import Report
+from minidist.kernels.cuda.runtime.compiler import Report
 from minidist.kernels.cuda.runtime.device import capability
 
 WARP = 32

@@ -1,6 +1,9 @@
 """Products as the tests of rungs check them: any strides and caches, and guards around the result."""
 
 import contextlib
+import importlib
+import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from minidist.kernels.cpu.support.caches import Caches
 from minidist.kernels.measure import harness
 
 KIB, MIB = 2**10, 2**20
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 every_cache = pytest.mark.parametrize(
     ("l2", "l3"),
     [(256 * KIB, 4 * MIB), (512 * KIB, 0), (MIB, 32 * MIB), (2 * MIB, 512 * MIB), (4 * MIB, 16 * MIB)],
@@ -38,6 +42,20 @@ def with_caches(l2, l3):
     block_sizes.blocks.cache_clear()
 
 
+def check_ladder(package, ladder, said):
+    """Fail unless the ladder has all rungs of the package in order, each in a file that says so."""
+    files = sorted(path.stem for path in Path(package.__file__).parent.glob("s[0-9]*.py"))
+    assert sorted(step.name for step in ladder) == files
+    assert [step.number for step in ladder] == list(range(1, len(ladder) + 1))
+    for step in ladder:
+        assert step.name.startswith(f"s{step.number}_")
+        assert package.__name__.endswith(step.device)
+        assert step.idea.endswith(".")
+        module = importlib.import_module(f"{package.__name__}.{step.name}")
+        assert module.RUNG is step
+        assert said(step) in inspect.getdoc(module)
+
+
 # Ways for an (m, n) matrix to lie in memory: the shape of the array around it, and the view of that array.
 def embedded(m, n):
     return (m + 3, n + 2), lambda base: base[1 : m + 1, 1 : n + 1]
@@ -62,6 +80,7 @@ LAYOUTS = {
         lambda base: base[1::2, 2::3][:m, :n],
     ),
 }
+every_layout = pytest.mark.parametrize("layout", list(LAYOUTS))
 
 
 def laid_out(x, layout):
@@ -70,6 +89,10 @@ def laid_out(x, layout):
     base = np.full(shape, np.nan, x.dtype)
     view(base)[...] = x
     return view(base), base
+
+
+def random_laid_out(rng, rows, columns, dtype, layout):
+    return laid_out(rng.standard_normal((rows, columns)).astype(dtype), layout)[0]
 
 
 def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
@@ -96,3 +119,33 @@ def check_laid_out(step, sizes, dtype, layouts, seed, read_only=False):
         harness.assert_product(again, a, b, "laid out differently", factors=step.factors)
     else:
         np.testing.assert_array_equal(again, step.matmul(a, b))
+
+
+GUARD = 64  # elements before and after memory for others to write to
+
+
+def guarded(elements, dtype):
+    """Memory for so many elements, NaN all over, between guards."""
+    return np.full((1, GUARD + elements + GUARD), np.nan, dtype)
+
+
+def assert_guards(memory):
+    assert np.isnan(memory[0, :GUARD]).all(), "written before the target"
+    assert np.isnan(memory[0, -GUARD:]).all(), "written beyond the target"
+
+
+@contextlib.contextmanager
+def guarded_blocks(module, small, **more):
+    """A context in which `module`, a rung, packs into blocks of these sizes, between guards that stay."""
+    given = []
+
+    def memory(purpose, kind, elements):
+        given.append(guarded(elements, kind))
+        return given[-1][:, GUARD:-GUARD]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"blocks": lambda kind: small, "memory": memory, **more}.items():
+            patch.setattr(module, name, value)
+        yield given
+    for each in given:
+        assert_guards(each)

@@ -1,8 +1,10 @@
 """Small kernels in hand-written PTX for the emulator's tests: any instruction, and no compiler."""
 
 import numpy as np
+import pytest
 
 from minidist.kernels.emulator.execution.run import run_kernel
+from minidist.kernels.emulator.ptx.fault import Fault
 
 SHARED = 8192  # bytes of the variable `memory`
 
@@ -44,6 +46,14 @@ def execute(body, threads=32, blocks=1, cluster=1, shared=SHARED, bounds="", **a
     """Run such a kernel on arrays or tensor maps."""
     text = program(body, arrays, threads, shared, bounds)
     run_kernel(text, (blocks,), (threads,), list(arrays.values()), cluster=cluster, names=list(arrays))
+
+
+def fault_of(kind, match, body, **options):
+    """Run, and check the Fault that has to come."""
+    with pytest.raises(Fault, match=match) as caught:
+        execute(body, **options)
+    assert caught.value.kind == kind, caught.value
+    assert caught.value.instruction  # which names what was run
 
 
 def here(index, register, bytes_each):

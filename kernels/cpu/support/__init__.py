@@ -15,7 +15,6 @@
 | shared_packing | a b that all threads pack, and products with it |
 | thread_pool, board, atomic | threads, the board where they find a product, and its counters |
 | matrix_unit, instruction_trial | which instructions for bf16 numbers this CPU has, found by trying |
-| bf16_words | bf16 numbers in pairs, rounded and cut from float32 while they are packed |
-| bf16_product | the loops of rung 8 around the tile |
+| bf16_product | packing and the loops of rung 8 around the tile |
 | tile_registers | the eight tiles of AMX, and the loop that multiplies them |
 """

@@ -3,10 +3,9 @@
 | File | Holds |
 |---|---|
 | inline_ptx | how a PTX instruction becomes a function |
-| copies | vector loads and stores, asynchronous copies |
+| copies | vector loads and stores, asynchronous copies; the same in Python for Numba's simulator |
 | warp | what a warp does for its tensor core: ldmatrix, mma, conversions |
 | barriers | mbarriers, clusters, fences (Hopper) |
 | tma | the copy engine (Hopper) |
 | wgmma | matrix instructions of a warp group (Hopper) |
-| simulator_twins | Python in place of copy instructions, for Numba's simulator |
 """

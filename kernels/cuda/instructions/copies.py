@@ -8,17 +8,47 @@ copies (commit), and later waits until at most so many of its groups are under w
 run while another is multiplied. A thread waits for its own copies only; a barrier of the block shows them to
 the other threads.
 
+Numba's simulator (NUMBA_ENABLE_CUDASIM=1) runs a kernel's Python source: each GPU thread is a Python thread,
+and arrays are NumPy's. It can't run PTX, so each instruction has a twin here that does the same in Python. A
+twin copies at once, so there is nothing to commit or to wait for. That hides a missing wait; the emulator
+shows it.
+
 Source: PTX ISA, "Data Movement and Conversion Instructions": ld, st, cp.async.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from llvmlite import ir
 
-from . import simulator_twins
 from .inline_ptx import INT32, AsmOperand, Assembler, Value, instruction
+
+SimulatedArray = Any  # NumPy's, or the simulator's wrapper around one
+
+
+def copy(size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int) -> None:
+    """Copy the elements of `size` bytes."""
+    copy_and_fill(size, into, i, source, j, size)
+
+
+def copy_and_fill(
+    size: int, into: SimulatedArray, i: int, source: SimulatedArray, j: int, valid: int
+) -> None:
+    """Copy the elements of the first `valid` bytes, and write zeros in the rest of `size`."""
+    count = valid // into.dtype.itemsize
+    for e in range(size // into.dtype.itemsize):
+        into[i + e] = source[j + e] if e < count else 0
+
+
+def copy_16_or_fill(shared: SimulatedArray, i: int, source: SimulatedArray, j: int, inside: bool) -> None:
+    """Copy the elements of 16 bytes where `inside` holds, else write zeros."""
+    copy_and_fill(16, shared, i, source, j, 16 if inside else 0)
+
+
+def nothing(*groups: int) -> None:
+    """Do nothing to commit or to wait for: the copies are done."""
 
 
 def _move_in(
@@ -49,7 +79,7 @@ def _vector_pointer(to: Assembler, size: int, array: AsmOperand, index: AsmOpera
     return to.builder.bitcast(element, vector.as_pointer())
 
 
-@instruction(twin=partial(simulator_twins.copy, 16))
+@instruction(twin=partial(copy, 16))
 def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """load_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one load of 16 bytes.
 
@@ -59,7 +89,7 @@ def load_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand,
     _move_in(to, 16, into, i, source, j)
 
 
-@instruction(twin=partial(simulator_twins.copy, 16))
+@instruction(twin=partial(copy, 16))
 def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_128(into, i, source, j): into[i : i + n] = source[j : j + n], by one store of 16 bytes.
 
@@ -69,13 +99,13 @@ def store_128(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand
     _move_out(to, 16, into, i, source, j)
 
 
-@instruction(twin=partial(simulator_twins.copy, 8))
+@instruction(twin=partial(copy, 8))
 def store_64(to: Assembler, into: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """store_64(into, i, source, j): as `store_128`, 8 bytes. PTX: st.v2.b32."""
     _move_out(to, 8, into, i, source, j)
 
 
-@instruction(twin=partial(simulator_twins.copy, 16))
+@instruction(twin=partial(copy, 16))
 def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand) -> None:
     """cp_async_16(shared, i, source, j): begin to copy 16 bytes from global source[j] to shared[i].
 
@@ -86,7 +116,7 @@ def cp_async_16(to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOpe
     to.ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", operands)
 
 
-@instruction(twin=simulator_twins.copy_16_or_fill)
+@instruction(twin=copy_16_or_fill)
 def cp_async_16_or_zeros(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, inside: AsmOperand
 ) -> None:
@@ -103,7 +133,7 @@ def cp_async_16_or_zeros(
     to.ptx(text, "r,l,r", [to.shared_address(shared, i), to.global_address(source, j), to.integer(inside)])
 
 
-@instruction(twin=partial(simulator_twins.copy_and_fill, 4))
+@instruction(twin=partial(copy_and_fill, 4))
 def cp_async_4_zfill(
     to: Assembler, shared: AsmOperand, i: AsmOperand, source: AsmOperand, j: AsmOperand, valid: AsmOperand
 ) -> None:
@@ -116,13 +146,13 @@ def cp_async_4_zfill(
     to.ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r", operands)
 
 
-@instruction(twin=simulator_twins.nothing)
+@instruction(twin=nothing)
 def cp_async_commit(to: Assembler) -> None:
     """cp_async_commit(): make a group of this thread's copies since the last one. sm_80."""
     to.ptx("cp.async.commit_group;", "")
 
 
-@instruction(twin=simulator_twins.nothing, literals=("groups",))
+@instruction(twin=nothing, literals=("groups",))
 def cp_async_wait(to: Assembler, groups: AsmOperand) -> None:
     """cp_async_wait(groups): wait until at most `groups` of this thread's groups are under way, the youngest.
 

@@ -1,6 +1,6 @@
 """Hopper's copy engine, the tensor memory accelerator (TMA): one thread moves a box of a matrix.
 
-The engine knows the matrix from a tensor map (`runtime/tensor_map.py`), so a copy names only the corner of
+The engine knows the matrix from a tensor map (`runtime/matrix.py`), so a copy names only the corner of
 the box: column x, row y. The engine computes the addresses, swizzles, and loads zeros for elements outside
 the matrix; a store skips those. With the 128-byte swizzle the box begins at a multiple of 1024 bytes, its
 rows are 128 bytes, and the 16-byte chunk c of row r lies at c ^ (r % 8): eight rows of a column lie in

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from . import compiler, gpu_driver
-from .assembler_report import Report
+from .compiler import Report
 from .device import architecture_on, backend, capability
+from .gpu_driver import DeviceArray
 from .gpu_launch import LoadedKernel, check_grid
-from .gpu_memory import DeviceArray
-from .tensor_map import TensorMap
+from .matrix import TensorMap
 
 HALVES = ("float16", "bfloat16")
 LARGEST_INT = 2**31 - 1

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...rung import shared_memory
-from .gpu_memory import ITEMSIZE, DeviceArray
+from .gpu_driver import ITEMSIZE, DeviceArray
 from .matrix import Matrix, element_strides
 
 

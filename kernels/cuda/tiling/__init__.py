@@ -5,7 +5,6 @@
 | packing | copies a matrix into rows that kernels can read 16 bytes at a time |
 | panels | panels of a and b for rungs 6 to 8 |
 | tile_order | the order in which blocks take tiles |
-| fragment_tiles | tiles of a and b for the tensor cores of rung 9 |
-| warp_store | stores rung 9's sums |
+| fragment_tiles | tiles of a and b for the tensor cores of rung 9, and its stores |
 | wgmma_store | stores rung 10's sums |
 """

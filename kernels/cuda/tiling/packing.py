@@ -18,10 +18,9 @@ from typing import Any
 
 from ...rung import empty
 from ..runtime.device import backend
-from ..runtime.gpu_memory import allocate
+from ..runtime.gpu_driver import allocate
 from ..runtime.kernel import Kernel
-from ..runtime.matrix import Matrix
-from ..runtime.tensor_map import BYTES
+from ..runtime.matrix import BYTES, Matrix
 
 SIDE = 32  # of a tile
 THREADS = 256

@@ -4,13 +4,15 @@
 
 | File | Holds |
 |---|---|
-| operations | the look-up by opcode |
-| integers, bits, bit_fields | integer arithmetic, logic and shifts, bit fields and byte permutation |
-| floats, half_precision | float32 and float64; float16 and bfloat16 |
+| operations | the table of instructions that compute in registers alone; the others fill it |
+| integers, bits | integer arithmetic; logic, shifts, bit fields and byte permutation |
+| floats | float32 and float64; float16 and bfloat16 |
 | rounding | rounding modes, .ftz and .sat; the fused multiply-add, compiled by Numba |
-| compare | setp, set, selp, slct, testp, mov |
-| convert, convert_float8 | cvt between all types |
+| compare | setp, set, selp, slct, testp |
+| convert | cvt between all types |
 | warp_operations | shuffles, votes, matches and reductions of a warp |
 | atomics | the arithmetic of atom and red |
 | fragments | where the elements of a matrix tile lie in registers |
 """
+
+from . import bits, compare, convert, floats, integers  # noqa: F401  (these fill the table)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base.operation import Function, pairwise
 from ..ptx.dtypes import Array
-from .half_precision import through_32
+from .floats import through_32
+from .operations import Function, pairwise
 from .rounding import SMALLEST_NORMAL, flushing
 from .warp_operations import REDUCTIONS
 

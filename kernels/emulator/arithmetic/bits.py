@@ -1,39 +1,43 @@
-"""Logic, shifts, counting and finding bits (PTX ISA, "Logic and Shift Instructions", popc to brev)."""
+"""Logic, shifts, counting and finding bits, bit fields, byte permutation.
+
+Source: PTX ISA manual, "Logic and Shift Instructions", "Integer Arithmetic Instructions" (popc to bmsk), and
+"Data Movement and Conversion Instructions: prmt".
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..base.operation import BITS, INTEGERS, Builder, Function, Operation, bits, resized, uniform
 from ..ptx.dtypes import DTYPES, Array
+from .operations import Function, Operation, bits, computes, resized, uniform
 
+BYTE = np.uint32(0xFF)
 ONES = np.uint32(0xFFFFFFFF)
 # Masks that swap neighbouring bits, pairs, ... of a 64-bit number, or add them up.
 MASKS = {
     width: np.uint64(sum((1 << width) - 1 << at for at in range(0, 64, 2 * width)))
     for width in (1, 2, 4, 8, 16, 32)
 }
+LOGIC: dict[str, tuple[int, Function]] = {
+    "and": (2, np.bitwise_and),
+    "or": (2, np.bitwise_or),
+    "xor": (2, np.bitwise_xor),
+    "not": (1, np.bitwise_not),
+    "cnot": (1, lambda x: (x == 0).astype(x.dtype)),
+}
 
 
-def _logic(opcode: tuple[str, ...]) -> Operation | None:
-    functions: dict[str, tuple[int, Function]] = {
-        "and": (2, np.bitwise_and),
-        "or": (2, np.bitwise_or),
-        "xor": (2, np.bitwise_xor),
-        "not": (1, np.bitwise_not),
-        "cnot": (1, lambda x: (x == 0).astype(x.dtype)),
-    }
-    name, kind = opcode[0], opcode[-1]
-    if len(opcode) != 2 or kind not in BITS or opcode == ("cnot", "pred"):
-        return None
-    return uniform(kind, *functions[name])
+@computes(r"(and|or|xor|not)\.(pred|b16|b32|b64)", r"(cnot)\.(b16|b32|b64)")
+def logic(name: str, kind: str) -> Operation:
+    """Logic, bit by bit, or of predicates."""
+    return uniform(kind, *LOGIC[name])
 
 
-def _lop3(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"lop3(?:\.(and|or))?\.b32")
+def lop3(combine: str) -> Operation:
     """`lop3.b32 d, a, b, c, table` and `lop3.and.b32 d|p, a, b, c, table, q`."""
-    *flags, kind = opcode[1:]
-    if kind != "b32" or flags not in ([], ["and"], ["or"]):
-        return None
 
     def lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
         result = np.zeros_like(a & b & c & table)
@@ -44,22 +48,20 @@ def _lop3(opcode: tuple[str, ...]) -> Operation | None:
             )
         return result
 
-    if not flags:
-        return Operation("b32", ("b32",) * 4, lookup)
-    combine = np.logical_and if flags == ["and"] else np.logical_or
+    if not combine:
+        return uniform("b32", 4, lookup)
+    joined = np.logical_and if combine == "and" else np.logical_or
 
     def function(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
         d = lookup(a, b, c, table)
-        return d, combine(d != 0, q)
+        return d, joined(d != 0, q)
 
     return Operation("b32", ("b32",) * 4 + ("pred",), function, results=2)
 
 
-def _shift(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"(shl|shr)\.([bus](?:16|32|64))")
+def shift(name: str, kind: str) -> Operation:
     """`shl` and `shr`. As in NumPy, a count of the width or more shifts out all bits."""
-    name, kind = opcode[0], opcode[-1]
-    if len(opcode) != 2 or kind not in (*BITS[1:], *INTEGERS):
-        return None
     size = bits(kind)
     function: Function = np.left_shift if name == "shl" else np.right_shift
     if size == 16:
@@ -70,18 +72,15 @@ def _shift(opcode: tuple[str, ...]) -> Operation | None:
     return Operation(kind, (kind, count), function)
 
 
-def _funnel(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"shf\.(l|r)\.(clamp|wrap)\.b32")
+def funnel(direction: str, mode: str) -> Operation:
     """`shf.l.wrap.b32 d, a, b, c`: shift the 64 bits b:a by c; keep the upper half (l) or the lower (r)."""
-    match opcode[1:]:
-        case ("l" | "r" as direction, "clamp" | "wrap" as mode, "b32"):
-            clamp, left, half = mode == "clamp", direction == "l", np.uint64(32)
-        case _:
-            return None
+    half = np.uint64(32)
 
     def function(a: Array, b: Array, c: Array) -> Array:
-        count = np.minimum(c, np.uint32(32)) if clamp else c & np.uint32(31)
+        count = np.minimum(c, np.uint32(32)) if mode == "clamp" else c & np.uint32(31)
         both = (b.astype(np.uint64) << half) | a
-        shifted: Array = (both << count) >> half if left else both >> count
+        shifted: Array = (both << count) >> half if direction == "l" else both >> count
         return shifted.astype(np.uint32)
 
     return Operation("b32", ("b32", "b32", "u32"), function)
@@ -90,8 +89,8 @@ def _funnel(opcode: tuple[str, ...]) -> Operation | None:
 def count_ones(x: Array) -> Array:
     """Return how many bits of x (unsigned) are 1, as uint32."""
     total = x.astype(np.uint64)
-    for width in (1, 2, 4, 8, 16, 32):
-        total = (total & MASKS[width]) + ((total >> np.uint64(width)) & MASKS[width])
+    for width, mask in MASKS.items():
+        total = (total & mask) + ((total >> np.uint64(width)) & mask)
     return total.astype(np.uint32)
 
 
@@ -111,27 +110,23 @@ def reverse(x: Array) -> Array:
     """Return x (unsigned) with its bits in reverse order."""
     size = 8 * x.dtype.itemsize
     y = x.astype(np.uint64)
-    for width in (1, 2, 4, 8, 16, 32):
-        y = ((y & MASKS[width]) << np.uint64(width)) | ((y >> np.uint64(width)) & MASKS[width])
+    for width, mask in MASKS.items():
+        y = ((y & mask) << np.uint64(width)) | ((y >> np.uint64(width)) & mask)
     return (y >> np.uint64(64 - size)).astype(x.dtype)
 
 
-def _count(opcode: tuple[str, ...]) -> Operation | None:
-    """`popc`, `clz` and `brev`."""
-    name, kind = opcode[0], opcode[-1]
-    if len(opcode) != 2 or kind not in ("b32", "b64"):
-        return None
+@computes(r"(popc|clz|brev)\.(b32|b64)")
+def count(name: str, kind: str) -> Operation:
+    """Count the ones, or the zeros before the highest one; or reverse the bits."""
     size = np.uint32(bits(kind))
     if name == "brev":
         return uniform(kind, 1, reverse)
     return Operation("u32", (kind,), count_ones if name == "popc" else lambda x: size - bit_length(x))
 
 
-def _find(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"bfind(\.shiftamt)?\.([us](?:32|64))")
+def find(shift: str, kind: str) -> Operation:
     """`bfind{.shiftamt}`: the highest bit that differs from the sign, or all ones if none does."""
-    *flags, kind = opcode[1:]
-    if kind not in ("u32", "s32", "u64", "s64") or flags not in ([], ["shiftamt"]):
-        return None
     unsigned, top = DTYPES[f"u{bits(kind)}"], np.uint32(bits(kind) - 1)
 
     def function(x: Array) -> Array:
@@ -139,17 +134,92 @@ def _find(opcode: tuple[str, ...]) -> Operation | None:
             x = (x ^ (x >> x.dtype.type(top))).view(unsigned)
         length = bit_length(x)
         position: Array = length - np.uint32(1)
-        return np.where(length == 0, ONES, top - position) if flags else position
+        return np.where(length == 0, ONES, top - position) if shift else position
 
     return Operation("u32", (kind,), function)
 
 
-BUILDERS: dict[str, list[Builder]] = {
-    **{name: [_logic] for name in ("and", "or", "xor", "not", "cnot")},
-    "lop3": [_lop3],
-    "shl": [_shift],
-    "shr": [_shift],
-    "shf": [_funnel],
-    **{name: [_count] for name in ("popc", "clz", "brev")},
-    "bfind": [_find],
+@computes(r"bfe\.([us](?:32|64))")
+def extract(kind: str) -> Operation:
+    """`bfe d, a, position, length`: extract a field of `length` bits, extended by its sign or zeros."""
+    narrow, double = DTYPES[kind], DTYPES[resized(kind, 64)]
+
+    def function(a: Array, position: Array, length: Array) -> Array:
+        length = length & BYTE
+        # Shift to the top of 64 bits and back. Shifts by 64 or more fill with the sign, as the instruction
+        # does.
+        above = (np.uint32(64) - np.minimum(length, np.uint32(64))).astype(double)
+        field = a.astype(double) >> (position & BYTE).astype(double)
+        extended: Array = (field << above) >> above
+        return extended.astype(narrow)
+
+    return Operation(kind, (kind, "u32", "u32"), function)
+
+
+@computes(r"bfi\.(b32|b64)")
+def insert(kind: str) -> Operation:
+    """`bfi f, a, b, position, length`: b with a field of `length` bits replaced by a's lowest bits."""
+    dtype = DTYPES[kind]
+
+    def function(a: Array, b: Array, position: Array, length: Array) -> Any:
+        shift = (position & BYTE).astype(dtype)
+        field = ~(~dtype.type(0) << (length & BYTE).astype(dtype)) << shift
+        return (b & ~field) | ((a << shift) & field)
+
+    return Operation(kind, (kind, kind, "u32", "u32"), function)
+
+
+@computes(r"szext\.(clamp|wrap)\.([us]32)")
+def extend(mode: str, kind: str) -> Operation:
+    """`szext d, a, n`: the lowest n bits, extended by their sign or zeros."""
+    dtype = DTYPES[kind]
+
+    def function(a: Array, n: Array) -> Any:
+        kept = np.minimum(n, np.uint32(32)) if mode == "clamp" else n & np.uint32(31)
+        above = (np.uint32(32) - kept).astype(dtype)
+        return np.where(kept == 0, dtype.type(0), (a << above) >> above)
+
+    return Operation(kind, (kind, "u32"), function)
+
+
+@computes(r"bmsk\.(clamp|wrap)\.b32")
+def mask(mode: str) -> Operation:
+    """`bmsk d, position, width`: `width` ones from a position on, cut off at 32 bits."""
+
+    def function(position: Array, width: Array) -> Any:
+        if mode == "wrap":
+            position, width = position & np.uint32(31), width & np.uint32(31)
+        return ~(ONES << width) << position
+
+    return Operation("b32", ("u32", "u32"), function)
+
+
+# The source bytes (of 8) that each mode of `prmt` selects, for the 4 values of its control.
+MODES = {
+    "f4e": ((0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)),
+    "b4e": ((0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)),
+    "rc8": ((0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)),
+    "ecl": ((0, 1, 2, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 3, 3, 3)),
+    "ecr": ((0, 0, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)),
+    "rc16": ((0, 1, 0, 1), (2, 3, 2, 3), (0, 1, 0, 1), (2, 3, 2, 3)),
 }
+
+
+@computes(rf"prmt\.b32(?:\.({'|'.join(MODES)}))?")
+def permute(mode: str) -> Operation:
+    """`prmt.b32{.mode} d, a, b, control`: select four of the eight bytes of b:a."""
+    rows = MODES.get(mode, ())
+    codes = np.array([sum(byte << 4 * at for at, byte in enumerate(row)) for row in rows], np.uint32)
+
+    def function(a: Array, b: Array, control: Array) -> Array:
+        code = codes[control & np.uint32(3)] if mode else control
+        both = (b.astype(np.uint64) << np.uint64(32)) | a
+        result = np.zeros_like(a & b & control)
+        for at in range(4):
+            choice = code >> np.uint32(4 * at)
+            byte = (both >> ((choice & np.uint32(7)) << np.uint32(3))).astype(np.uint32) & BYTE
+            sign = (byte >> np.uint32(7)) * BYTE
+            result = result | (np.where(choice & np.uint32(8), sign, byte) << np.uint32(8 * at))
+        return result
+
+    return Operation("b32", ("b32", "b32", "b32"), function)

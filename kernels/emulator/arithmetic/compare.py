@@ -6,16 +6,15 @@ an ordered comparison with a NaN is false, an unordered one (`ltu`, `neu`, ...) 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 
-from ..base.operation import BITS, INTEGERS, Builder, Function, Operation, pairwise, unpack
 from ..ptx.dtypes import DTYPES, Array
-from .half_precision import widen
+from .floats import widen
+from .operations import INTEGER, UNTYPED, Function, Operation, computes, pairwise, unpack, words
 from .rounding import flush
-
-FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
 
 
 def _not(function: Function) -> Function:
@@ -53,35 +52,28 @@ UNORDERED: dict[str, Function] = {
 BOOLEAN: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def _comparison(name: str, kind: str) -> Function | None:
-    """Return the comparison of operands of `kind`."""
-    if kind in FLOATS:
-        if name == "ne":
-            return _differs
-        return ORDER.get(name) or UNORDERED.get(name)
-    if kind in BITS[1:]:
-        return ORDER[name] if name in ("eq", "ne") else None
-    if kind not in INTEGERS:
-        return None
-    return ORDER.get(name) or (UNSIGNED.get(name) if kind[0] == "u" else None)
+JOINED = words("and", "or", "xor", "ftz")  # a boolean operation at most, and .ftz
+SELECTED = rf"({UNTYPED}|{INTEGER}|f32|f64)"
 
 
-def _parsed(opcode: tuple[str, ...]) -> tuple[str, Function, Function | None] | None:
-    """Return (kind, comparison, boolean) of `setp.lt.and.ftz.f32`, or of `set` without its result type."""
-    name, *flags, kind = opcode[1:] if len(opcode) > 2 else ("", "")
-    compare = _comparison(name, kind)
-    if compare is None:
+def _comparison(name: str, flags: str, kind: str) -> tuple[Function, Function | None] | None:
+    """Return the comparison of operands of `kind`, and the boolean operation that joins a third operand."""
+    known: dict[str, Function] = {}
+    if re.fullmatch(r"b?f(16|16x2|32|64)", kind):
+        known = {**ORDER, **UNORDERED, "ne": _differs}
+    elif re.fullmatch(INTEGER, kind):
+        known = {**ORDER, **(UNSIGNED if kind[0] == "u" else {})}
+    elif re.fullmatch(UNTYPED, kind):
+        known = {name: ORDER[name] for name in ("eq", "ne")}
+    compare, joins = known.get(name), [flag for flag in flags.split(".") if flag in BOOLEAN]
+    if compare is None or len(joins) > 1 or ("ftz" in flags and kind not in ("f16", "f16x2", "f32")):
         return None
-    if "ftz" in flags:
-        if kind == "f32":
-            compare = flushing_operands(compare)
-        elif kind not in ("f16", "f16x2"):
-            return None
-        flags.remove("ftz")
     if kind.startswith("bf16"):
-        compare = _widened(compare)
-    boolean = BOOLEAN.get(flags[0]) if flags else None
-    return None if len(flags) > 1 or (flags and boolean is None) else (kind, compare, boolean)
+        widened = compare
+        compare = lambda a, b: widened(widen(a), widen(b))  # noqa: E731
+    elif kind == "f32" and "ftz" in flags:
+        compare = flushing_operands(compare)
+    return compare, BOOLEAN[joins[0]] if joins else None
 
 
 def flushing_operands(function: Function) -> Function:
@@ -89,46 +81,40 @@ def flushing_operands(function: Function) -> Function:
     return lambda *xs: function(*map(flush, xs))
 
 
-def _widened(compare: Function) -> Function:
-    return lambda a, b: compare(widen(a), widen(b))
-
-
-def _set_predicate(opcode: tuple[str, ...]) -> Operation | None:
-    """`setp.lt.s32 p, a, b` and `setp.lt.and.s32 p, a, b, c`."""
-    parsed = _parsed(opcode)
-    if parsed is None:
-        return None
-    kind, compare, boolean = parsed
-    if kind.endswith("x2"):
-        return _set_predicates(kind[:-2], compare, boolean)
-    return Operation("pred", (kind, kind) + ("pred",) * (boolean is not None), _combined(compare, boolean))
-
-
-def _combined(compare: Function, boolean: Function | None) -> Function:
-    """Return the comparison of a and b, combined with a third operand if there is a boolean operation."""
+def _joined(compare: Function, boolean: Function | None) -> Function:
+    """Return the comparison of a and b, joined with a third operand if there is a boolean operation."""
     return compare if boolean is None else lambda a, b, c: boolean(compare(a, b), c)
 
 
-def _set_predicates(kind: str, compare: Function, boolean: Function | None) -> Operation:
+def _of_pairs(kind: str, compare: Function, boolean: Function | None) -> Operation:
     """`setp.lt.f16x2 p|q, a, b`: p of the low halves, q of the high ones."""
-
-    combined = _combined(compare, boolean)
+    joined = _joined(compare, boolean)
 
     def function(a: Array, b: Array, *c: Array) -> tuple[Array, ...]:
         pairs = zip(unpack(a, kind), unpack(b, kind), strict=True)
-        return tuple(combined(x, y, *c) for x, y in pairs)
+        return tuple(joined(x, y, *c) for x, y in pairs)
 
     return Operation("pred", ("b32", "b32") + ("pred",) * (boolean is not None), function, results=2)
 
 
-def both_predicates(opcode: tuple[str, ...]) -> Operation | None:
-    """`setp` with two destinations, p|q: q gets the result of the opposite comparison."""
-    parsed = _parsed(opcode)
-    if opcode[0] != "setp" or parsed is None:
+@computes(rf"setp\.(\w+){JOINED}\.(\w+)")
+def set_predicate(name: str, flags: str, kind: str) -> Operation | None:
+    """`setp.lt.s32 p, a, b` and `setp.lt.and.s32 p, a, b, c`."""
+    if (found := _comparison(name, flags, kind)) is None:
         return None
-    kind, compare, boolean = parsed
     if kind.endswith("x2"):
-        return _set_predicates(kind[:-2], compare, boolean)
+        return _of_pairs(kind[:-2], *found)
+    return Operation("pred", (kind, kind) + ("pred",) * (found[1] is not None), _joined(*found))
+
+
+@computes(rf"setp\.(\w+){JOINED}\.(\w+)", results=2)
+def set_predicates(name: str, flags: str, kind: str) -> Operation | None:
+    """`setp` with two destinations, p|q: q gets the result of the opposite comparison."""
+    if (found := _comparison(name, flags, kind)) is None:
+        return None
+    if kind.endswith("x2"):
+        return _of_pairs(kind[:-2], *found)
+    compare, boolean = found
 
     def function(a: Array, b: Array, *c: Array) -> tuple[Array, Array]:
         outcome = compare(a, b)
@@ -139,64 +125,48 @@ def both_predicates(opcode: tuple[str, ...]) -> Operation | None:
     return Operation("pred", (kind, kind) + ("pred",) * (boolean is not None), function, results=2)
 
 
-def _set(opcode: tuple[str, ...]) -> Operation | None:
+@computes(rf"set\.(\w+){JOINED}\.(\w+)\.(\w+)")
+def set_number(name: str, flags: str, result: str, kind: str) -> Operation | None:
     """`set.lt.u32.f32 d, a, b`: all ones, or 1.0, if it holds, else 0; for pairs in each half of d."""
-    if len(opcode) < 4 or (parsed := _parsed((*opcode[:-2], opcode[-1]))) is None:
-        return None
-    kind, compare, boolean = parsed
-    result, paired = opcode[-2], kind.endswith("x2")
-    each = (
-        {"u32": "u16", "s32": "u16", "f16x2": "f16", "bf16x2": "bf16"}.get(result, "") if paired else result
-    )
-    true = {"bf16": 0x3F80, "f16": 1.0, "f32": 1.0, **{f"s{n}": -1 for n in (16, 32)}}
-    true |= {f"u{n}": (1 << n) - 1 for n in (16, 32)}
-    if each not in true or (paired and boolean is not None):
+    paired = kind.endswith("x2")
+    halves = {"u32": "u16", "s32": "u16", "f16x2": "f16", "bf16x2": "bf16"}
+    each = halves.get(result, "") if paired else result
+    true = {"bf16": 0x3F80, "f16": 1.0, "f32": 1.0, "s16": -1, "s32": -1, "u16": 0xFFFF, "u32": 0xFFFFFFFF}
+    found = _comparison(name, flags, kind)
+    if each not in true or found is None or (paired and found[1] is not None):
         return None
     yes, no = np.array(true[each], DTYPES[each]), np.array(0, DTYPES[each])
-    combined = _combined(compare, boolean)
+    joined = _joined(*found)
 
     def function(*operands: Array) -> Any:
-        return np.where(combined(*operands), yes, no)
+        return np.where(joined(*operands), yes, no)
 
     if paired:
         return Operation("b32", ("b32", "b32"), pairwise(kind[:-2], function))
-    return Operation(result, (kind, kind) + ("pred",) * (boolean is not None), function)
+    return Operation(result, (kind, kind) + ("pred",) * (found[1] is not None), function)
 
 
-SELECTED = (*BITS[1:], *INTEGERS, "f32", "f64")
-
-
-def _select(opcode: tuple[str, ...]) -> Operation | None:
+@computes(rf"selp\.{SELECTED}")
+def select(kind: str) -> Operation:
     """`selp d, a, b, p`: p ? a : b."""
-    if len(opcode) != 2 or opcode[1] not in SELECTED:
-        return None
-    kind = opcode[1]
     return Operation(kind, (kind, kind, "pred"), lambda a, b, p: np.where(p, a, b))
 
 
-def _select_by_sign(opcode: tuple[str, ...]) -> Operation | None:
+@computes(rf"slct()\.{SELECTED}\.(s32)", rf"slct(\.ftz)?\.{SELECTED}\.(f32)")
+def select_by_sign(ftz: str, kind: str, by: str) -> Operation:
     """`slct d, a, b, c`: c >= 0 ? a : b, where -0 >= 0 and NaN is not."""
-    *flags, kind, by = opcode[1:] if len(opcode) > 2 else ("", "")
-    if (
-        kind not in SELECTED
-        or by not in ("s32", "f32")
-        or flags not in ([], ["ftz"])
-        or (flags and by == "s32")
-    ):
-        return None
     zero = np.array(0, DTYPES[by])
 
     def function(a: Array, b: Array, c: Array) -> Any:
-        return np.where((flush(c) if flags else c) >= zero, a, b)
+        return np.where((flush(c) if ftz else c) >= zero, a, b)
 
     return Operation(kind, (kind, kind, by), function)
 
 
-def _test(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"testp\.(finite|infinite|number|notanumber|normal|subnormal)\.(f32|f64)")
+def test(name: str, kind: str) -> Operation:
     """`testp.finite.f32` and other tests; zeros count as normal."""
-    if len(opcode) != 3 or opcode[2] not in ("f32", "f64"):
-        return None
-    smallest = np.finfo(DTYPES[opcode[2]]).smallest_normal
+    smallest = np.finfo(DTYPES[kind]).smallest_normal
 
     def is_subnormal(x: Array) -> Array:
         return (np.absolute(x) < smallest) & (x != 0)
@@ -209,14 +179,4 @@ def _test(opcode: tuple[str, ...]) -> Operation | None:
         "normal": lambda x: np.isfinite(x) & ~is_subnormal(x),
         "subnormal": is_subnormal,
     }
-    test = tests.get(opcode[1])
-    return Operation("pred", (opcode[2],), test) if test else None
-
-
-BUILDERS: dict[str, list[Builder]] = {
-    "setp": [_set_predicate],
-    "set": [_set],
-    "selp": [_select],
-    "slct": [_select_by_sign],
-    "testp": [_test],
-}
+    return Operation("pred", (kind,), tests[name])

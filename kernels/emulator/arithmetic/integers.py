@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.operation import INTEGERS, Builder, Function, Operation, bits, pairwise, resized, uniform
 from ..ptx.dtypes import DTYPES, Array
+from .operations import INTEGER, Function, Operation, bits, computes, pairwise, resized, uniform
 
 LOW_32 = np.uint64(0xFFFFFFFF)
 HALF_64 = np.uint64(32)
@@ -32,6 +32,56 @@ def divide(a: Array, b: Array) -> Array:
 def remainder(a: Array, b: Array) -> Array:
     """Return a - b * (a / b), which has the sign of a."""
     return np.where(b == 0, ~(b * 0), np.fmod(a, b))
+
+
+SIMPLE: dict[str, tuple[int, Function]] = {
+    "add": (2, np.add),
+    "sub": (2, np.subtract),
+    "div": (2, divide),
+    "rem": (2, remainder),
+    "min": (2, np.minimum),
+    "max": (2, np.maximum),
+    "neg": (1, np.negative),
+    "abs": (1, np.absolute),
+    "sad": (3, lambda a, b, c: np.where(a < b, b - a, a - b) + c),  # |a - b| + c
+}
+
+
+@computes(rf"({'|'.join(SIMPLE)})\.({INTEGER})")
+def simple(name: str, kind: str) -> Operation:
+    """Sums, quotients, extremes and the like."""
+    return uniform(kind, *SIMPLE[name])
+
+
+@computes(r"(add|min|max)\.([us]16)x2")
+def of_pairs(name: str, kind: str) -> Operation:
+    """`add`, `min` and `max` of packed pairs."""
+    return uniform("b32", 2, pairwise(kind, SIMPLE[name][1]))
+
+
+@computes(r"(min|max)\.relu\.(s32)()", r"(min|max)\.relu\.(s16)(x2)")
+def at_least_zero(name: str, kind: str, paired: str) -> Operation:
+    """`min` and `max` with `.relu`: a negative result becomes 0."""
+    extreme = SIMPLE[name][1]
+
+    def function(a: Array, b: Array) -> Any:
+        return np.maximum(extreme(a, b), a.dtype.type(0))
+
+    return uniform("b32", 2, pairwise(kind, function)) if paired else uniform(kind, 2, function)
+
+
+def saturated(exact: Function) -> Function:
+    """Return `exact` of s32 operands, computed in 64 bits and clamped to 32."""
+    limits = np.iinfo(np.int32)
+    return lambda *xs: np.clip(
+        exact(*(x.astype(np.int64) for x in xs)), np.int64(limits.min), np.int64(limits.max)
+    ).astype(np.int32)
+
+
+@computes(r"(add|sub)\.sat\.s32")
+def saturating(name: str) -> Operation:
+    """`add` and `sub` with `.sat`."""
+    return uniform("s32", 2, saturated(SIMPLE[name][1]))
 
 
 def high(a: Array, b: Array) -> Array:
@@ -56,86 +106,41 @@ def _high_64(a: Array, b: Array) -> Array:
     return upper
 
 
-def saturated(exact: Function) -> Function:
-    """Return `exact` of s32 operands, computed in 64 bits and clamped to 32."""
-    limits = np.iinfo(np.int32)
-    return lambda *xs: np.clip(
-        exact(*(x.astype(np.int64) for x in xs)), np.int64(limits.min), np.int64(limits.max)
-    ).astype(np.int32)
-
-
-SIMPLE: dict[str, tuple[int, Function]] = {
-    "add": (2, np.add),
-    "sub": (2, np.subtract),
-    "div": (2, divide),
-    "rem": (2, remainder),
-    "min": (2, np.minimum),
-    "max": (2, np.maximum),
-    "neg": (1, np.negative),
-    "abs": (1, np.absolute),
-    "sad": (3, lambda a, b, c: np.where(a < b, b - a, a - b) + c),  # |a - b| + c
-}
-
-
-def _simple(opcode: tuple[str, ...]) -> Operation | None:
-    name, *flags, kind = opcode
-    count, function = SIMPLE[name]
-    if flags == ["relu"] and name in ("min", "max") and kind in ("s32", "s16x2"):
-        plain = function
-
-        def function(*xs: Array) -> Any:
-            return np.maximum(plain(*xs), xs[0].dtype.type(0))
-    elif flags == ["sat"] and name in ("add", "sub") and kind == "s32":
-        return uniform(kind, count, saturated(function))
-    elif flags:
-        return None
-    if kind in ("s16x2", "u16x2") and name in ("add", "min", "max"):
-        return uniform("b32", count, pairwise(kind[:3], function))
-    return uniform(kind, count, function) if kind in INTEGERS else None
-
-
-def _low_24(kind: str) -> Function:
-    """Return a function that extends the low 24 bits of a 32-bit number to 64 bits."""
-    shift, double = DTYPES[kind].type(8), DTYPES[resized(kind, 64)]
-    return lambda x: ((x << shift) >> shift).astype(double)
-
-
-def _product(name: str, mode: str, kind: str) -> tuple[str, Function] | None:
+def _product(name: str, mode: str, kind: str) -> tuple[str, Function]:
     """Return the kind and the function of `mul.mode.kind` or `mul24.mode.kind`."""
     if name.endswith("24"):
-        if kind not in ("s32", "u32") or mode not in ("lo", "hi"):
-            return None
-        low, narrow, skip = _low_24(kind), DTYPES[kind], 16 if mode == "hi" else 0
+        shift, double, narrow = DTYPES[kind].type(8), DTYPES[resized(kind, 64)], DTYPES[kind]
+        skip = 16 if mode == "hi" else 0
+
+        def low(x: Array) -> Array:
+            """Return the low 24 bits of 32-bit numbers, extended to 64 bits."""
+            return ((x << shift) >> shift).astype(double)
+
         return kind, lambda a, b: ((low(a) * low(b)) >> skip).astype(narrow)
-    if kind not in INTEGERS:
-        return None
-    if mode == "wide" and kind[1:] != "64":
-        double = resized(kind, 2 * bits(kind))
-        return double, functools.partial(np.multiply, dtype=DTYPES[double])
-    functions: dict[str, Function] = {"lo": np.multiply, "hi": high}
-    return (kind, functions[mode]) if mode in functions else None
+    if mode == "wide":
+        double_kind = resized(kind, 2 * bits(kind))
+        return double_kind, functools.partial(np.multiply, dtype=DTYPES[double_kind])
+    return kind, np.multiply if mode == "lo" else high
 
 
-def _multiply(opcode: tuple[str, ...]) -> Operation | None:
+@computes(
+    rf"(mul|mad)\.(lo|hi)\.({INTEGER})",
+    r"(mul|mad)\.(wide)\.([us](?:16|32))",
+    r"(mul24|mad24)\.(lo|hi)\.([us]32)",
+)
+def multiply(name: str, mode: str, kind: str) -> Operation:
     """`mul` and `mad`, and their 24-bit forms."""
-    if len(opcode) < 3:
-        return None
-    name, mode, *flags, kind = opcode
-    found = _product(name, mode, kind)
-    if found is None:
-        return None
-    result, product = found
+    result, product = _product(name, mode, kind)
     if name.startswith("mul"):
-        return None if flags else Operation(result, (kind, kind), product)
-    operands = (kind, kind, result)
-    if flags == ["sat"] and mode == "hi" and kind == "s32":
-        add = saturated(np.add)
-        return Operation(result, operands, lambda a, b, c: add(product(a, b), c))
-    if flags:
-        return None
-    if mode == "lo" and name == "mad":
-        return Operation(result, operands, lambda a, b, c: a * b + c)
-    return Operation(result, operands, lambda a, b, c: product(a, b) + c)
+        return Operation(result, (kind, kind), product)
+    return Operation(result, (kind, kind, result), lambda a, b, c: product(a, b) + c)
+
+
+@computes(r"(mad|mad24)\.hi\.sat\.s32")
+def multiply_saturating(name: str) -> Operation:
+    """`mad.hi` and `mad24.hi` with `.sat`."""
+    (_, product), add = _product(name, "hi", "s32"), saturated(np.add)
+    return uniform("s32", 3, lambda a, b, c: add(product(a, b), c))
 
 
 def add_with_carry(a: Array, b: Array, carry: Any) -> tuple[Array, Array]:
@@ -151,46 +156,34 @@ def subtract_with_borrow(a: Array, b: Array, borrow: Any) -> tuple[Array, Array]
     return difference - borrow, (a < b) | (difference < borrow)
 
 
-def _extended(opcode: tuple[str, ...]) -> Operation | None:
+@computes(
+    r"(add|sub)(c)()(\.cc)?\.[us](32|64)",
+    r"(add|sub)()()(\.cc)\.[us](32|64)",
+    r"(mad)(c)\.(lo|hi)(\.cc)?\.([us](?:32|64))",
+    r"(mad)()\.(lo|hi)(\.cc)\.([us](?:32|64))",
+)
+def extended(name: str, reads: str, mode: str, writes: str, kind: str) -> Operation:
     """`add.cc`, `addc`, `addc.cc`, `sub.cc`, `subc`, `subc.cc`, `mad.cc`, `madc` and `madc.cc`.
 
     The carry flag is a bool. If the instruction adds it, it is the function's last operand; if the
     instruction sets it, the function returns (result, carry).
     """
-    name, *flags, kind = opcode
-    reads, writes = name.endswith("c"), "cc" in flags
-    if kind not in INTEGERS or kind[1:] == "16" or not (reads or writes) or flags.count("cc") > 1:
-        return None
-    name, flags = name.removesuffix("c"), [flag for flag in flags if flag != "cc"]
+    unsigned = f"u{kind[-2:]}"
     combine: Function = subtract_with_borrow if name == "sub" else add_with_carry
-    unsigned = DTYPES[f"u{bits(kind)}"]
-    product: Function | None = None
-    if name == "mad":
-        found = _product("mul", flags.pop(0), kind) if flags else None
-        if found is None or found[0] != kind:
-            return None
-        product = found[1]
-    if flags:
-        return None
     # The sum is unsigned; the product depends on the sign.
-    operands = (kind, kind, f"u{bits(kind)}") if product else (f"u{bits(kind)}",) * 2
+    product = _product("mul", mode, kind)[1] if mode else None
+    operands = (kind, kind, unsigned) if product else (unsigned, unsigned)
 
     def function(*xs: Array) -> Any:
         carry = xs[-1] if reads else np.False_
         terms = xs[: len(operands)]
         if product:
-            terms = (product(*terms[:2]).view(unsigned), terms[2])
+            terms = (product(*terms[:2]).view(DTYPES[unsigned]), terms[2])
         result = combine(*terms, carry)
         return result if writes else result[0]
 
-    return Operation(
-        f"u{bits(kind)}",
-        operands + ("pred",) * reads,
-        function,
-        1 + writes,
-        reads_carry=reads,
-        writes_carry=writes,
-    )
+    flag = ("pred",) if reads else ()
+    return Operation(unsigned, operands + flag, function, 1 + bool(writes), bool(reads), bool(writes))
 
 
 def _parts(x: Array, kind: str, size: int) -> list[Array]:
@@ -199,13 +192,11 @@ def _parts(x: Array, kind: str, size: int) -> list[Array]:
     return [(x >> x.dtype.type(at)).astype(narrow).astype(np.int64) for at in range(0, 32, size)]
 
 
-def _dot(opcode: tuple[str, ...]) -> Operation | None:
+@computes(r"dp(4)a()\.([us]32)\.([us]32)", r"dp(2)a\.(lo|hi)\.([us]32)\.([us]32)")
+def dot(terms: str, mode: str, a_kind: str, b_kind: str) -> Operation:
     """`dp4a.atype.btype` and `dp2a.mode.atype.btype`."""
-    name, *flags, a_kind, b_kind = opcode
-    if {a_kind, b_kind} - {"u32", "s32"} or flags not in ([[]] if name == "dp4a" else [["lo"], ["hi"]]):
-        return None
     result = "u32" if a_kind == b_kind == "u32" else "s32"
-    size, skip = (8, 0) if name == "dp4a" else (16, 2 * (flags == ["hi"]))
+    size, skip = 32 // int(terms), 2 if mode == "hi" else 0
 
     def function(a: Array, b: Array, c: Array) -> Array:
         pairs = zip(_parts(a, a_kind, size), _parts(b, b_kind, 8)[skip:], strict=False)
@@ -213,16 +204,3 @@ def _dot(opcode: tuple[str, ...]) -> Operation | None:
         return total.astype(c.dtype)
 
     return Operation(result, (a_kind, b_kind, result), function)
-
-
-BUILDERS: dict[str, list[Builder]] = {
-    **{name: [_simple] for name in SIMPLE},
-    "mul": [_multiply],
-    "mul24": [_multiply],
-    "mad": [_multiply, _extended],
-    "mad24": [_multiply],
-    "dp4a": [_dot],
-    "dp2a": [_dot],
-}
-for _name in ("add", "sub", "addc", "subc", "madc"):
-    BUILDERS.setdefault(_name, []).append(_extended)

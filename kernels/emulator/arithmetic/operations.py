@@ -1,31 +1,123 @@
-"""Look up what an instruction computes: `operation(("mad", "lo", "s32"))`.
+r"""What instructions compute: a table of opcodes, each with a function of whole arrays.
 
-This covers the instructions that compute in registers alone, without memory (see `atomics` for atomic
-arithmetic), exchanges within a warp (`warp_operations`) and control flow.
+    @computes(r"shf\.(l|r)\.(clamp|wrap)\.b32")
+    def funnel(direction: str, mode: str) -> Operation:
+        ...
+
+The pattern is a regular expression that spells opcodes as the manual does. Its groups are the arguments of
+the function below, which returns the `Operation`; a group that is left out is "". `operation` looks up an
+opcode.
+
+An operation's function takes one array for each source operand, with an element for each lane of as many
+warps, blocks and like instructions as the caller puts together. Shapes broadcast, so a constant may be one
+element. Results are new arrays. Overflow, NaN and division by zero are ordinary results on a GPU, so callers
+run everything under `numpy.errstate(all="ignore")`.
+
+Source: PTX ISA manual, "Fundamental Types" and "Operand Size Exceeding Instruction-Type Size".
 """
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from ..base.operation import Builder, Operation
-from . import bit_fields, bits, compare, convert, floats, half_precision, integers
+from ..ptx.dtypes import DTYPES, SIZES, Array
 
-# No two tables know the same opcode.
-TABLES: tuple[dict[str, list[Builder]], ...] = tuple(
-    module.BUILDERS for module in (integers, bit_fields, bits, compare, convert, floats, half_precision)
-)
+Function: TypeAlias = Callable[..., Any]
+
+# Alternatives of kinds, for patterns. Packed types (f16x2, s16x2, ...) are read as b32.
+INTEGER = "[us](?:16|32|64)"
+UNTYPED = "b(?:16|32|64)"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The computation of one instruction.
+
+    Source operands are read in their kind (the low bits of a wider register). A result extends to a wider
+    register by its sign if `result` is signed, else by zeros. A second result and the carry flag are
+    predicates.
+    """
+
+    result: str  # kind of the (first) destination
+    operands: tuple[str, ...]  # kinds in which the source operands are read
+    function: Function  # of an array for each operand; returns the result, or a tuple of two
+    results: int = 1  # 2 if the function returns a tuple: (d, p) of `d|p`, or (d, carry)
+    reads_carry: bool = False  # the last operand is the carry flag (CC.CF), which the text does not name
+    writes_carry: bool = False  # the second result is the carry flag, a borrow after a subtraction
+
+
+Build: TypeAlias = Callable[..., "Operation | None"]
+_TABLE: list[tuple[re.Pattern[str], int, Build]] = []
+
+
+def computes(*patterns: str, results: int = 1) -> Callable[[Build], Build]:
+    """Enter the decorated function for opcodes that match a pattern and name so many destinations.
+
+    It may still return None, for a combination of words that does not exist.
+    """
+
+    def register(build: Build) -> Build:
+        _TABLE.extend((re.compile(pattern), results, build) for pattern in patterns)
+        return build
+
+    return register
 
 
 @functools.cache
 def operation(opcode: tuple[str, ...], results: int = 1) -> Operation | None:
     """Return what an opcode, split at its dots, computes, or None; `results` is 2 for `setp.lt.s32 p|q`."""
-    if len(opcode) < 2:
-        return None
-    if results == 2 and (found := compare.both_predicates(opcode)):
-        return found
-    for table in TABLES:
-        for build in table.get(opcode[0], ()):
-            if found := build(opcode):
-                return found
+    name = ".".join(opcode)
+    for pattern, count, build in _TABLE:
+        match = pattern.fullmatch(name) if count == results else None
+        if match and (found := build(*match.groups(""))):
+            return found
     return None
+
+
+def words(*words: str) -> str:
+    """Return the pattern of any of these words, in any order, as one group: words("ftz", "sat")."""
+    return rf"((?:\.(?:{'|'.join(words)}))*)"
+
+
+def bits(kind: str) -> int:
+    """Return the bits of a kind."""
+    return 8 * SIZES[kind]
+
+
+def resized(kind: str, size: int) -> str:
+    """Return the kind of the same letter with that many bits: resized("s16", 32) is "s32"."""
+    return f"{kind[0]}{size}"
+
+
+def uniform(kind: str, count: int, function: Function) -> Operation:
+    """Return an operation whose result and `count` operands are all of one kind."""
+    return Operation(kind, (kind,) * count, function)
+
+
+def unpack(x: Array, kind: str) -> tuple[Array, Array]:
+    """Return the low and the high half of x (b32 or b64) as arrays of `kind`: `mov.b64 {low, high}, x`."""
+    half = 4 * x.dtype.itemsize
+    narrow = DTYPES[f"b{half}"]
+    low, high = x.astype(narrow), (x >> x.dtype.type(half)).astype(narrow)
+    return low.view(DTYPES[kind]), high.view(DTYPES[kind])
+
+
+def pack(low: Array, high: Array) -> Array:
+    """Return b32 or b64 made of halves of 16 or 32 bits each: `mov.b64 x, {low, high}`."""
+    half = 8 * low.dtype.itemsize
+    narrow, wide = DTYPES[f"b{half}"], DTYPES[f"b{2 * half}"]
+    return low.view(narrow).astype(wide) | (high.view(narrow).astype(wide) << wide.type(half))
+
+
+def pairwise(kind: str, function: Function) -> Function:
+    """Return `function` (of operands of `kind`) applied to the low and the high halves of packed operands."""
+
+    def packed(*operands: Array) -> Array:
+        halves = [unpack(x, kind) for x in operands]
+        return pack(function(*(low for low, _ in halves)), function(*(high for _, high in halves)))
+
+    return packed

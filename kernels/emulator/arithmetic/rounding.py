@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.operation import Function
 from ..ptx.dtypes import DTYPES, Array
+from .operations import Function
 
 MODES = ("rn", "rz", "rm", "rp")  # to nearest (ties to even), towards zero, down (minus), up (plus)
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal

@@ -18,8 +18,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..base.operation import Function
 from ..ptx.dtypes import Array
+from .operations import Function
 
 LANES = np.arange(32, dtype=np.uint32)
 FIVE_BITS = np.uint32(31)

@@ -8,6 +8,4 @@ like instructions and returns the function that runs them.
 | instruction_registry | `unit`, which registers an instruction, and how the scheduler may move it |
 | batch | Batch: like instructions that run as one NumPy operation; reads and writes their operands |
 | addresses | which lanes run; state spaces and generic addresses |
-| special_registers | %tid, %ctaid, %laneid, ... |
-| operation | Operation: an instruction's arithmetic as a function of arrays |
 """

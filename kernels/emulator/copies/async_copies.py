@@ -13,13 +13,14 @@ import numpy as np
 
 from ..base.addresses import CLUSTER_SHIFT, in_shared_window, lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Run, unit
+from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine import Machine
-from ..memory.address_checks import blame
+from ..memory import races
+from ..memory.access import Access
 from ..memory.loads_and_stores import fetch
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Register
+from ..ptx.program import Register
 from ..synchronization.async_groups import AsyncGroups, begin
 
 
@@ -46,66 +47,44 @@ class AsyncCopies:
         self.groups: AsyncGroups[Copies] = AsyncGroups(machine.lanes)
         self._claims = np.zeros(machine.clocks.written.size, np.int32)
 
-    def begin(
-        self, batch: Batch, lanes: Array, to: Array, sources: Array, taken: Array | None, width: int
-    ) -> None:
-        """Check copies of `width` bytes by these lanes, note their accesses, and begin them."""
-        self._check(batch, lanes, to, sources, taken, width)
-        machine = self.machine
+    def begin(self, to: Access, sources: Array, taken: Array | None) -> None:
+        """Check copies `to` shared memory, note their accesses, and begin them."""
+        machine, clocks, lanes = to.machine, to.machine.clocks, to.lanes
+        self._check(to, sources, taken)
         if machine.counts is not None:
-            machine.counts.shared_access(machine.shape, batch.instructions, to, width, lanes)
-        clocks = machine.clocks
+            instructions = to.batch.instructions
+            machine.counts.shared_access(machine.shape, instructions, to.addresses, to.width, lanes)
         block = machine.block_of_lane[lanes]
-        granules = clocks.granules(block, to, width)
-        of_lanes = clocks.agents_of_lanes()[lanes]
+        granules = clocks.granules(block, to.addresses, to.width)
+        of_lanes = clocks.agents_of_lanes[lanes]
         warps, lane_of = np.unique(of_lanes, return_inverse=True)
         agents, known = begin(clocks, warps)
         if (bad := self._twice(granules) | np.any(clocks.pending[granules], axis=-1)).any():
-            text = "copies to where another copy is under way"
-            blame(machine, batch, bad, lanes, "overwrites a pending copy", text)
-        copiers = np.broadcast_to(agents[lane_of], to.shape)
-        races = clocks.write(granules, copiers, batch.instructions)
-        if races.any():
-            first = int(np.argmax(races))
-            agent = int(copiers.reshape(-1)[first // races.shape[-1]])
-            text = clocks.explain(int(granules.reshape(-1)[first]), agent)
-            text = f"copies to shared memory {text}, with no barrier between them"
-            blame(machine, batch, np.any(races, axis=-1), lanes, "race", text)
+            to.blame(bad, "overwrites a pending copy", "copies to where another copy is under way")
+        races.of_copies(to, granules, np.broadcast_to(agents[lane_of], to.addresses.shape))
         clocks.pending[granules] = True
         clocks.any_pending = True
         clocks.tick(agents)
-        flat = block * machine.shared_pitch + to
-        begun = Copies(batch, lanes, width, flat, sources, taken, granules, of_lanes, known[lane_of])
+        flat = block * machine.shared_pitch + to.addresses
+        begun = Copies(to.batch, lanes, to.width, flat, sources, taken, granules, of_lanes, known[lane_of])
         self.groups.begin(begun, lanes)
 
-    def _check(
-        self, batch: Batch, lanes: Array, to: Array, sources: Array, taken: Array | None, width: int
-    ) -> None:
-        machine = self.machine
-        for name, addresses in (("to", to), ("from", sources)):
-            if (bad := np.asarray(addresses % width != 0)).any():
-                text = f"copies {width} bytes {name} an address that is not a multiple of {width}"
-                blame(machine, batch, bad, lanes, "misaligned", text)
-        if (there := np.asarray(to >> CLUSTER_SHIFT)).any():
-            text = "copies to the shared memory of another block"
-            blame(machine, batch, there != 0, lanes, "wrong memory", text)
-        if (bad := np.asarray((to < 0) | (to + width > machine.shared_size))).any():
-            at = int(to.reshape(-1)[np.argmax(bad)])
-            have = f"of which the block has {machine.shared_size}"
-            text = f"copies {width} bytes to byte {at} of shared memory, {have}"
-            blame(machine, batch, bad, lanes, "out of bounds", text)
-        if taken is not None and (bad := np.asarray(taken > width)).any():
+    def _check(self, to: Access, sources: Array, taken: Array | None) -> None:
+        machine, batch, width, lanes = to.machine, to.batch, to.width, to.lanes
+        to.check_alignment()
+        Access(machine, batch, sources, width, lanes, "copies from").check_alignment()
+        if (there := to.addresses >> CLUSTER_SHIFT != 0).any():
+            to.blame(there, "wrong memory", "copies to the shared memory of another block")
+        to.shared_places()
+        if taken is not None and (bad := taken > width).any():
             text = f"reads {int(taken[bad][0])} bytes for a copy of {width}: src-size is at most that"
-            blame(machine, batch, bad, lanes, "out of bounds", text)
-        for count in (width,) if taken is None else np.unique(taken[taken > 0]):
+            to.blame(bad, "out of bounds", text)
+        for count in (width,) if taken is None else np.unique(taken[taken > 0]).tolist():
             some = np.ones(sources.shape, np.bool_) if taken is None else taken == count
-            for buffer, where in machine.memory.find(sources[some], int(count)):
+            for buffer, where in machine.memory.find(sources[some], count):
                 if buffer is None:
-                    bad = some.copy()
-                    bad[some] = True if where is None else where
-                    near = machine.memory.near(int(sources[bad][0]))
-                    text = f"copies {int(count)} bytes from {near}"
-                    blame(machine, batch, bad, lanes, "out of bounds", text)
+                    some[some] = True if where is None else where
+                    Access(machine, batch, sources, count, lanes, "copies from").out_of_bounds(some)
 
     def _twice(self, granules: Array) -> Lanes:
         """Return which copies (n, lanes) share a granule with another of them."""
@@ -135,17 +114,17 @@ class AsyncCopies:
 
     def _read(self, copies: Copies, lanes: Array, source: Array, taken: Array | None) -> Array:
         """Return the bytes that arrive, (n, lanes, size): `taken` bytes of global memory, then zeros."""
+        access = Access(self.machine, copies.batch, source, copies.size, lanes, "reads")
         if taken is None:
-            return fetch(self.machine, copies.batch, "global", source, copies.size, lanes)
+            return fetch(access, "global")
         data = np.zeros((*source.shape, copies.size), np.uint8)
         for row in range(len(copies.batch)):
-            one = copies.batch.alone(row)
             for count in np.unique(taken[row][taken[row] > 0]):
                 some = taken[row] == count
                 for width, offset in _pieces(int(count)):
-                    address = (source[row, some] + offset)[None]
-                    read = fetch(self.machine, one, "global", address, width, lanes[some])
-                    data[row, some, offset : offset + width] = read[0]
+                    piece = access.part(row, some)
+                    piece.width, piece.addresses = width, piece.addresses + offset
+                    data[row, some, offset : offset + width] = fetch(piece, "global")[0]
         return data
 
 
@@ -154,7 +133,7 @@ def _pieces(count: int) -> list[tuple[int, int]]:
     return [(width, count & -2 * width) for width in (16, 8, 4, 2, 1) if count & width]
 
 
-@unit("cp.async.ca", "cp.async.cg", order="store", results=0)
+@unit("cp.async.ca", "cp.async.cg", order="store", results=0, counted="async copy")
 def cp_async(batch: Batch) -> Run:
     """cp.async.cg.shared.global [dst], [src], size{, src-size or ignore-src}."""
     width = batch.constant(2)
@@ -175,31 +154,26 @@ def cp_async(batch: Batch) -> Run:
             if (counts == width).all():
                 counts = None
         offsets = in_shared_window(machine, shared, lanes)
-        machine.state(AsyncCopies).begin(batch, lanes, offsets, sources, counts, width)
+        copy = Access(machine, batch, offsets, width, lanes, "copies to")
+        machine.state(AsyncCopies).begin(copy, sources, counts)
 
     return run
 
 
-@unit("cp.async.commit_group", order="fence", results=0)
-def commit_group(batch: Batch) -> Run:
+@unit_of_lanes("cp.async.commit_group", order="fence", counted="wait")
+def commit_group(machine: Machine, lanes: Array) -> None:
     """cp.async.commit_group: close the group of copies that each thread has begun since the last."""
-    return lambda machine, mask: machine.state(AsyncCopies).groups.commit(lanes_of(machine, mask))
+    machine.state(AsyncCopies).groups.commit(lanes)
 
 
-@unit("cp.async.wait_group", order="fence", results=0)
-def wait_group(batch: Batch) -> Run:
+@unit_of_lanes("cp.async.wait_group", order="fence", operands=("constant",), counted="wait")
+def wait_group(machine: Machine, lanes: Array, allowed: int) -> None:
     """cp.async.wait_group n: wait until at most the last n groups of the thread are under way."""
-    allowed = batch.constant(0)
-    return lambda machine, mask: machine.state(AsyncCopies).wait(lanes_of(machine, mask), allowed)
+    machine.state(AsyncCopies).wait(lanes, allowed)
 
 
-@unit("cp.async.wait_all", order="fence", results=0)
-def wait_all(batch: Batch) -> Run:
+@unit_of_lanes("cp.async.wait_all", order="fence", counted="wait")
+def wait_all(machine: Machine, lanes: Array) -> None:
     """cp.async.wait_all: wait for all copies of the thread, in closed groups or not."""
-
-    def run(machine: Machine, mask: Mask) -> None:
-        copies, lanes = machine.state(AsyncCopies), lanes_of(machine, mask)
-        copies.groups.commit(lanes)
-        copies.wait(lanes, 0)
-
-    return run
+    machine.state(AsyncCopies).groups.commit(lanes)
+    machine.state(AsyncCopies).wait(lanes, 0)

@@ -1,15 +1,12 @@
 """Run a kernel: from PTX and arguments to the end of the last thread.
 
 `run.run_kernel` is the entry point. It compiles the program to steps (`schedule`), cuts the grid into
-machines (`grid`), and runs the lanes of each (`lane_scheduler`).
+machines, and runs the lanes of each (`lane_scheduler`).
 
 | File | Holds |
 |---|---|
 | run | run_kernel: checks the launch, loads variables, runs the grid |
 | kernel_arguments | Python arguments as the bytes of the kernel's parameters |
 | schedule | basic blocks, and batches of independent instructions |
-| dependencies | which instructions of a basic block are independent |
-| grid | the order of the machines, and blocks that wait for each other |
-| lane_scheduler | which lanes run next, how lanes wait, deadlocks |
-| livelock | lanes that loop for ever |
+| lane_scheduler | which lanes run next, how lanes wait, deadlocks and livelocks |
 """

@@ -1,4 +1,4 @@
-"""The order in which the lanes of a machine run, and how lanes wait.
+"""The order in which the lanes of a machine run, how lanes wait, deadlocks and livelocks.
 
 Lanes at the same program point run together, whatever warp or block they belong to. The lanes at the lowest
 instruction run first, so that threads that took different branches meet again. If those lanes are in a loop,
@@ -6,7 +6,13 @@ they may be waiting for what others write. So now and then the lanes that have s
 
 Any step may hold lanes back: a barrier does, and a shuffle whose lanes are not all there. Such lanes are
 parked in the middle of a basic block. They try again when lanes of their warp arrive, and when no other lane
-can run. If that changes nothing either, it is a deadlock. Lanes that loop for ever are a `livelock`.
+can run. If that changes nothing either, it is a deadlock.
+
+Lanes that loop for ever, on a lock that nobody releases or a flag that nobody sets, are a livelock. A machine
+is deterministic. If its registers, the program points of its lanes, and all that it can read are the same as
+before, and every group of lanes has run since, then only another machine's write can ever change anything. A
+full comparison costs about as much as running a block of instructions. So it is rare, and happens only when
+the few things that are cheap to compare are equal.
 """
 
 from __future__ import annotations
@@ -14,22 +20,76 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..machine.machine import Machine
 from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import Fault
-from ..synchronization.barriers import Barriers
-from .livelock import LivelockDetector
+from ..synchronization.barriers import MISSED, Barriers
 from .schedule import BasicBlock, Code
+
+EVERY = 1024  # runs of a block from one snapshot of the machine to the next
+LASTS = 8 * EVERY  # runs for which a snapshot is kept
+
+
+class LivelockDetector:
+    """Takes a snapshot of the machine now and then, and tells when the machine is back in that state."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.runs = 0
+        self.point: object = None  # the program point that ran next at the snapshot; None: no snapshot
+        self.lanes: dict[tuple[int, int], Lanes] = {}  # by program point
+        self.registers: list[NDArray[np.generic]] = []
+        self.changes = (0, 0)
+        self.not_run: set[tuple[int, int]] = set()  # program points that have not run since the snapshot
+        self.returns, self.next = 0, 1  # how often it looked like the snapshot, and when to compare all
+
+    def repeats(self, point: tuple[int, int], running: dict[tuple[int, int], Lanes]) -> bool:
+        """Return whether the machine, about to run the lanes at `point`, is back in an earlier state."""
+        self.runs += 1
+        if self.point is None:
+            if self.runs >= EVERY:
+                self._take_snapshot(point, running)
+            return False
+        changes = (self.machine.memory.changes, self.machine.events)
+        if changes != self.changes or self.runs > LASTS:
+            self.point, self.runs = None, 0
+            return False
+        back = point == self.point and not self.not_run and self._same(running)
+        self.not_run.discard(point)
+        if back:
+            self.point, self.runs = None, EVERY
+        return back
+
+    def _take_snapshot(self, point: tuple[int, int], running: dict[tuple[int, int], Lanes]) -> None:
+        machine = self.machine
+        self.point, self.runs = point, 0
+        self.lanes = dict(running)  # nothing writes to these arrays
+        self.registers = [file.copy() for file in machine.files.values()]
+        self.changes = (machine.memory.changes, machine.events)
+        self.not_run = {*running} - {point}
+        self.returns, self.next = 0, 1
+
+    def _same(self, running: dict[tuple[int, int], Lanes]) -> bool:
+        if running.keys() != self.lanes.keys():
+            return False
+        self.returns += 1
+        if self.returns < self.next:
+            return False
+        self.next *= 2
+        return all(np.array_equal(running[one], self.lanes[one]) for one in running) and all(
+            np.array_equal(file, kept)
+            for file, kept in zip(self.machine.files.values(), self.registers, strict=True)
+        )
+
 
 ProgramPoint: TypeAlias = tuple[int, int]  # the first instruction of a basic block, and a step in it
 
 # After PATIENCE runs of the lowest lanes others run once, then after half as many, down to IMPATIENCE. A
 # block that looks whether something has changed (an atomic, say) counts as LOOK runs.
 PATIENCE, IMPATIENCE, LOOK = 2048, 16, 128
-KINDS = dict.fromkeys(("bar", "barrier", "call"), "barrier not reached by all threads")
-KINDS |= dict.fromkeys(("shfl", "vote", "match", "redux"), "warp diverged")
 
 
 class LaneScheduler:
@@ -133,7 +193,7 @@ class LaneScheduler:
                     active = None
             machine.instruction = step.instructions[0]
             if machine.has_undefined and step.instructions[0].opcode[0] not in EXCHANGES:
-                machine.state(UndefinedValues).follow(step.batch, active)
+                machine.state(UndefinedValues).follow(step.batch, step.unit, active)
             passed = step.run(machine, active)
             held = None if passed is None else lanes & ~passed if active is None else active & ~passed
             if held is not None and held.any():
@@ -142,7 +202,7 @@ class LaneScheduler:
                 if not lanes.any():
                     return
             if machine.counts is not None:
-                machine.counts.step(machine.shape, step.instructions, active)
+                machine.counts.step(machine.shape, step.instructions, active, step.counted)
         self._leave(block, lanes)
 
     def _take_parked(self, point: ProgramPoint, lanes: Lanes) -> Lanes:
@@ -166,7 +226,7 @@ class LaneScheduler:
                 undefined = machine.state(UndefinedValues)
                 undefined.use(block.batch, (block.control.guard,), lanes, block.control)
         if machine.counts is not None:
-            machine.counts.step(machine.shape, (block.control,), lanes)
+            machine.counts.step(machine.shape, (block.control,), lanes, "branch")
         if block.control.opcode[0] == "bra":
             if taken.any():
                 self._add(block.target, taken)
@@ -188,23 +248,22 @@ class LaneScheduler:
         machine = self.machine
         block = min(int(machine.block_of_lane[lanes].min()) for lanes in self.parked.values())
         mine = machine.block_of_lane == block
-        waits, first = [], None
-        for start, step in sorted(self.parked):
-            count = int((self.parked[start, step] & mine).sum())
+        waits, steps = [], []
+        for start, i in sorted(self.parked):
+            count = int((self.parked[start, i] & mine).sum())
             if count:
-                instruction = self.code.blocks[start].steps[step].instructions[0]
-                first = first or instruction
+                steps.append(self.code.blocks[start].steps[i])
+                instruction = steps[-1].instructions[0]
                 line = str(instruction.location or "an unknown line")
                 waits.append(f"{count} wait{'s' if count == 1 else ''} at {line} [{instruction.text}]")
         ended = machine.threads - int((machine.alive & mine).sum())
         if ended:
             waits.append(f"{ended} {'has' if ended == 1 else 'have'} ended")
         text = f"of {machine.threads} threads of {machine.block_name(block)}, {', '.join(waits)}"
+        kind, first, remedy = steps[0].unit.missed, steps[0].instructions[0], ""
         if (earlier := machine.state(Barriers).first_mixed(block)) is not None:
             text += f", and before, only some of them came to {earlier.location or 'an earlier barrier'}"
-            first = earlier
-        assert first is not None
-        kind, remedy = KINDS.get(first.opcode[0], "deadlock"), ""
+            kind, first = MISSED, earlier
         if first.opcode[0] in ("bar", "barrier"):
             remedy = "; let all threads of the block come to the same cuda.syncthreads()"
         return machine.make_fault(kind, f"{text}: none can ever go on{remedy}", first)

@@ -1,7 +1,11 @@
 """Turn a program into steps: batches of like, independent instructions that run as one NumPy operation.
 
-NumPy costs time per call, so fewer calls are better. Within a basic block, instructions of one level
-(`dependencies`) and of one kind form a batch. The 64 multiply-adds of an 8 x 8 thread tile become one step.
+NumPy costs time per call, so fewer calls are better. Within a basic block, instructions of one level and of
+one kind form a batch. The 64 multiply-adds of an 8 x 8 thread tile become one step.
+
+The level of an instruction is one more than the highest level that it depends on: registers are written
+before they are read and read before they are overwritten, and accesses to memory keep their order. So
+instructions of equal level are independent.
 """
 
 from __future__ import annotations
@@ -10,15 +14,142 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..base.batch import Batch, RegisterLayout, Source
-from ..base.instruction_registry import InstructionUnit, Run, find
+from ..base.instruction_registry import MEMORY, InstructionUnit, OrderingClass, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
-from ..ptx.operands import Pair, Register
-from ..ptx.program import Program, PtxInstruction
-from .dependencies import Levels, likeness, registers_of, written_by
+from ..ptx.program import (
+    Address,
+    Immediate,
+    Label,
+    Operand,
+    Pair,
+    Program,
+    PtxInstruction,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+    registers_in,
+)
+
+SPACES = ("global", "shared", "local")
+
+
+class Levels:
+    """Finds the levels of the instructions of one basic block, in order."""
+
+    def __init__(self) -> None:
+        self.written: dict[tuple[str, int], int] = {}  # the level of a register's last write
+        self.read: dict[tuple[str, int], int] = {}  # the highest level that has read it since
+        # The level of the last store to each space, and its likeness.
+        self.stores: dict[str, tuple[int, object]] = dict.fromkeys(SPACES, (-1, None))
+        self.loads = dict.fromkeys(SPACES, -1)  # the highest level of a load since then
+        self.floor = 0  # the level after the last barrier
+        self.highest = -1
+
+    def add(self, instruction: PtxInstruction, unit: InstructionUnit) -> int:
+        """Return the level of the next instruction."""
+        written = {(register.file, register.row) for register in written_by(unit, instruction)}
+        read = {(register.file, register.row) for register in registers_of(instruction)}
+        if instruction.guard is None:
+            # A result is no input, unless a guard may leave its old value.
+            rest = instruction.operands[unit.results :]
+            inputs = {(item.file, item.row) for operand in rest for item in registers_in(operand)}
+            read -= written - inputs
+        level = self.floor
+        for register in read:
+            level = max(level, self.written.get(register, -1) + 1)
+        for register in written:
+            level = max(level, self.written.get(register, -1) + 1, self.read.get(register, -1) + 1)
+        level = max(level, self._memory(instruction, unit.order))
+        for register in read:
+            self.read[register] = max(self.read.get(register, -1), level)
+        for register in written:
+            self.written[register] = level
+            self.read.pop(register, None)
+        self._remember(instruction, unit.order, level)
+        self.highest = max(self.highest, level)
+        if unit.order in ("barrier", "sync"):
+            self.floor = level + 1
+        return level
+
+    def _memory(self, instruction: PtxInstruction, order: OrderingClass) -> int:
+        if order == "pure":
+            return 0
+        if order in ("barrier", "sync"):
+            return self.highest + 1
+        like = likeness(instruction)
+        level = 0
+        for space in _spaces(instruction) if order != "fence" else SPACES:
+            stored, name = self.stores[space]
+            alike = order == "store" and name == like
+            level = max(level, stored + (0 if alike else 1))
+            if order != "load":
+                level = max(level, self.loads[space] + 1)
+        return level
+
+    def _remember(self, instruction: PtxInstruction, order: OrderingClass, level: int) -> None:
+        if order == "pure":
+            return
+        for space in _spaces(instruction) if order in ("load", "store") else SPACES:
+            if order == "load":
+                self.loads[space] = max(self.loads[space], level)
+            else:
+                self.stores[space] = (level, likeness(instruction) if order == "store" else None)
+                self.loads[space] = -1
+
+
+def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
+    words = " ".join(instruction.opcode)
+    named = tuple(space for space in SPACES if space in words)
+    if instruction.opcode[0] == "ld" and instruction.opcode[1] in ("param", "const"):
+        return ("local",)
+    return named or SPACES  # a generic address may point anywhere
+
+
+def registers_of(instruction: PtxInstruction) -> Iterator[Register]:
+    """Yield all registers of an instruction, its guard included."""
+    for operand in instruction.operands:
+        yield from registers_in(operand)
+    if instruction.guard is not None:
+        yield instruction.guard
+
+
+def written_by(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[Register]:
+    """Yield the registers that an instruction writes."""
+    for operand in instruction.operands[: unit.results]:
+        if not isinstance(operand, Address):
+            yield from registers_in(operand)
+
+
+def likeness(instruction: PtxInstruction) -> tuple[object, ...]:
+    """Return what all instructions of one batch have in common."""
+    guard = instruction.guard
+    return (
+        instruction.opcode,
+        (guard.row, instruction.negated) if guard else None,
+        tuple(_shape(operand) for operand in instruction.operands),
+    )
+
+
+def _shape(operand: Operand) -> object:
+    if isinstance(operand, Register):
+        return (operand.file, operand.negated)
+    if isinstance(operand, Vector):
+        return tuple(_shape(item) for item in operand.items)
+    if isinstance(operand, Pair):
+        return ("pair", _shape(operand.first), _shape(operand.second))
+    if isinstance(operand, Address):
+        return ("address", _shape(operand.base), tuple(_shape(item) for item in operand.more))
+    if isinstance(operand, Special | Label):
+        return operand.name
+    assert isinstance(operand, Immediate | Symbol)
+    return type(operand)
+
 
 BATCH_LANES = 1 << 15  # largest lanes times instructions of a step, so that operands fit the L2 cache
 CONTROL = ("bra", "ret", "exit", "trap")
+COUNTED_SPACES = ("shared", "local", "param", "const")
 LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
 
@@ -29,6 +160,8 @@ class BatchStep:
     run: Run
     guard: Source | None  # reads which lanes the instructions' guard lets run
     batch: Batch
+    unit: InstructionUnit
+    counted: str  # the class of its instructions in a profile
 
     @property
     def instructions(self) -> Sequence[PtxInstruction]:
@@ -101,13 +234,20 @@ def _block(
     steps = []
     for unit, instructions in batches:
         batch = Batch(instructions, program, layout)
-        steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch))
+        steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch, unit, _counted(unit, batch)))
     looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
         return BasicBlock(tuple(steps), None, None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
     return BasicBlock(tuple(steps), control, batch, _guard(batch), target, end, looks)
+
+
+def _counted(unit: InstructionUnit, batch: Batch) -> str:
+    """Return the class under which a batch is counted: of accesses to memory with the state space."""
+    words = batch.first.opcode
+    spaces = (space for space in COUNTED_SPACES if any(word.startswith(space) for word in words))
+    return f"{unit.counted} {next(spaces, 'global')}" if unit.counted in MEMORY else unit.counted
 
 
 def _guard(batch: Batch) -> Source | None:

@@ -8,10 +8,8 @@ copies/.
 | arithmetic | instructions of registers alone; what they compute is in the package `arithmetic` |
 | atomics | atom and red |
 | warps | shuffles, votes, matches, reductions |
-| ldmatrix, mma | matrices between shared memory and registers; mma.sync |
-| wgmma, wgmma_products | matrix instructions of four warps; their arithmetic and pending products |
-| mbarriers | mbarrier.init, arrive, try_wait, ... |
+| mma | mma.sync, and ldmatrix and stmatrix |
+| wgmma | matrix instructions of four warps |
 | register_pool | setmaxnreg |
-| half_precision_calls | calls of CUDA's functions on float16 and bfloat16 |
-| printing | print |
+| linked_functions | calls of CUDA's functions on float16 and bfloat16, print, array.reshape |
 """

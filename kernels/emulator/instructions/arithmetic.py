@@ -7,15 +7,14 @@ from functools import cache
 import numpy as np
 
 from ..arithmetic.bits import count_ones
-from ..arithmetic.operations import operation
+from ..arithmetic.operations import Operation, operation
 from ..arithmetic.warp_operations import word
 from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, active_lanes
 from ..base.batch import Batch
 from ..base.instruction_registry import InstructionUnit, Run, unit
-from ..base.operation import Operation
 from ..machine.machine import Machine
 from ..ptx.dtypes import DTYPES, SIZES, Mask
-from ..ptx.operands import Vector
+from ..ptx.program import Vector
 
 
 @cache
@@ -24,9 +23,15 @@ def unit_of(opcode: tuple[str, ...], results: int = 1) -> InstructionUnit | None
     found = operation(opcode, results)
     if found is None:
         return None
+    name, floats = opcode[0], opcode[-1].startswith(("f16", "f32", "f64", "bf16"))
+    counted = "other float" if floats else "integer"
+    if name in ("cvt", "selp", "setp"):
+        counted = "move and compare"
+    elif name in ("fma", "mad") and floats:
+        counted = "multiply-add"
     if found.reads_carry or found.writes_carry:
-        return InstructionUnit("fence", lambda batch: _with_carry(batch, found))
-    return InstructionUnit("pure", lambda batch: _arithmetic(batch, found))
+        return InstructionUnit("fence", lambda batch: _with_carry(batch, found), counted=counted)
+    return InstructionUnit("pure", lambda batch: _arithmetic(batch, found), counted=counted)
 
 
 def _arithmetic(batch: Batch, found: Operation) -> Run:
@@ -75,7 +80,7 @@ def _with_carry(batch: Batch, found: Operation) -> Run:
     return run
 
 
-@unit("mov", order="pure")
+@unit("mov", order="pure", counted="move and compare")
 def move(batch: Batch) -> Run:
     """mov d, a. If one side is a vector, its items are the parts of the other side, lowest first."""
     kind = batch.first.opcode[-1]
@@ -110,7 +115,7 @@ def _unpack(batch: Batch, kind: str, parts: int) -> Run:
     return run
 
 
-@unit("cvta", order="pure")
+@unit("cvta", order="pure", counted="move and compare")
 def convert_address(batch: Batch) -> Run:
     """cvta.space generic, offset and cvta.to.space offset, generic: add or subtract the space's window."""
     opcode = batch.first.opcode

@@ -11,23 +11,24 @@ import linecache
 import numpy as np
 
 from ..arithmetic.atomics import Atomic, apply, atomic
-from ..base.addresses import addresses_of, generic, lanes_of, space_of
+from ..base.addresses import addresses_of, lanes_of, space_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..memory.address_checks import aligned, blame, note, out_of_bounds, rows_of, shared_offsets
+from ..memory import races
+from ..memory.access import Access, rows_of
 from ..ptx.dtypes import SIZES, Array, Mask
 from ..ptx.fault import EmulatorError
 from ..synchronization.atomic_ordering import AtomicOrder
 
 
-@unit("atom", order="store")
+@unit("atom", order="store", counted="atomic")
 def update(batch: Batch) -> Run:
     """atom{.space}.operation.kind d, [a], b{, c}: the old value goes to d."""
     return _prepare(batch, 1)
 
 
-@unit("red", order="store", results=0)
+@unit("red", order="store", results=0, counted="atomic")
 def reduction(batch: Batch) -> Run:
     """red{.space}.operation.kind [a], b: as atom, without a result."""
     return _prepare(batch, 0)
@@ -52,10 +53,11 @@ def _prepare(batch: Batch, first: int) -> Run:
         if other is not None:  # atom.cas d, [a], compare, new
             operand, other = other, operand
         old = np.zeros(shape, operand.dtype)
+        access = Access(machine, batch, addresses, SIZES[kind], lanes, "updates")
         for i in range(len(batch)):  # in order: the next may update the same address
             machine.instruction = batch.instructions[i]
             compare = None if other is None else other[i]
-            old[i, lanes] = _apply(machine, batch, i, space, addresses[i], operand[i], compare, found, lanes)
+            old[i, lanes] = _apply(access.part(i), space, operand[i], compare, found)
             if learns:
                 machine.state(AtomicOrder).update(addresses[i], lanes)
         if write is not None:
@@ -64,52 +66,41 @@ def _prepare(batch: Batch, first: int) -> Run:
     return run
 
 
-def _apply(
-    machine: Machine,
-    batch: Batch,
-    i: int,
-    space: str,
-    addresses: Array,
-    operand: Array,
-    compare: Array | None,
-    found: Atomic,
-    lanes: Array,
-) -> Array:
-    width = SIZES[found.kind]
-    one = batch.alone(i)
-    aligned(machine, one, addresses[None], width, lanes)
-    if space == "generic":
-        space, addresses = generic(addresses)
+def _apply(access: Access, space: str, operand: Array, compare: Array | None, found: Atomic) -> Array:
+    """Update the cells at the addresses of one instruction, and return what each lane found there."""
+    machine, width = access.machine, access.width
+    access.check_alignment()
+    space, access = access.in_space(space)
     if space == "shared":
-        flat = shared_offsets(machine, one, addresses[None], width, lanes, "updates")[0]
+        index = races.in_shared_memory(access, *access.shared_places())[0] // width
         cells = rows_of(machine.shared, width).view(operand.dtype)
-        was = apply(cells, flat // width, operand, compare, found)
-        machine.memory.changes += bool((cells[flat // width] != was).any())
+        was = apply(cells, index, operand, compare, found)
+        machine.memory.changes += bool((cells[index] != was).any())
         return was
     if space != "global":
-        bad = np.ones((1, lanes.size), np.bool_)
-        blame(machine, one, bad, lanes, "atomic", "updates memory that is neither global nor shared")
+        everywhere = np.ones(access.addresses.shape, np.bool_)
+        access.blame(everywhere, "atomic", "updates memory that is neither global nor shared")
     if machine.counts is not None:
-        machine.counts.global_access(
-            machine.shape, one.instructions, addresses[None], width, lanes, write=True
-        )
-    old = np.zeros(addresses.shape, operand.dtype)
-    for buffer, where in machine.memory.find(addresses, width):
+        instructions, addresses, lanes = access.batch.instructions, access.addresses, access.lanes
+        machine.counts.global_access(machine.shape, instructions, addresses, width, lanes, write=True)
+    old = np.zeros(operand.shape, operand.dtype)
+    for buffer, where in machine.memory.find(access.addresses[0], width):
         if buffer is not None and not buffer.writable:
             machine.fault("read-only memory", f"the kernel updates {buffer.name}, which is read-only")
         if buffer is None:
-            out_of_bounds(machine, one, addresses[None], where, width, lanes, "updates")
+            access.out_of_bounds(where)
         which = slice(None) if where is None else where
+        there = access.part(0, which)
         if buffer.watched and machine.memory.watch_blocks:
-            note(machine, buffer, "updates", addresses[which], width, lanes[which])
+            races.in_global_memory(there, buffer)
         cells = buffer.view(width).view(operand.dtype)
-        index = (addresses[which] - buffer.start) // width
+        index = (there.addresses[0] - buffer.start) // width
         compares = None if compare is None else compare[which]
         old[which] = apply(cells, index, operand[which], compares, found)
         machine.memory.changes += bool((cells[index] != old[which]).any())
         if buffer.raises:
-            location = batch.instructions[i].location
+            location = access.batch.first.location
             line = linecache.getline(location.file, location.line).strip() if location else ""
             text = f"the kernel raises an exception{f': {line}' if line else ''}"
-            machine.fault("exception", text, lanes=np.isin(np.arange(machine.lanes), lanes))
+            machine.fault("exception", text, lanes=np.isin(np.arange(machine.lanes), access.lanes))
     return old

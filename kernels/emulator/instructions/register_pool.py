@@ -12,7 +12,7 @@ import numpy as np
 from ..base.addresses import whole_warps
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..copies.bulk_copies import BulkCopies
+from ..copies.tensor_copies import BulkCopies
 from ..machine.machine import Machine
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import EmulatorError

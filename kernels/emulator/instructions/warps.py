@@ -12,12 +12,12 @@ from ..arithmetic.warp_operations import LANES, WarpOperation, awaited, takes_pa
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
-from ..memory.undefined_values import UndefinedValues
+from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 
 
-@unit("shfl", "vote", "match", "redux", order="pure")
+@unit(*EXCHANGES, order="pure", missed="warp diverged")
 def exchange(batch: Batch) -> Run:
     """shfl.sync, vote.sync, match.sync, redux.sync: d or d|p, operands, the mask of members last."""
     found = warp_operation(batch.first.opcode)

@@ -66,11 +66,13 @@ class Counts:
         """Return the counts of an instruction's source line."""
         return self.lines.setdefault(str(instruction.location or "unknown line"), LineCounts())
 
-    def step(self, shape: MachineShape, instructions: Sequence[PtxInstruction], mask: Mask) -> None:
-        """Count each instruction once for every warp with an active lane."""
+    def step(
+        self, shape: MachineShape, instructions: Sequence[PtxInstruction], mask: Mask, counted: str
+    ) -> None:
+        """Count each instruction, of class `counted`, once for every warp with an active lane."""
         warps = shape.warps if mask is None else int(mask.reshape(-1, 32).any(axis=1).sum())
         for instruction in instructions:
-            self.classes[class_of(instruction.opcode)] += warps
+            self.classes[counted] += warps
             self.line(instruction).instructions += warps
 
     def global_access(
@@ -116,38 +118,6 @@ class Counts:
         """Count `count` matrix instructions of `flops` operations each."""
         self.line(instruction).matrix += count
         self.matrix_flops += count * flops
-
-
-def class_of(opcode: tuple[str, ...]) -> str:
-    """Return the class under which an instruction is counted."""
-    name, words = opcode[0], set(opcode)
-    if name in ("ld", "st", "atom", "red", "ldu"):
-        space = next(
-            (w for w in ("shared", "local", "param", "const") if any(o.startswith(w) for o in opcode)),
-            "global",
-        )
-        return f"{ {'ld': 'load', 'ldu': 'load', 'st': 'store'}.get(name, 'atomic') } {space}"
-    if name in ("mma", "wgmma"):
-        return (
-            "matrix"
-            if {"mma_async", "sync"} & words and not {"fence", "commit_group", "wait_group"} & words
-            else "wait"
-        )
-    if name == "cp":
-        return "wait" if {"commit_group", "wait_group", "wait_all"} & words else "async copy"
-    if name in ("ldmatrix", "stmatrix"):
-        return name
-    if name in ("bar", "barrier", "mbarrier", "membar", "fence"):
-        return "barrier"
-    if name in ("bra", "ret", "exit", "call", "trap"):
-        return "branch"
-    if name in ("fma", "mad") and opcode[-1].startswith(("f", "bf")):
-        return "multiply-add"
-    if opcode[-1].startswith(("f16", "f32", "f64", "bf16")) and name not in ("mov", "cvt", "selp", "setp"):
-        return "other float"
-    if name in ("mov", "cvt", "cvta", "selp", "setp"):
-        return "move and compare"
-    return "integer"
 
 
 def _by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array, Array]:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from ..ptx.dtypes import Array
 from .races_in_shared_memory import Clocks
 
-AccessKind = Literal["reads", "writes", "settles", "updates"]  # settles: `DataFlow`; updates: by atomics
+# guesses and settles: see `DataFlow`; updates: by atomics; copies: asynchronously.
+AccessKind = Literal["reads", "guesses", "writes", "settles", "updates", "copies to", "copies from"]
 QUIET = 1 << 20  # a bit of a packed name: a write that readers don't mind
 
 
@@ -70,7 +71,7 @@ class History:
         count = -(-width // self.granule)
         granules = first if count == 1 else (first[:, None] + np.arange(count)).reshape(-1)
         machine = clocks.machine
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         warps = machine.first * machine.warps_per_block + machine.warp_of_lane[lanes]
         times = clocks.own(agents)
         names = (1 + warps) << 21 | numbers

@@ -61,7 +61,7 @@ class Clocks:
         self.atomic = np.zeros(count, np.bool_)  # the last write was an atomic update
         self.pending = np.zeros(count, np.bool_)  # an asynchronous copy will write it some time
         self.any_pending = False  # whether `pending` was ever used
-        self._lanes = machine.block_of_lane * self.of_block + machine.thread_of_lane // 32
+        self.agents_of_lanes: Array = machine.block_of_lane * self.of_block + machine.thread_of_lane // 32
 
     def granules(self, block: Array, offset: Array, size: int) -> Array:
         """Return the granules of `size` bytes at `offset` of `block`, along a new last axis."""
@@ -144,8 +144,11 @@ class Clocks:
         self.last_write[granules] = self.era
         return inside
 
-    def explain(self, granule: int, agent: int) -> str:
-        """Describe the access that `agent` races with for this granule, with its source line."""
+    def explain(self, races: Array, granules: Array, agents: Array) -> str:
+        """Describe the earlier access of the first race, with its source line: shapes are those of `read`."""
+        first = int(np.argmax(races))
+        granule = int(granules.reshape(-1)[first])
+        agent = int(np.broadcast_to(agents, races.shape[:-1]).reshape(-1)[first // races.shape[-1]])
         inside, known = agent % self.agents, self._flat[agent]
         writer = int(self.writer[granule])
         if writer != inside and self.written[granule] > known[writer]:
@@ -178,10 +181,6 @@ class Clocks:
             return self.number(self.machine.instruction)
         numbers = np.array([self.machine.program.numbers[id(instruction)] for instruction in by], np.int32)
         return numbers.reshape(-1, *(1,) * (granules.ndim - 1))
-
-    def agents_of_lanes(self) -> Array:
-        """Return the agent of each lane, numbered over the machine."""
-        return self._lanes
 
     def own(self, agents: Array) -> Array:
         """Return the time of each agent."""

@@ -1,4 +1,4 @@
-"""Checks of what the copy engine and wgmma do with shared memory: missing data, races, missing fences.
+"""Checks of what the copy engine and wgmma do with shared memory: missing data and missing fences.
 
 Both access shared memory through the asynchronous proxy. They see what a thread stored (st.shared, stmatrix)
 only after a fence.proxy.async. The fence lies between the store and the operation that reads, in the storing
@@ -13,11 +13,9 @@ import bisect
 
 import numpy as np
 
-from ..base.addresses import lanes_of, of_lanes
-from ..base.batch import Batch
-from ..base.instruction_registry import Run, unit
+from ..base.instruction_registry import unit_of_lanes
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array, Lanes, Mask
+from ..ptx.dtypes import Array, Lanes
 from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
 
@@ -65,7 +63,7 @@ class TensorMapFences:
     def acquire(self, addresses: Array, lanes: Array) -> None:
         """Note that these lanes acquire the maps at these addresses."""
         clocks = self.machine.clocks
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         for lane, address, agent, time in zip(lanes, addresses, agents, clocks.own(agents), strict=True):
             block = int(self.machine.block_of_lane[lane])
             self.times.setdefault((block, int(address)), {}).setdefault(int(agent), int(time))
@@ -77,18 +75,8 @@ class TensorMapFences:
         if not fences:
             return False
         agents = np.array(list(fences))
-        own = clocks.agents_of_lanes()[[lane]]
+        own = clocks.agents_of_lanes[[lane]]
         return bool((clocks.knows(own, agents % clocks.agents) >= list(fences.values())).any())
-
-
-def fault_for_race(
-    machine: Machine, races: Array, granules: Array, agents: Array, what: str, lane: int
-) -> None:
-    """Fault if there is a race. granules: (n, m); agents (n,) use one row each."""
-    if races.any():
-        row, column = divmod(int(np.argmax(races)), races.shape[-1])
-        text = machine.clocks.explain(int(granules[row, column]), int(agents[row]))
-        machine.fault_at("race", f"lets {what} shared memory {text}, with no barrier between them", lane)
 
 
 def fault_for_missing_data(machine: Machine, granules: Array, what: str, lane: int) -> None:
@@ -109,40 +97,26 @@ def fault_for_missing_fence(
         machine.fault_at("missing fence", text, lane)
 
 
-@unit("fence.proxy.tensormap::generic", order="fence", results=0)
-def fence_proxy_tensormap(batch: Batch) -> Run:
+@unit_of_lanes(
+    "fence.proxy.tensormap::generic.acquire", order="fence", operands=("address",), counted="barrier"
+)
+def fence_proxy_tensormap(machine: Machine, lanes: Array, addresses: Array) -> None:
     """fence.proxy.tensormap::generic.acquire.scope [addr], 128: see a tensor map as the host wrote it.
 
-    .release is for maps that a kernel changes, which the emulator does not support.
+    .release, for maps that a kernel changes, has no effect: the emulator does not support such maps.
     """
-    if "acquire" not in batch.first.opcode:
-        return lambda machine, mask: None
-    address = batch.address(0)
-
-    def run(machine: Machine, mask: Mask) -> None:
-        lanes = lanes_of(machine, mask)
-        machine.state(TensorMapFences).acquire(of_lanes(address(machine), machine, lanes), lanes)
-
-    return run
+    machine.state(TensorMapFences).acquire(addresses, lanes)
 
 
-@unit("fence.proxy.async", order="fence", results=0)
-def fence_proxy_async(batch: Batch) -> Run:
+@unit_of_lanes("fence.proxy.async", order="fence", counted="barrier")
+def fence_proxy_async(machine: Machine, lanes: Array) -> None:
     """fence.proxy.async{.space}: show earlier stores to the asynchronous proxy."""
-
-    def run(machine: Machine, mask: Mask) -> None:
-        agents = np.unique(machine.clocks.agents_of_lanes()[lanes_of(machine, mask)])
-        machine.state(Proxies).fence(agents)
-        machine.state(Mbarriers).show(agents)
-
-    return run
+    agents = np.unique(machine.clocks.agents_of_lanes[lanes])
+    machine.state(Proxies).fence(agents)
+    machine.state(Mbarriers).show(agents)
 
 
-@unit("fence.mbarrier_init", order="fence", results=0)
-def fence_mbarrier_init(batch: Batch) -> Run:
+@unit_of_lanes("fence.mbarrier_init", order="fence", counted="barrier")
+def fence_mbarrier_init(machine: Machine, lanes: Array) -> None:
     """fence.mbarrier_init.release.cluster: show the thread's new mbarriers to the copy engine."""
-
-    def run(machine: Machine, mask: Mask) -> None:
-        machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes()[lanes_of(machine, mask)]))
-
-    return run
+    machine.state(Mbarriers).show(np.unique(machine.clocks.agents_of_lanes[lanes]))

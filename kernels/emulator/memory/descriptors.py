@@ -1,4 +1,10 @@
-"""Matrix descriptors: how wgmma finds a tile of a or b in shared memory.
+"""How tiles lie in shared memory: the swizzles of Hopper, and the descriptors by which wgmma finds a tile.
+
+If the rows of a tile are 128 bytes, a column of 16-byte chunks lies in the same four of the 32 banks, and
+eight rows of it get one eighth of the bandwidth. The swizzle XORs the chunk's index in its row with the row's
+index: bits 4 to 6 of a byte's address with bits 7 to 9 (PTX ISA, "Swizzling Modes"). It depends on the
+address alone, so tensor copies and wgmma apply it without knowing where the tile begins. But a tile must
+begin where the pattern does, every 8 rows: 1024, 512 or 256 bytes.
 
 A descriptor has 64 bits: the tile's start, two strides, and the swizzle (PTX ISA, "Matrix Descriptor
 Format"). A tile is (mn, depth), where mn is the rows of a or the columns of b, and 32 bytes deep. It is
@@ -21,7 +27,22 @@ import numpy as np
 
 from ..ptx.dtypes import Array
 from ..ptx.fault import Fault
-from .swizzles import CHUNK, pattern, swizzle
+
+CHUNK = 16  # bytes that stay together
+
+
+def swizzle(addresses: Array, span: int) -> Array:
+    """Return `addresses` under the swizzle of `span` bytes (0: none, 32, 64 or 128), its own inverse."""
+    if span == 0:
+        return addresses
+    mask = (span - 1) & ~(CHUNK - 1)
+    return addresses ^ ((addresses >> 3) & mask)
+
+
+def pattern(span: int) -> int:
+    """Return the bytes after which the swizzle repeats. A tile begins at a multiple of it."""
+    return 8 * span if span else CHUNK
+
 
 _SPAN = np.array([0, 128, 64, 32])  # bytes, by bits 62 and 63
 _RESERVED = sum(1 << bit for bit in (14, 15, 30, 31, 46, 47, 48, *range(52, 62)))

@@ -7,31 +7,21 @@ Instructions: ld, st".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from ..base.addresses import WINDOWS, addresses_of, generic, lanes_of, space_of
+from ..base.addresses import addresses_of, lanes_of, space_of
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
+from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
-from ..ptx.operands import Address, Symbol
+from ..ptx.program import Address, Symbol
 from ..synchronization.atomic_ordering import AtomicOrder
-from .address_checks import (
-    Access,
-    aligned,
-    gather,
-    local_offsets,
-    note,
-    out_of_bounds,
-    rows_of,
-    several_write,
-    shared_offsets,
-)
+from . import races
+from .access import Access, gather, rows_of
 
 
-@unit("ld", order="load")
+@unit("ld", order="load", counted="load")
 def load(batch: Batch) -> Run:
     """ld{.space}{.v2|.v4}.kind d, [a]: the destination may be wider than the kind."""
     opcode = batch.first.opcode
@@ -46,7 +36,8 @@ def load(batch: Batch) -> Run:
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         addresses = addresses_of(address(machine), len(batch), lanes, machine)
-        data = fetch(machine, batch, space, addresses, width * count, lanes)  # (n, lanes, bytes) uint8
+        access = Access(machine, batch, addresses, width * count, lanes, "reads")
+        data = fetch(access, space)  # (n, lanes, bytes) uint8
         values = np.moveaxis(data.view(DTYPES[kind]), -1, 0)  # (items, n, lanes)
         if mask is not None:
             whole = np.zeros((count, len(batch), machine.lanes), values.dtype)
@@ -57,13 +48,12 @@ def load(batch: Batch) -> Run:
     return run
 
 
-@unit("st", order="store", results=0)
+@unit("st", order="store", results=0, counted="store")
 def store(batch: Batch) -> Run:
     """st{.space}{.v2|.v4}.kind [a], b: of a wider source, the low bits are stored."""
     opcode = batch.first.opcode
-    kind = opcode[-1]
-    width, count = SIZES[kind], _count(opcode)
-    address, read, space = batch.address(0), batch.sources(1, kind), space_of(opcode)
+    width, count = SIZES[opcode[-1]], _count(opcode)
+    address, read, space = batch.address(0), batch.sources(1, opcode[-1]), space_of(opcode)
     releases = len(batch) == 1 and id(batch.first) in batch.program.flow.releases
 
     def run(machine: Machine, mask: Mask) -> None:
@@ -71,9 +61,9 @@ def store(batch: Batch) -> Run:
         addresses = addresses_of(address(machine), len(batch), lanes, machine)
         values = np.broadcast_to(read(machine), (count, len(batch), machine.lanes))[:, :, lanes]
         data = np.ascontiguousarray(np.moveaxis(values, 0, -1)).view(np.uint8)  # (n, lanes, bytes)
-        assert data.shape[-1] == width * count
         released = releases and machine.state(AtomicOrder).has_updated(addresses[0], lanes)
-        put(machine, batch, space, addresses, data, lanes, "updates" if released else "writes")
+        kind: AccessKind = "updates" if released else "writes"  # a store that releases a lock is an atomic
+        put(Access(machine, batch, addresses, width * count, lanes, kind), space, data)
         if released:
             machine.state(AtomicOrder).update(addresses[0], lanes)
 
@@ -99,120 +89,93 @@ def _count(opcode: tuple[str, ...]) -> int:
     return next((VECTORS[word] for word in opcode if word in VECTORS), 1)
 
 
-def fetch(machine: Machine, batch: Batch, space: str, addresses: Array, width: int, lanes: Array) -> Array:
+def fetch(access: Access, space: str) -> Array:
     """Check loads and return their bytes, (instructions, lanes, width) uint8."""
-    aligned(machine, batch, addresses, width, lanes)
-    if space == "generic":
-        space, addresses = generic(addresses)
-        if space == "mixed":
-            data = np.empty((*addresses.shape, width), np.uint8)
-            for i, one, some in _by_space(batch, addresses):
-                data[i, some] = fetch(
-                    machine, one, "generic", addresses[i : i + 1, some], width, lanes[some]
-                )[0]
-            return data
+    machine, width = access.machine, access.width
+    access.check_alignment()
+    space, access = access.in_space(space)
+    if space == "mixed":
+        data = np.empty((*access.addresses.shape, width), np.uint8)
+        for i, some in access.parts_by_space():
+            data[i, some] = fetch(access.part(i, some), "generic")[0]
+        return data
     if space == "shared":
-        guesses = any(id(one) in batch.program.flow.guesses for one in batch.instructions)
-        flat = shared_offsets(machine, batch, addresses, width, lanes, "guesses" if guesses else "reads")
-        return gather(machine.shared, flat, width)
+        guesses = access.batch.program.flow.guesses
+        if guesses and any(id(one) in guesses for one in access.batch.instructions):
+            access.kind = "guesses"
+        return gather(machine.shared, races.in_shared_memory(access, *access.shared_places()), width)
     if space == "local":
-        flat = local_offsets(machine, batch, addresses, width, lanes)
-        return gather(machine.local, flat, width)
-    if machine.counts is not None:
-        machine.counts.global_access(machine.shape, batch.instructions, addresses, width, lanes, write=False)
-    found = machine.memory.find(addresses, width)
-    if len(found) > 1 and len(addresses) > 1:  # instructions that read different arrays
-        rows = (
-            _fetch_global(machine, batch.alone(i), row[None], width, lanes) for i, row in enumerate(addresses)
-        )
-        return np.concatenate(list(rows))
-    return _fetch_global(machine, batch, addresses, width, lanes)
+        return gather(machine.local, access.local_offsets(), width)
+    _count_global(access)
+    if len(access.batch) > 1 and len(machine.memory.find(access.addresses, width)) > 1:
+        # Instructions that read different arrays.
+        return np.concatenate([_fetch_global(access.part(i)) for i in range(len(access.batch))])
+    return _fetch_global(access)
 
 
-def _fetch_global(machine: Machine, batch: Batch, addresses: Array, width: int, lanes: Array) -> Array:
+def _fetch_global(access: Access) -> Array:
+    addresses, width = access.addresses, access.width
     data = np.empty((*addresses.shape, width), np.uint8)
-    for buffer, where in machine.memory.find(addresses, width):
+    for buffer, where in access.machine.memory.find(addresses, width):
         if buffer is None:
-            out_of_bounds(machine, batch, addresses, where, width, lanes, "reads")
-        for i, row in enumerate(addresses if buffer.watched else ()):
-            which = slice(None) if where is None else where[i]
-            if len(batch) == len(addresses):
-                machine.instruction = batch.instructions[i]
-            note(machine, buffer, "reads", row[which], width, lanes[which])
-        offset = addresses - buffer.start if where is None else (addresses - buffer.start)[where]
+            access.out_of_bounds(where)
+        for i in range(len(addresses)) if buffer.watched else ():
+            access.machine.instruction = access.batch.instructions[i]
+            races.in_global_memory(access.part(i, slice(None) if where is None else where[i]), buffer)
         if where is None:
-            return buffer.read(offset, width)
-        data[where] = buffer.read(offset, width)
+            return buffer.read(addresses - buffer.start, width)
+        data[where] = buffer.read((addresses - buffer.start)[where], width)
     return data
 
 
-def _by_space(batch: Batch, addresses: Array) -> Iterator[tuple[int, Batch, Array]]:
-    """Yield (row, batch of its instruction, lanes) of generic addresses for each state space in use."""
-    for i, row in enumerate(addresses):
-        one = batch.alone(i)
-        for low, high in WINDOWS:
-            some = (row >= low) & (row < high)
-            if some.any():
-                yield i, one, some
-
-
-def put(
-    machine: Machine,
-    batch: Batch,
-    space: str,
-    addresses: Array,
-    data: Array,
-    lanes: Array,
-    access: Access = "writes",
-) -> None:
+def put(access: Access, space: str, data: Array) -> None:
     """Check stores and write data (instructions, lanes, width) uint8; "updates" release a lock."""
-    width = data.shape[-1]
+    machine, width = access.machine, access.width
     machine.memory.changes += 1
-    aligned(machine, batch, addresses, width, lanes)
-    if space == "generic":
-        space, addresses = generic(addresses)
-        if space == "mixed":
-            for i, one, some in _by_space(batch, addresses):
-                some_data = data[i : i + 1, some]
-                put(machine, one, "generic", addresses[i : i + 1, some], some_data, lanes[some])
-            return
-    if space == "shared":
-        flat = shared_offsets(machine, batch, addresses, width, lanes, access, data)
+    access.check_alignment()
+    space, access = access.in_space(space)
+    if space == "mixed":
+        for i, some in access.parts_by_space():
+            put(access.part(i, some), "generic", data[i : i + 1, some])
+    elif space == "shared":
+        flat = races.in_shared_memory(access, *access.shared_places(), data)
         rows, shift = rows_of(machine.shared, width), width.bit_length() - 1
         values = data.view(rows.dtype)[..., 0]
         rows[flat >> shift] = values
         if (lost := np.asarray(rows[flat >> shift] != values)).any():
-            first = int(np.argmax(lost))
-            machine.instruction = batch.instructions[first // lanes.size % len(batch)]
-            what = f"byte {int(addresses.reshape(-1)[first])} of shared memory"
-            several_write(machine, lanes, first % lanes.size, what)
-        return
-    if space == "local":
-        flat = local_offsets(machine, batch, addresses, width, lanes)
+            races.in_one_step(access, lost, f"byte {access.first(lost)} of shared memory")
+    elif space == "local":
         rows, shift = rows_of(machine.local, width), width.bit_length() - 1
-        rows[flat >> shift] = data.view(rows.dtype)[..., 0]
-        return
-    if machine.counts is not None:
-        machine.counts.global_access(machine.shape, batch.instructions, addresses, width, lanes, write=True)
-    for i, row in enumerate(addresses):
-        _put_global(machine, batch, i, row, data[i], lanes)
+        rows[access.local_offsets() >> shift] = data.view(rows.dtype)[..., 0]
+    else:
+        _count_global(access)
+        for i in range(len(access.addresses)):
+            _put_global(access.part(i), data[i])
 
 
-def _put_global(machine: Machine, batch: Batch, i: int, row: Array, data: Array, lanes: Array) -> None:
-    width = data.shape[-1]
-    machine.instruction = batch.instructions[i]
-    for buffer, where in machine.memory.find(row, width):
+def _put_global(access: Access, data: Array) -> None:
+    machine, instruction = access.machine, access.batch.first
+    machine.instruction = instruction
+    for buffer, where in machine.memory.find(access.addresses[0], access.width):
         if buffer is None:
-            out_of_bounds(machine, batch, row[None], where, width, lanes, "writes")
-        which = slice(None) if where is None else where
-        who, there, values = lanes[which], row[which], data[which]
+            access.out_of_bounds(where)
+        there = access if where is None else access.part(0, where)
+        values = data if where is None else data[where]
         if not buffer.writable:
             machine.fault("read-only memory", f"the kernel writes to {buffer.name}, which is read-only")
-        offset = there - buffer.start
         if buffer.watched:
-            settles = id(batch.instructions[i]) in batch.program.flow.settles
-            note(machine, buffer, "settles" if settles else "writes", there, width, who, values)
+            there.kind = "settles" if id(instruction) in access.batch.program.flow.settles else "writes"
+            races.in_global_memory(there, buffer, values)
+        offset = there.addresses[0] - buffer.start
         buffer.write(offset, values)
-        if (lost := (buffer.read(offset, width) != values).any(axis=-1)).any():
-            first = int(np.argmax(lost))
-            several_write(machine, who, first, f"{buffer.element(int(offset[first]))} of {buffer.name}")
+        if (lost := (buffer.read(offset, access.width) != values).any(axis=-1)).any():
+            first = int(offset[np.argmax(lost)])
+            races.in_one_step(there, lost, f"{buffer.element(first)} of {buffer.name}")
+
+
+def _count_global(access: Access) -> None:
+    if (counts := access.machine.counts) is not None:
+        instructions, writes = access.batch.instructions, access.kind != "reads"
+        counts.global_access(
+            access.machine.shape, instructions, access.addresses, access.width, access.lanes, writes
+        )

@@ -12,16 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..base.batch import Batch
+from ..base.instruction_registry import InstructionUnit
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
-from ..ptx.operands import Operand
-from ..ptx.program import PtxInstruction
+from ..ptx.program import Operand, PtxInstruction
 from ..ptx.static_analysis import registers_of
 
 EXCHANGES = ("shfl", "vote", "match", "redux")
-# These instructions use their operands, so none may be undefined. Others hand undefined values on.
-USES = {"ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "mma", "wgmma"}
-USES |= {"bar", "barrier", "call", "bra"}
 
 
 class UndefinedValues:
@@ -48,22 +45,19 @@ class UndefinedValues:
             for row in self._rows(batch, instruction.operands[0]):
                 row[active] = taken[active]
 
-    def follow(self, batch: Batch, mask: Mask) -> None:
+    def follow(self, batch: Batch, unit: InstructionUnit, mask: Mask) -> None:
         """Hand marks on through a step that is about to run; Fault if it uses an undefined value."""
         active = np.ones(self.machine.lanes, np.bool_) if mask is None else mask
         for instruction in batch.instructions:
-            name, operands = instruction.opcode[0], instruction.operands
+            operands = instruction.operands
             if instruction.guard is not None:
                 self.use(batch, (instruction.guard,), active, instruction)
-            if name in USES:
-                first = 0 if name not in ("ld", "atom", "cp", "mma", "ldmatrix") else 1
-                self.use(batch, operands[first:], active, instruction)
-                results = operands[:first]
+            if unit.uses:
+                self.use(batch, operands[unit.results :], active, instruction)
                 held: Array = np.zeros(self.machine.lanes, np.int16)
             else:
-                results = operands[:1]
                 held = self._result(batch, instruction)
-            for operand in results:
+            for operand in operands[: unit.results]:
                 for row in self._rows(batch, operand):
                     row[active] = held[active]
 

@@ -6,9 +6,7 @@ Nothing here runs anything. `reader.parse(text)` returns the `Program` that the 
 |---|---|
 | fault | EmulatorError and Fault, which all other files raise |
 | dtypes | PTX's kinds of values as NumPy dtypes, their sizes |
-| operands | registers, constants, addresses and other operands |
-| program | Program, PtxInstruction, Variable, Location, DataFlow |
-| reader | the text of a module: functions and variables |
-| body | the statements of a function; inlines calls |
+| program | Program, PtxInstruction and its operands, Variable, Location, DataFlow |
+| reader | the text of a module, statement by statement; inlines calls |
 | static_analysis | where pointers go and what atomics are for, to avoid false alarms about races |
 """

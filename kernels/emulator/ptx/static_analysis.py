@@ -9,8 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from .operands import Address, Operand, Register, Symbol, registers_in
-from .program import DataFlow, Program, PtxInstruction
+from .program import Address, DataFlow, Operand, Program, PtxInstruction, Register, Symbol, registers_in
 
 ENDS = ("bra", "ret", "exit", "trap")
 RegisterKey: TypeAlias = tuple[str, int]  # (width, row in the program)

@@ -5,9 +5,9 @@ races are found.
 
 | File | Holds |
 |---|---|
-| barriers | bar.sync and its forms for a block, bar.warp.sync, fences |
-| grid_barrier | the barrier of a whole grid (cooperative groups) |
-| mbarriers | the state of mbarriers: arrivals and bytes of a phase |
+| barriers | bar.sync and its forms for a block, bar.warp.sync, the barrier of a grid, fences |
+| clusters | mapa, barrier.cluster, and accesses to another block's shared memory |
+| mbarriers | mbarriers: arrivals and bytes of a phase, and who waits for it |
 | async_groups | commit_group and wait_group of asynchronous operations, and their clocks |
 | atomic_ordering | what threads learn from atomics: locks, flags, counters |
 """

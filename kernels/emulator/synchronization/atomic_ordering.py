@@ -29,7 +29,7 @@ class AtomicOrder:
     def update(self, addresses: Array, lanes: Array) -> None:
         """Let lanes update these addresses one after another."""
         clocks = self.clocks
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         pairs = np.unique(np.stack([agents, addresses]), axis=1)  # by warp, then address
         agents, addresses = pairs[0], pairs[1]
         if agents.size > MOST:
@@ -52,7 +52,7 @@ class AtomicOrder:
 
     def has_updated(self, addresses: Array, lanes: Array) -> bool:
         """Return whether each lane's warp has updated its address before: a store may release a lock."""
-        agents = self.clocks.agents_of_lanes()[lanes]
+        agents = self.clocks.agents_of_lanes[lanes]
         return all(pair in self.updated for pair in zip(agents.tolist(), addresses.tolist(), strict=True))
 
     def _rows(self, clusters: Array, addresses: Array) -> NDArray[np.intp]:

@@ -1,7 +1,11 @@
-"""Barriers of a block and of a warp, fences, and instructions that only take time.
+"""Barriers of a block, of a warp and of the whole grid, fences, and instructions that only take time.
 
 PTX ISA manual, "Parallel Synchronization and Communication Instructions: bar, barrier". A barrier for all
 threads faults if a thread of a warp at it has ended, where a real GPU may hang or go on.
+
+For the barrier of the grid, `cuda.cg.this_grid().sync()`, Numba calls two functions of CUDA's device runtime,
+which a linker would add (CUDA C++ Programming Guide, "Grid Synchronization"). All blocks must be on the GPU
+at once; `execution.run` checks that.
 """
 
 from __future__ import annotations
@@ -9,12 +13,19 @@ from __future__ import annotations
 import numpy as np
 
 from ..arithmetic.warp_operations import awaited, word
-from ..base.addresses import active_lanes, of_every_lane
+from ..base.addresses import active_lanes, lanes_of, of_every_lane
 from ..base.batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
-from ..ptx.program import PtxInstruction
+from ..ptx.program import PtxInstruction, Symbol
+
+MISSED = "barrier not reached by all threads"  # the fault of lanes that wait for ever
+
+
+def names(what: str) -> tuple[str, ...]:
+    """Return all names of a block's barrier."""
+    return tuple(f"{name}.{what}" for name in ("bar", "barrier", "barrier.cta", "bar.cta"))
 
 
 class Barriers:
@@ -87,7 +98,7 @@ class Barriers:
         self.came_at[full] = -1
 
 
-@unit("bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync", order="sync", results=0)
+@unit(*names("sync"), order="sync", results=0, counted="barrier", missed=MISSED)
 def barrier_sync(batch: Batch) -> Run:
     """bar.sync a{, b}: wait until all threads of the block, or b of them, have arrived at barrier a."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32") if batch.has(1) else None
@@ -99,7 +110,7 @@ def barrier_sync(batch: Batch) -> Run:
     return run
 
 
-@unit("bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red", order="sync")
+@unit(*names("red"), order="sync", counted="barrier", missed=MISSED)
 def barrier_reduction(batch: Batch) -> Run:
     """bar.red.popc.u32 d, a{, b}, p and bar.red.and|or.pred q, a{, b}, p: a barrier with a vote."""
     kind = "u32" if "popc" in batch.first.opcode else "pred"
@@ -143,7 +154,7 @@ def _wait(machine: Machine, lanes: Lanes, names: Array, counts: Array | None) ->
     return back
 
 
-@unit("bar.arrive", "barrier.arrive", "barrier.cta.arrive", "bar.cta.arrive", order="barrier", results=0)
+@unit(*names("arrive"), order="barrier", results=0, counted="barrier", missed=MISSED)
 def barrier_arrive(batch: Batch) -> Run:
     """bar.arrive a, b: arrive at barrier a, which is for b threads, and go on."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32")
@@ -199,7 +210,7 @@ def _arrive(machine: Machine, lanes: Lanes, names: Array, counts: Array | None, 
         machine.state(Barriers).arrive(name, those, expected, wait)
 
 
-@unit("bar.warp", "barrier.warp", order="barrier", results=0)
+@unit("bar.warp", "barrier.warp", order="barrier", results=0, counted="barrier", missed=MISSED)
 def warp_barrier(batch: Batch) -> Run:
     """bar.warp.sync membermask: lanes of a warp wait for the lanes that the mask names."""
     members = batch.source(0, "u32")
@@ -217,10 +228,56 @@ def warp_barrier(batch: Batch) -> Run:
 
 
 # These order or delay accesses, which the emulator runs in order anyway, or have no effect on results.
-NO_EFFECT = "membar fence nanosleep prefetch prefetchu discard applypriority griddepcontrol pmevent brkpt"
+NO_EFFECT = "nanosleep prefetch prefetchu discard applypriority griddepcontrol pmevent brkpt"
 
 
+@unit("membar", "fence", order="fence", results=0, counted="barrier")
 @unit(*NO_EFFECT.split(), order="fence", results=0)
 def no_effect(batch: Batch) -> Run:
     """Do nothing."""
     return lambda machine, mask: None
+
+
+class GridBarrier:
+    """The phase of the grid's barrier at which each lane of a machine waits."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.phase = np.full(machine.lanes, -1, np.int64)  # -1: does not wait
+
+
+@unit("call.cudaCGGetIntrinsicHandle", order="fence", results=0, counted="branch")
+def handle(batch: Batch) -> Run:
+    """Return a handle for the grid: any number but 0."""
+    returned, _ = (operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
+
+    def run(machine: Machine, mask: Mask) -> None:
+        machine.local[lanes_of(machine, mask), returned : returned + 8] = 1
+
+    return run
+
+
+@unit("call.cudaCGSynchronize", order="sync", results=0, counted="branch", missed=MISSED)
+def synchronize(batch: Batch) -> Run:
+    """Wait until all threads of the grid have arrived."""
+    returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))
+
+    def run(machine: Machine, mask: Mask) -> Lanes:
+        launch, barrier = machine.launch, machine.state(GridBarrier)
+        lanes = lanes_of(machine, mask)
+        new = lanes[barrier.phase[lanes] < 0]
+        barrier.phase[new] = launch.phase
+        launch.arrived += new.size
+        if launch.arrived == launch.blocks * launch.threads:
+            launch.arrived, launch.phase = 0, launch.phase + 1
+            launch.memory.order_all()
+            machine.events += 1
+        over = lanes[barrier.phase[lanes] < launch.phase]
+        barrier.phase[over] = -1
+        machine.local[over, returned : returned + 4] = 0  # no error
+        if over.size:
+            machine.clocks.meet_all(np.unique(machine.block_of_lane[over]))
+        passed = np.zeros(machine.lanes, np.bool_)
+        passed[over] = True
+        return passed
+
+    return run

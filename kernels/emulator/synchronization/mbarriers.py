@@ -1,26 +1,33 @@
 """mbarriers: 8 bytes of shared memory that count arrivals of threads and bytes of copies, phase by phase.
 
 A phase is over after as many arrivals as `init` named and as many bytes as were announced (expect_tx). Then
-the next phase begins and expects as many arrivals (PTX ISA, "mbarrier"). Threads wait for a phase by its
-parity; the phase before the first has parity 1. An arrival releases what the thread did before, a wait that
-ends acquires it, and a copy's bytes bring what the copy knows.
+the next phase begins and expects as many arrivals (PTX ISA, "Parallel Synchronization and Communication
+Instructions: mbarrier"). Threads wait for a phase by its parity; the phase before the first has parity 1. An
+arrival releases what the thread did before, a wait that ends acquires it, and a copy's bytes bring what the
+copy knows.
 
-The emulator fills an mbarrier's bytes with a pattern, so that it notices when something overwrites them.
+try_wait parks its lanes until the phase is over, so a loop around it runs once. A GPU also holds the thread
+back, but lets it try again after some time. The emulator fills an mbarrier's bytes with a pattern, so that it
+notices when something overwrites them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from ..base.addresses import in_shared_window, of_lanes, shared_blocks
+from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
+from ..base.batch import Batch
+from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine import Machine
-from ..ptx.dtypes import Array
-from ..ptx.fault import Fault
-from ..ptx.program import PtxInstruction
+from ..ptx.dtypes import Array, Lanes, Mask
+from ..ptx.fault import EmulatorError, Fault
+from ..ptx.program import Address, PtxInstruction
+from .async_groups import snapshot
+from .clusters import RemoteAccesses
 
 BYTES = 8  # of an mbarrier, and its alignment
 LARGEST = (1 << 20) - 1  # arrivals of a phase, and pending bytes in either direction
@@ -103,12 +110,12 @@ class Mbarriers:
         self.awaited: dict[Key, set[int]] = {}  # lanes that wait
         self.looks: dict[Key, int] = {}  # failed test_waits, which do not wait
         self.waits: dict[Key, PtxInstruction | None] = {}  # the last instruction that began to wait
+        self.bring: Callable[[Iterable[Key]], bool] = lambda keys: False  # completes copies to mbarriers
         machine.late.append(self._explain)
 
     def keys(self, addresses: Array, lanes: Array) -> tuple[Array, Array]:
         """Return (block, offset) of mbarriers at some lanes' shared or generic addresses. Raises Fault."""
         machine = self.machine
-        addresses = of_lanes(addresses, machine, lanes)
         block, offset = shared_blocks(machine, in_shared_window(machine, addresses, lanes), lanes)
         if (bad := offset % BYTES != 0).any():
             at, lane = int(offset[np.argmax(bad)]), lanes[np.argmax(bad)]
@@ -126,7 +133,7 @@ class Mbarriers:
             text = "makes an mbarrier where one is: mbarrier.inval has to end that first"
             self.machine.fault_at("mbarrier", text, lane)
         clocks = self.machine.clocks
-        agent = clocks.agents_of_lanes()[lane]
+        agent = clocks.agents_of_lanes[lane]
         nothing = np.zeros(clocks.agents, np.int32)
         time = int(clocks.own(np.array([agent]))[0])
         with self.machine.located(lane):
@@ -144,7 +151,7 @@ class Mbarriers:
             text = f"uses the mbarrier at byte {key[1]}, and something was written over it"
             self.machine.fault_at("mbarrier", text, lane)
         clocks = self.machine.clocks
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         known = clocks.knows(agents, np.array([found.maker % clocks.agents]))
         if (unordered := (agents != found.maker) & (known < found.made)).any():
             text = f"uses the mbarrier at byte {key[1]} that another warp made, with no barrier between them"
@@ -179,3 +186,157 @@ class Mbarriers:
                     f"of {name}, whose phase {mbarrier.phase} {mbarrier.lacks()}, and nobody can go on",
                 )
         return False
+
+
+# Copies complete when no lane can run. A loop around test_wait can always run: its copies complete after
+# this many failed tests.
+PATIENCE = 64
+
+
+@unit_of_lanes("mbarrier.init", order="fence", operands=("address", "u32"), counted="barrier")
+def init(machine: Machine, lanes: Array, addresses: Array, counts: Array) -> None:
+    """mbarrier.init{.shared}.b64 [addr], count."""
+    mbarriers = machine.state(Mbarriers)
+    for *key, count, lane in np.stack([*mbarriers.keys(addresses, lanes), counts, lanes], axis=1).tolist():
+        mbarriers.make((key[0], key[1]), count, lane)
+
+
+@unit_of_lanes("mbarrier.inval", order="fence", operands=("address",), counted="barrier")
+def inval(machine: Machine, lanes: Array, addresses: Array) -> None:
+    """mbarrier.inval{.shared}.b64 [addr]."""
+    mbarriers = machine.state(Mbarriers)
+    for key, which in mbarriers.by_key(addresses, lanes):
+        mbarriers.at(key, lanes[which])
+        del mbarriers.table[key]
+
+
+@unit("mbarrier.arrive", "mbarrier.arrive.expect_tx", order="fence", counted="barrier")
+def arrive(batch: Batch) -> Run:
+    """mbarrier.arrive{.sem.scope}{.space}.b64 {state or _,} [addr]{, count}, and .expect_tx with its bytes.
+
+    Each thread arrives once, or `count` times; expect_tx announces bytes first.
+    """
+    opcode, operands = batch.first.opcode, batch.first.operands
+    if "noComplete" in opcode:
+        raise EmulatorError(f"this form of mbarrier.arrive is not emulated: {batch.first.text}")
+    at = next(i for i, operand in enumerate(operands) if isinstance(operand, Address))
+    address, write = batch.address(at), batch.target(0, "b64") if at else None
+    amount = batch.source(at + 1, "u32") if batch.has(at + 1) else None
+    announces, relaxed = "expect_tx" in opcode, "relaxed" in opcode
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes, mbarriers, clocks = lanes_of(machine, mask), machine.state(Mbarriers), machine.clocks
+        amounts = (
+            np.ones(lanes.size, np.int64) if amount is None else of_lanes(amount(machine), machine, lanes)
+        )
+        agents = clocks.agents_of_lanes[lanes]
+        states = np.zeros((1, machine.lanes), np.uint64)
+        for key, which in mbarriers.by_key(of_lanes(address(machine), machine, lanes), lanes):
+            first = int(lanes[which[0]])
+            mbarrier = mbarriers.at(key, lanes[which])
+            states[0, lanes[which]] = mbarrier.phase
+            machine.state(RemoteAccesses).note(key[0], agents[which])
+            # Bytes are announced before anything arrives, since the last arrival ends the phase.
+            clock = None if relaxed else snapshot(clocks, np.unique(agents[which])).max(axis=0)
+            count = which.size if announces else int(amounts[which].sum())
+            with machine.located(first):
+                if announces:
+                    mbarrier.expect(int(amounts[which].sum()))
+                machine.events += mbarrier.arrive(count, clock)
+        clocks.tick(np.unique(agents))
+        if write is not None:
+            write(machine, states, mask)
+
+    return run
+
+
+@unit_of_lanes("mbarrier.expect_tx", order="fence", operands=("address", "u32"), counted="barrier")
+def expect(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
+    """mbarrier.expect_tx{.sem.scope}{.space}.b64 [addr], bytes: announce them, without an arrival."""
+    for mbarrier, amount in _amounts(machine, lanes, addresses, amounts):
+        machine.events += mbarrier.expect(amount)
+
+
+@unit_of_lanes("mbarrier.complete_tx", order="fence", operands=("address", "u32"), counted="barrier")
+def complete(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
+    """mbarrier.complete_tx{.sem.scope}{.space}.b64 [addr], bytes: count them, without a copy."""
+    for mbarrier, amount in _amounts(machine, lanes, addresses, amounts):
+        machine.events += mbarrier.complete(amount, np.zeros(machine.clocks.agents, np.int32))
+
+
+def _amounts(
+    machine: Machine, lanes: Array, addresses: Array, amounts: Array
+) -> Iterator[tuple[Mbarrier, int]]:
+    """Yield each mbarrier that lanes use, and the sum of their amounts. Faults of its user name the lane."""
+    mbarriers = machine.state(Mbarriers)
+    for key, which in mbarriers.by_key(addresses, lanes):
+        mbarrier = mbarriers.at(key, lanes[which])
+        with machine.located(int(lanes[which[0]])):
+            yield mbarrier, int(amounts[which].sum())
+
+
+def _look(batch: Batch, waits: bool) -> Callable[[Machine, Array], Lanes]:
+    """Return a function that tells which of some lanes find their phase over.
+
+    Those learn what the arrivals released. The others wait, or look again.
+    """
+    by_state = "parity" not in batch.first.opcode
+    address, phase = batch.address(1), batch.source(2, "b64" if by_state else "u32")
+
+    def look(machine: Machine, lanes: Array) -> Lanes:
+        mbarriers, clocks = machine.state(Mbarriers), machine.clocks
+        wanted = of_lanes(phase(machine), machine, lanes)
+        passed = np.zeros(lanes.size, np.bool_)
+        agents = clocks.agents_of_lanes[lanes]
+        for key, which in mbarriers.by_key(of_lanes(address(machine), machine, lanes), lanes):
+            mbarrier = mbarriers.at(key, lanes[which])
+            for one in np.unique(wanted[which]):
+                those = which[wanted[which] == one]
+                waiting = mbarriers.awaited.setdefault(key, set())
+                if mbarrier.phase > int(one) if by_state else mbarrier.over(int(one) & 1):
+                    passed[those] = True
+                    clocks.join(np.unique(agents[those]), mbarrier.completed)
+                    waiting.difference_update(lanes[those].tolist())
+                elif waits:
+                    waiting.update(lanes[those].tolist())
+                    mbarriers.waits[key] = machine.instruction
+                else:
+                    mbarriers.looks[key] = mbarriers.looks.get(key, 0) + 1
+                    if mbarriers.looks[key] % PATIENCE == 0:
+                        mbarriers.bring([key])
+        return passed
+
+    return look
+
+
+@unit("mbarrier.try_wait", order="sync", counted="barrier")
+def try_wait(batch: Batch) -> Run:
+    """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}."""
+    write, look = batch.target(0, "pred"), _look(batch, waits=True)
+
+    def run(machine: Machine, mask: Mask) -> Lanes:
+        lanes = lanes_of(machine, mask)
+        back = np.ones(machine.lanes, np.bool_)
+        if lanes.size:
+            back[lanes] = look(machine, lanes)
+        # Lanes that the guard leaves out pass without a result.
+        passed = back if mask is None else back & mask
+        if passed.any():
+            write(machine, np.ones((1, 1), np.bool_), passed)
+        return back
+
+    return run
+
+
+@unit("mbarrier.test_wait", order="fence", counted="barrier")
+def test_wait(batch: Batch) -> Run:
+    """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: tests only."""
+    write, look = batch.target(0, "pred"), _look(batch, waits=False)
+
+    def run(machine: Machine, mask: Mask) -> None:
+        lanes = lanes_of(machine, mask)
+        result = np.zeros((1, machine.lanes), np.bool_)
+        result[0, lanes] = look(machine, lanes)
+        write(machine, result, mask)
+
+    return run

@@ -1,10 +1,7 @@
 """Every rung of the CPU's ladder, with any sizes, strides and dtypes; and what makes it a ladder."""
 
-import importlib
-import inspect
 import itertools
 import statistics
-from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,14 +10,13 @@ from hypothesis import given, settings
 
 from minidist.kernels import CPU_LADDER, cpu
 from minidist.kernels.measure import harness
-from tests.helpers.products import LAYOUTS, check_laid_out, skip_unless_it_runs
+from tests.helpers.products import LAYOUTS, check_ladder, check_laid_out, every_dtype, skip_unless_it_runs
 
 # The others go past a vector and past a block.
 LARGEST = {"s1_python_loops": 17, "s2_vectors": 17}
 FIRST_FOUR = CPU_LADDER[:4]
 
 every_rung = pytest.mark.parametrize("step", CPU_LADDER, ids=lambda step: step.name)
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 # bfloat16 has tests of its own: test_s8_matrix_unit.py.
 PAIRS = [(step, dtype) for step in CPU_LADDER for dtype in step.dtypes if dtype != "bfloat16"]
 every_rung_and_dtype = pytest.mark.parametrize(
@@ -108,13 +104,4 @@ def test_each_of_the_first_four_is_faster_than_the_one_before():
 
 
 def test_the_ladder_holds_every_rung_file_in_order():
-    files = sorted(path.stem for path in Path(cpu.__file__).parent.glob("s[0-9]*.py"))
-    assert sorted(step.name for step in CPU_LADDER) == files
-    assert [step.number for step in CPU_LADDER] == list(range(1, len(CPU_LADDER) + 1))
-    for step in CPU_LADDER:
-        assert step.name.startswith(f"s{step.number}_")
-        assert step.device == "cpu"
-        assert step.idea.endswith(".")
-        module = importlib.import_module(f"minidist.kernels.cpu.{step.name}")
-        assert module.RUNG is step
-        assert "Measured: " in inspect.getdoc(module)
+    check_ladder(cpu, CPU_LADDER, lambda step: "Measured: ")

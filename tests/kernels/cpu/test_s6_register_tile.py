@@ -12,19 +12,22 @@ from minidist.kernels import Rung, rung
 from minidist.kernels.cpu.support import one_thread, register_tile
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
-from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, with_caches
+from tests.helpers.products import (
+    LAYOUTS,
+    check_laid_out,
+    every_cache,
+    every_dtype,
+    every_layout,
+    guarded_blocks,
+    with_caches,
+)
 
 RUNG = rung(6)
-
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 @contextlib.contextmanager
 def small_blocks(dtype, tiles, panels):
-    """Blocks of so many tiles of a and panels of b, in memory of no more than the size asked for.
-
-    What lies behind the memory is NaN, and has to be afterwards.
-    """
+    """Blocks of so many tiles of a and panels of b, in memory of no more than the size asked for."""
     whole = blocks(np.dtype(dtype).char)
     small = replace(
         whole,
@@ -34,20 +37,9 @@ def small_blocks(dtype, tiles, panels):
         width=panels * whole.columns,
         memory=whole.rows * (whole.columns + tiles * register_tile.PITCH),
     )
-    guarded = []
-
-    def memory(purpose, kind, elements):
-        guarded.append(np.full((1, elements + 64), np.nan, kind))
-        return guarded[-1][:, :elements]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_thread, "blocks", lambda kind: small)
-        patch.setattr(one_thread, "memory", memory)
-        patch.setattr(one_thread, "_kept", one_thread._Kept())
+    with guarded_blocks(one_thread, small, _kept=one_thread._Kept()) as given:
         yield
-    assert guarded
-    for each in guarded:
-        assert np.isnan(each[0, -64:]).all(), "written beyond the memory for packed blocks"
+    assert given
 
 
 @every_dtype
@@ -80,7 +72,7 @@ def test_sizes_past_every_block_in_any_layout(data):
 
 
 @every_dtype
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@every_layout
 def test_each_operand_past_every_block_in_each_layout(dtype, layout):
     columns = register_tile.tile_columns(dtype)
     sizes = (3 * register_tile.ROWS + 5, 3 * columns + 3, register_tile.DEPTH + 1)

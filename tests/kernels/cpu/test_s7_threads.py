@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,12 +18,11 @@ from minidist.kernels.cpu.support import atomic, board, register_tile, thread_po
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
 from tests.helpers.clocks import HANG, until
-from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, with_caches
+from tests.helpers.fresh_python import output_of
+from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, guarded_blocks, with_caches
 
 RUNG = rung(7)
 MAIN = threading.main_thread()
-
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,21 +95,9 @@ def test_sizes_past_every_block_in_any_layout(data):
         far=near,
         memory=register_tile.ROWS * (columns + tiles * register_tile.PITCH),
     )
-    guarded = []
-
-    def memory(purpose, kind, elements):
-        guarded.append(np.full((1, elements + 64), np.nan, kind))
-        return guarded[-1][:, :elements]
-
-    with threads(
-        data.draw(st.integers(2, 4)),
-        SHARED=data.draw(st.sampled_from([1, 3 * columns * k * np.dtype(dtype).itemsize, 2**26])),
-        blocks=lambda kind: small,
-        memory=memory,
-    ):
+    shared = data.draw(st.sampled_from([1, 3 * columns * k * np.dtype(dtype).itemsize, 2**26]))
+    with guarded_blocks(s7_threads, small), threads(data.draw(st.integers(2, 4)), SHARED=shared):
         check_laid_out(RUNG, (m, n, k), dtype, layouts, data.draw(st.integers(0, 2**32)))
-    for each in guarded:
-        assert np.isnan(each[0, -64:]).all(), "written beyond the memory for packed blocks"
 
 
 def test_small_products_stay_in_one_thread(monkeypatch):
@@ -374,10 +359,7 @@ if child == 0:
 check()
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
-    )
-    assert done.stdout.strip() == "7"
+    assert output_of(code) == "7"
 
 
 def test_a_lost_part_is_found():

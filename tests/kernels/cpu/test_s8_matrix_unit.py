@@ -10,11 +10,12 @@ from minidist.kernels import rung
 from minidist.kernels.cpu import s8_matrix_unit
 from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.support import matrix_unit
+from minidist.kernels.cpu.support.tile_registers import configuration
 from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
 from minidist.kernels.tpu.tiles import TileUnit
 from minidist.model.matmul import Linear
-from tests.helpers.products import LAYOUTS, laid_out, skip_unless_it_runs
+from tests.helpers.products import LAYOUTS, every_layout, laid_out, skip_unless_it_runs
 
 STEP = rung("s8_matrix_unit")
 PITCH, SIDE = 784, 16
@@ -63,7 +64,7 @@ def test_bf16_numbers_of_torch_and_as_bits(unit):
     np.testing.assert_array_equal(STEP.matmul(*bits), c.view(torch.int16).numpy().view(np.uint16))
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@every_layout
 def test_bf16_numbers_may_lie_anyhow(unit, layout):
     """The layouts of float32 are those of every rung: see test_cpu_ladder.py."""
     x = (harness.inputs(70, 70, 70, "float32", 1)[0].view(np.uint32) >> 16).astype(np.uint16)
@@ -160,7 +161,7 @@ def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, grante
 # The loop over tiles, as Python, on the model.
 
 
-def on_model(unit, mistake=("", "")):
+def on_model(unit):
     """`tile_registers.add_products` with the model's instructions in the place of the CPU's."""
     from minidist.kernels.cpu.support import tile_registers as registers
 
@@ -175,7 +176,7 @@ def on_model(unit, mistake=("", "")):
 
 def packed(x, transposed, part):
     """Words of a part of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
-    from minidist.kernels.cpu.support import bf16_words
+    from minidist.kernels.cpu.support import bf16_product
 
     rows, k = x.shape
     depth = -(-k // (2 * SIDE)) * SIDE
@@ -183,14 +184,12 @@ def packed(x, transposed, part):
     by = (1, 32) if transposed else (PITCH, 1)
     own = np.empty(SIDE * SIDE, np.uint32)
     where = (x.ctypes.data, rows, k, *x.strides, 4)
-    bf16_words.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
+    bf16_product.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
     return to
 
 
 def multiply_on_model(parts=1, k=70, rows=16, pair=True, release=True, permission=True, skip=None):
     """A product of 32 x k by k x 32 on the model; the unit, the result, and a and b."""
-    from minidist.kernels.cpu.support.tile_registers import configuration
-
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((32, k), np.float32), rng.standard_normal((k, 32), np.float32)
     packed_a = np.stack([packed(a, False, part) for part in range(parts)])
@@ -229,7 +228,7 @@ def test_tiles_multiply_on_the_model(parts, most):
 
 def test_one_tile_of_sums_waits_for_each_product():
     unit = TileUnit([])
-    unit.configure(bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8))
+    unit.configure(configuration(16))
     for _ in range(10):
         unit.multiply(0, 4, 6)
     assert unit.cycles == 10 * 52
@@ -249,6 +248,6 @@ def test_mistakes_on_tiles_are_found():
     unit = TileUnit([empty(1, 4, np.float32)])
     with pytest.raises(RuntimeError, match="no tile is configured"):
         unit.zero(0)
-    unit.configure(bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8))
+    unit.configure(configuration(16))
     with pytest.raises(IndexError, match="outside the memory"):
         unit.load(0, unit.memory[0].ctypes.data, 64)

@@ -5,10 +5,8 @@ What the assembler makes of the same kernels is in `test_cuda_static.py`, and th
 """
 
 import importlib
-import inspect
 import itertools
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ import torch
 from minidist.kernels import cuda
 from minidist.kernels.cuda.runtime import gpu_driver
 from minidist.kernels.measure import harness
-from tests.helpers.products import check_laid_out, laid_out
+from tests.helpers.products import check_ladder, check_laid_out, laid_out
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 pytest.importorskip("ml_dtypes")
@@ -60,15 +58,7 @@ def large_tiles(monkeypatch):
 
 
 def test_the_ladder_holds_every_rung_file_in_order():
-    files = sorted(path.stem for path in Path(cuda.__file__).parent.glob("s[0-9]*.py"))
-    assert sorted(step.name for step in CUDA_LADDER) == files
-    assert [step.number for step in CUDA_LADDER] == list(range(1, len(CUDA_LADDER) + 1))
-    for step in CUDA_LADDER:
-        assert step.name.startswith(f"s{step.number}_")
-        assert step.idea.endswith(".")
-        module = importlib.import_module(f"minidist.kernels.cuda.{step.name}")
-        assert module.RUNG is step
-        assert f"Rung {step.number}: " in inspect.getdoc(module)
+    check_ladder(cuda, CUDA_LADDER, lambda step: f"Rung {step.number}: ")
 
 
 @every_dtype

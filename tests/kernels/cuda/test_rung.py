@@ -1,9 +1,6 @@
 """A CUDA rung as its callers see it: NumPy arrays and torch tensors, multiplied in the emulator."""
 
-import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from tests.helpers.products import LAYOUTS, check_laid_out
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
-from tests.helpers.clocks import HANG
 from tests.helpers.cuda_kernels import (  # noqa: F401
     COMPUTED,
     HALVES,
@@ -27,6 +23,7 @@ from tests.helpers.cuda_kernels import (  # noqa: F401
     scaled,
     without_gpu,
 )
+from tests.helpers.fresh_python import output_of
 
 
 def test_arguments_of_a_kernel_are_named_when_they_are_wrong():
@@ -164,10 +161,7 @@ def test_rungs_are_found_by_full_name_and_the_cpus_without_numba():
         "import sys; from minidist.kernels import CPU_LADDER, cuda, rung; rung('s4_loop_order')\n"
         "print([m for m in ('numba', 'torch', 'cuda') if m in sys.modules], hasattr(cuda, 'nothing'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
-    )
-    assert done.stdout.strip() == "[] False"
+    assert output_of(code) == "[] False"
 
 
 def test_numbas_simulator_runs_the_source():
@@ -185,5 +179,4 @@ def test_numbas_simulator_runs_the_source():
         f"c = rung({RUNGS[0]!r}).matmul(x, x.T)\n"
         "np.testing.assert_allclose(c, x @ x.T)\n"
     )
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG, env=environment)
+    output_of(code, NUMBA_ENABLE_CUDASIM="1")

@@ -6,18 +6,9 @@ The kernels are PTX written by hand: no compiler is needed, and a mistake is one
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
-from minidist.kernels.emulator.ptx.fault import Fault
-from tests.helpers.ptx_programs import execute, here, of, result
-
-
-def fault_of(kind, match, body, **options):
-    """Run, and check the Fault that has to come."""
-    with pytest.raises(Fault, match=match) as caught:
-        execute(body, **options)
-    assert caught.value.kind == kind, caught.value
-    assert caught.value.instruction  # which names what was run
-
+from minidist.kernels.cuda.runtime.matrix import TensorMap
+from tests.helpers.ptx_fragments import c_16x8, registers_of
+from tests.helpers.ptx_programs import execute, fault_of, here, of, result
 
 # cp.async: a word of x to shared memory, and from there to y.
 ISSUE = here("%tid", "%r1", 16) + of("x", "%d1", "%tid", 16) + of("y", "%d2", "%tid", 16)
@@ -199,10 +190,7 @@ def test_ldmatrix_mma_and_stmatrix_run_in_some_warps():
     execute(load + copy + addresses + multiply + out + "END:\n", threads=96, x=x, c=c, y=y)
     product = a.astype(np.float32) @ b.astype(np.float32)
     for warp in (0, 2):
-        held = c.reshape(3, 32, 4)[warp]
-        for lane in range(32):
-            for i in range(4):
-                assert held[lane, i] == product[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2]
+        np.testing.assert_array_equal(c.reshape(3, 32, 4)[warp].T, registers_of(product, c_16x8, 4))
         np.testing.assert_array_equal(y.reshape(3, 64)[warp], x[:64])
     np.testing.assert_array_equal(c.reshape(3, 128)[1], result(128, np.float32))
     divergent = "setp.lt.u32 %p1, %tid, 24;\n@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r30}, [%r23];\n"

@@ -3,24 +3,17 @@
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
-from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
-from tests.helpers.ptx_programs import execute, here, of, result
-
-
-def fault_of(kind, match, body, **options):
-    """Run, and check the Fault that has to come."""
-    with pytest.raises(Fault, match=match) as caught:
-        execute(body, **options)
-    assert caught.value.kind == kind, caught.value
+from minidist.kernels.cuda.runtime.matrix import TensorMap
+from minidist.kernels.emulator.ptx.fault import EmulatorError
+from tests.helpers.ptx_fragments import a_16x16, a_of_group, bits_of, d_64xn, registers_of, words_of
+from tests.helpers.ptx_programs import execute, fault_of, here, of, result
 
 
 # wgmma: a (64, 16) and b (16, 16) of bfloat16 lie in shared memory without swizzle, as pieces of 8 rows of 16
 # bytes; the two pieces of 8 rows are 128 bytes apart (leading), and the next 8 rows 256 (stride).
 def pieces(x):
     """The bytes of x (rows, 16), small integers, as bfloat16 in these pieces: words of 32 bits."""
-    bits = (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return bits.reshape(-1, 8, 2, 8).swapaxes(1, 2).reshape(-1).view(np.uint32)
+    return bits_of(x, "bf16").reshape(-1, 8, 2, 8).swapaxes(1, 2).reshape(-1).view(np.uint32)
 
 
 def descriptor(start):
@@ -53,14 +46,7 @@ def operands(seed=0):
 
 def held(d):
     """What the threads hold of d (64, 16): (128, 8)."""
-    found = np.empty((128, 8), np.float32)
-    for thread in range(128):
-        warp, lane = divmod(thread, 32)
-        for i in range(8):
-            found[thread, i] = d[
-                16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
-            ]
-    return found
+    return registers_of(d, d_64xn, 8, range(128)).T
 
 
 @pytest.mark.parametrize(
@@ -86,13 +72,7 @@ def test_wgmma_adds_products(steps, expected):
 
 def test_wgmma_takes_a_from_registers():
     a, b, x = operands()
-    bits = (a.astype(np.float32).view(np.uint32) >> 16).astype(np.uint32)
-    fragment = np.empty((128, 4), np.uint32)
-    for thread in range(128):
-        warp, lane = divmod(thread, 32)
-        for i in range(4):
-            row, column = 16 * warp + lane // 4 + 8 * (i % 2), 2 * (lane % 4) + 8 * (i // 2)
-            fragment[thread, i] = bits[row, column] | bits[row, column + 1] << 16
+    fragment = words_of(registers_of(a, a_of_group(a_16x16), 8, range(128)), "bf16").T
     y = result(1024, np.float32)
     load = of("z", "%d6", "%tid", 16) + "ld.global.v4.u32 {%r20, %r21, %r22, %r23}, [%d6];\n"
     multiply = MULTIPLY.replace("%d2,", "{%r20, %r21, %r22, %r23},").replace("1, 1, 0, 0", "1, 1, 0")

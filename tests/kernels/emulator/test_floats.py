@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minidist.kernels.emulator.arithmetic.operations import operation
-from minidist.kernels.emulator.base.operation import pack, unpack
+from minidist.kernels.emulator.arithmetic.operations import operation, pack, unpack
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 from tests.helpers.emulated import FORMATS, MODES, floats, integers, rounded, run, same, wrap
 

@@ -5,29 +5,19 @@ import itertools
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.arithmetic import fragments
 from minidist.kernels.emulator.copies import tensor_copies
-from minidist.kernels.emulator.instructions import mma, wgmma_products
+from minidist.kernels.emulator.instructions import mma, wgmma
 from minidist.kernels.emulator.instructions.register_pool import at_launch
-from minidist.kernels.emulator.memory import swizzles
+from minidist.kernels.emulator.memory import descriptors
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
 from minidist.kernels.emulator.synchronization.async_groups import AsyncGroups
 from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier
-
-LANES = range(32)
-
-
-def bits_of(values, dtype):
-    """The bits of float32 values that a format holds exactly: uint16 of f16 and bf16, uint32 of tf32."""
-    values = np.asarray(values, np.float32)
-    if dtype == "f16":
-        return values.astype(np.float16).view(np.uint16)
-    if dtype == "bf16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.view(np.uint32)
+from tests.helpers import ptx_fragments as manual
+from tests.helpers.ptx_fragments import LANES, bits_of, registers_of, words_of
 
 
 def small_integers(rng, *shape):
@@ -35,71 +25,19 @@ def small_integers(rng, *shape):
     return rng.integers(-4, 5, shape).astype(np.float32)
 
 
-# The element's row and column for lane and element number, as the manual's sections on fragments give them.
-def a_16x16(lane, i):
-    return lane // 4 + (8 if i in (2, 3, 6, 7) else 0), (lane % 4) * 2 + (i & 1) + (8 if i >= 4 else 0)
-
-
-def b_16x8(lane, i):
-    return (lane % 4) * 2 + (i & 1) + (8 if i >= 2 else 0), lane // 4
-
-
-def c_16x8(lane, i):
-    return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
-
-
-def a_16x8(lane, i):
-    return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
-
-
-def b_8x8(lane, i):
-    return (lane % 4) * 2 + i, lane // 4
-
-
-def a_16x8_tf32(lane, i):
-    return lane // 4 + (8 if i in (1, 3) else 0), lane % 4 + (4 if i >= 2 else 0)
-
-
-def b_8x8_tf32(lane, i):
-    return lane % 4 + (4 if i == 1 else 0), lane // 4
-
-
-def a_16x4_tf32(lane, i):
-    return lane // 4 + 8 * i, lane % 4
-
-
-def b_4x8_tf32(lane, i):
-    return lane % 4, lane // 4
-
-
-def c_8x8_f64(lane, i):
-    return lane // 4, (lane % 4) * 2 + i
-
-
 MMA = [
-    ("m16n8k16", "f16", (a_16x16, 8), (b_16x8, 4), (c_16x8, 4)),
-    ("m16n8k16", "bf16", (a_16x16, 8), (b_16x8, 4), (c_16x8, 4)),
-    ("m16n8k8", "f16", (a_16x8, 4), (b_8x8, 2), (c_16x8, 4)),
-    ("m16n8k8", "bf16", (a_16x8, 4), (b_8x8, 2), (c_16x8, 4)),
-    ("m16n8k8", "tf32", (a_16x8_tf32, 4), (b_8x8_tf32, 2), (c_16x8, 4)),
-    ("m16n8k4", "tf32", (a_16x4_tf32, 2), (b_4x8_tf32, 1), (c_16x8, 4)),
+    ("m16n8k16", "f16", (manual.a_16x16, 8), (manual.b_16x8, 4), (manual.c_16x8, 4)),
+    ("m16n8k16", "bf16", (manual.a_16x16, 8), (manual.b_16x8, 4), (manual.c_16x8, 4)),
+    ("m16n8k8", "f16", (manual.a_16x8, 4), (manual.b_8x8, 2), (manual.c_16x8, 4)),
+    ("m16n8k8", "bf16", (manual.a_16x8, 4), (manual.b_8x8, 2), (manual.c_16x8, 4)),
+    ("m16n8k8", "tf32", (manual.a_16x8_tf32, 4), (manual.b_8x8_tf32, 2), (manual.c_16x8, 4)),
+    ("m16n8k4", "tf32", (manual.a_16x4_tf32, 2), (manual.b_4x8_tf32, 1), (manual.c_16x8, 4)),
 ]
-
-
-def registers_of(tile, place, elements, lanes=LANES):
-    """What the lanes hold of a tile (rows, columns), by the manual's formulas: (elements, lanes)."""
-    return np.array([[tile[place(lane, i)] for lane in lanes] for i in range(elements)])
 
 
 def side_by_side(tiles):
     """Registers of several warps: their lanes follow one another."""
     return np.concatenate(list(tiles), axis=-1)
-
-
-def words_of(elements, dtype):
-    """Elements (n, lanes) as 32-bit registers: of 16-bit formats two to a word, the first in its low half."""
-    bits = bits_of(elements, dtype).astype(np.uint32)
-    return bits if dtype in ("tf32", "f32") else bits[0::2] | bits[1::2] << 16
 
 
 @pytest.mark.parametrize(("shape", "dtype", "a_map", "b_map", "c_map"), MMA)
@@ -133,10 +71,12 @@ def test_mma_of_float64():
     held = [
         registers_of(a, lambda lane, i: (lane // 4, lane % 4), 1),
         registers_of(b, lambda lane, i: (lane % 4, lane // 4), 1),
-        registers_of(c, c_8x8_f64, 2),
+        registers_of(c, manual.c_8x8_f64, 2),
     ]
     d = mma.multiply_add("m8n8k4", "f64", *held, "f64")
-    np.testing.assert_allclose(d, registers_of(a @ b + c, c_8x8_f64, 2), rtol=0, atol=1e-14)  # |a||b| < 20
+    np.testing.assert_allclose(
+        d, registers_of(a @ b + c, manual.c_8x8_f64, 2), rtol=0, atol=1e-14
+    )  # |a||b| < 20
 
 
 def test_tf32_ignores_the_low_13_bits():
@@ -188,10 +128,10 @@ def test_ldmatrix_and_stmatrix(count, transposed):
 @pytest.mark.parametrize("span", [32, 64, 128])
 def test_swizzle_is_an_involution_that_misses_no_bank(span):
     addresses = np.arange(4096)
-    there = swizzles.swizzle(addresses, span)
-    np.testing.assert_array_equal(swizzles.swizzle(there, span), addresses)
+    there = descriptors.swizzle(addresses, span)
+    np.testing.assert_array_equal(descriptors.swizzle(there, span), addresses)
     np.testing.assert_array_equal(
-        there // swizzles.CHUNK * swizzles.CHUNK + addresses % swizzles.CHUNK, there
+        there // descriptors.CHUNK * descriptors.CHUNK + addresses % descriptors.CHUNK, there
     )
     # The manual's picture: in row r of 128 bytes, chunk c of a row of the pattern lies at c XOR r.
     row, chunk = addresses // 128, addresses // 16 % 8
@@ -202,7 +142,7 @@ def test_swizzle_is_an_involution_that_misses_no_bank(span):
     np.testing.assert_array_equal(there, row * 128 + expected * 16 + addresses % 16)
     # A column of chunks, 8 rows of `span` bytes, is one wavefront: all 32 banks, each once.
     for column in range(wide):
-        starts = swizzles.swizzle(np.arange(8) * span + column * 16, span)
+        starts = descriptors.swizzle(np.arange(8) * span + column * 16, span)
         banks = (starts[:, None] + 4 * np.arange(4)) // 4 % 32
         assert len(np.unique(banks)) == 32
 
@@ -268,12 +208,14 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
     for tile, start, block in zip(tiles, starts, blocks, strict=True):
         place = layout(start, leading, stride, span, size)
         for i, p in itertools.product(range(mn), range(depth)):
-            put(shared[block], int(swizzles.swizzle(np.int64(place(i, p)), span)), bits_of(tile[i, p], dtype))
+            put(
+                shared[block],
+                int(descriptors.swizzle(np.int64(place(i, p)), span)),
+                bits_of(tile[i, p], dtype),
+            )
     words = np.array([descriptor(start, leading, stride, span) for start in starts])
-    addresses = wgmma_products.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
-    np.testing.assert_array_equal(
-        wgmma_products.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles
-    )
+    addresses = wgmma.operand_addresses(words, mn, dtype, major == "mn", 1 << 16)
+    np.testing.assert_array_equal(wgmma.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles)
 
 
 def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
@@ -282,10 +224,12 @@ def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
     tile = small_integers(rng, 64, 64)
     shared = np.zeros((1, 16384), np.uint8)
     addresses = np.arange(64 * 8).reshape(64, 8) * 16 + 2048
-    shared.reshape(-1).view("V16")[swizzles.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view("V16")
+    shared.reshape(-1).view("V16")[descriptors.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view(
+        "V16"
+    )
     words = np.array([descriptor(2048 + 32 * step, 16, 1024, 128) for step in range(4)])
-    read = wgmma_products.operand_addresses(words, 64, "bf16", False, 16384)
-    steps = wgmma_products.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
+    read = wgmma.operand_addresses(words, 64, "bf16", False, 16384)
+    steps = wgmma.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
     np.testing.assert_array_equal(np.concatenate(list(steps), axis=1), tile)
 
 
@@ -312,13 +256,7 @@ def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
 )
 def test_wgmma_names_a_wrong_descriptor(word, message):
     with pytest.raises(Fault, match=message):
-        wgmma_products.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
-
-
-def d_64xn(lane, i):
-    """The row and column of accumulator i of a thread of the warp group."""
-    warp, lane = divmod(lane, 32)
-    return 16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
+        wgmma.operand_addresses(np.array([word]), 64, "bf16", False, 16384)
 
 
 @pytest.mark.parametrize("n", [8, 24, 128, 256])
@@ -327,24 +265,23 @@ def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
     rng = np.random.default_rng(n)
     a, b, d = small_integers(rng, 2, 64, 16), small_integers(rng, 2, n, 16), small_integers(rng, 2, 64, n)
     group = range(128)
-    held = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in d)
+    held = side_by_side(words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in d)
     for accumulators, expected in ((held, a @ b.swapaxes(1, 2) + d), (None, a @ b.swapaxes(1, 2))):
-        wanted = side_by_side(words_of(registers_of(tile, d_64xn, n // 2, group), sums) for tile in expected)
-        result = wgmma_products.multiply_add(a, b, accumulators, sums)
+        wanted = side_by_side(
+            words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in expected
+        )
+        result = wgmma.multiply_add(a, b, accumulators, sums)
         np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
-@pytest.mark.parametrize(("dtype", "place", "elements"), [("bf16", a_16x16, 8), ("tf32", a_16x8_tf32, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "place", "elements"), [("bf16", manual.a_16x16, 8), ("tf32", manual.a_16x8_tf32, 4)]
+)
 def test_wgmma_takes_a_from_registers(dtype, place, elements):
     rng = np.random.default_rng(7)
     tile = small_integers(rng, 64, mma.DEPTH[dtype])
-
-    def warp_rows(lane, i):
-        row, column = place(lane % 32, i)
-        return 16 * (lane // 32) + row, column
-
-    words = words_of(registers_of(tile, warp_rows, elements, range(128)), dtype)
-    np.testing.assert_array_equal(wgmma_products.register_operand(words, dtype)[0], tile)
+    words = words_of(registers_of(tile, manual.a_of_group(place), elements, range(128)), dtype)
+    np.testing.assert_array_equal(wgmma.register_operand(words, dtype)[0], tile)
 
 
 def tensor(values, box, swizzle=0, dtype=None, pitch=None):
@@ -402,7 +339,7 @@ def test_tensor_boxes_lie_where_wgmma_looks_for_them(span, address):
     source, _ = tensor(np.arange(64 * 64, dtype=np.float16).reshape(64, 64), (16, (span or 64) // 2), span)
     addresses = tensor_copies.box_addresses(source, address, 8192)
     places = address + np.arange(16)[:, None] * (span or 64) + np.arange((span or 64) // 16) * 16
-    np.testing.assert_array_equal(addresses, swizzles.swizzle(places, span))
+    np.testing.assert_array_equal(addresses, descriptors.swizzle(places, span))
     # No chunk twice, and none outside of the box's own bytes.
     assert sorted(addresses.reshape(-1)) == list(
         range(address, address + tensor_copies.box_bytes(source), 16)

@@ -4,7 +4,6 @@ import itertools
 import os
 import platform
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -23,8 +22,9 @@ from minidist.kernels.measure import cpu_peaks, harness, peak_loops
 from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad
 from minidist.kernels.rung import empty
 from tests.helpers.clocks import HANG, Clock
+from tests.helpers.fresh_python import output_of
+from tests.helpers.products import every_dtype
 
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 on_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86 code")
 # x86's names of a fused multiply-add, and of the two instructions where there is none.
 MULTIPLY_ADD = re.compile(r"^(vfmadd\d+p[sd]|mulp[sd]|addp[sd])$")
@@ -110,16 +110,8 @@ def test_the_loops_of_other_vector_units_are_as_clean(cpu, unit):
         "t.check_triad(True, 80); t.check_triad(False, 8)\n"
     )
     features = {"haswell": "+avx2,+fma", "nehalem": "+sse4.2"}[cpu]
-    environment = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr
+    root = Path(__file__).parents[3]
+    output_of(code, folder=root, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
 
 
 def check_triad(streaming, elements):

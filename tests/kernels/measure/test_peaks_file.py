@@ -13,9 +13,8 @@ from minidist.kernels.cache_folder import cache_folder
 from minidist.kernels.cpu.support.caches import available_cpus
 from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.measure import peaks_file
-from minidist.kernels.measure.peaks import Peaks, Roof
-
-ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
+from minidist.kernels.measure.peaks import Peaks
+from tests.helpers.peaks import ONE
 
 
 @pytest.fixture

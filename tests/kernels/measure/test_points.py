@@ -14,8 +14,7 @@ from minidist.kernels.measure import points
 from minidist.kernels.measure.peaks import Roof
 from minidist.kernels.measure.points import Point, intensity, median_gpu_seconds, median_seconds, product_name
 from tests.helpers.clocks import Clock
-
-ROOF = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)  # ridges at 5 and 2.5 FLOP/byte
+from tests.helpers.peaks import ONE
 
 sizes = st.integers(1, 10**4)
 
@@ -39,12 +38,12 @@ def test_an_empty_product_has_no_intensity(m):
         with pytest.raises(ValueError, match=r"^m, n, k are .*: pass 1 or more, as an empty product"):
             intensity(*shape)
         with pytest.raises(ValueError, match="pass 1 or more"):
-            Point("x", *shape, "float32", 1.0, ROOF)
+            Point("x", *shape, "float32", 1.0, ONE)
 
 
 def test_a_point_by_hand():
     """60 x 60 x 60 in float32: 432,000 FLOP, 43,200 bytes, 10 FLOP/byte; in 10 us, 43.2 GFLOP/s of 100."""
-    point = Point("x", 60, 60, 60, "float32", 10e-6, ROOF)
+    point = Point("x", 60, 60, 60, "float32", 10e-6, ONE)
     assert point.bytes == 43_200
     assert point.intensity == 10
     assert point.rate == pytest.approx(43.2e9)
@@ -59,7 +58,7 @@ def test_a_point_by_hand():
 
 def test_a_point_left_of_the_ridge_is_bound_by_memory():
     """A matrix times a vector: about one FLOP for each 4 bytes of float64."""
-    point = Point("x", 1000, 1, 1000, "float64", 1e-3, ROOF)
+    point = Point("x", 1000, 1, 1000, "float64", 1e-3, ONE)
     assert point.bound == "memory"
     assert point.attainable == pytest.approx(point.intensity * 20e9)
     assert point.intensity == 2e6 / (8 * 1_002_000)
@@ -67,7 +66,7 @@ def test_a_point_left_of_the_ridge_is_bound_by_memory():
 
 
 def test_a_point_checks_itself():
-    point = Point("x", 5, 5, 5, "float32", 1.0, ROOF)
+    point = Point("x", 5, 5, 5, "float32", 1.0, ONE)
     for seconds in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="pass the time of one product, more than 0"):
             dataclasses.replace(point, seconds=seconds)

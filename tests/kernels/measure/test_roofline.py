@@ -1,9 +1,6 @@
 """Measuring once, what an intensity allows, placing products, and the command."""
 
-import ast
 import dataclasses
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,14 +10,10 @@ from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cache_folder import cache_folder
 from minidist.kernels.cpu.support import matrix_unit
 from minidist.kernels.measure import peaks_file, points, roofline
-from minidist.kernels.measure.peaks import Peaks, Roof
-from tests.helpers.clocks import HANG, Clock
+from tests.helpers.clocks import Clock
+from tests.helpers.fresh_python import output_of
+from tests.helpers.peaks import ALL, GPU, ONE, PEAKS
 from tests.helpers.products import runs_here
-
-ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
-ALL = Roof("4 cores", {"float32": 400e9, "float64": 200e9}, 40e9)
-GPU = Roof("a GPU", {"float32": 50e12, "bfloat16": 800e12}, 4e12)
-PEAKS = Peaks("a CPU", "AVX2", 4, "2026-01-31", ONE, ALL)
 
 
 @pytest.fixture
@@ -318,7 +311,4 @@ def test_nothing_heavy_is_imported_until_it_is_used():
         "heavy = {'numba', 'llvmlite', 'matplotlib', 'torch', 'rich', 'threadpoolctl'} & set(sys.modules)\n"
         "print(sorted(heavy))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
-    )
-    assert ast.literal_eval(done.stdout) == []
+    assert output_of(code) == "[]"

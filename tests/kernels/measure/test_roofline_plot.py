@@ -13,13 +13,12 @@ from matplotlib.text import Text
 
 from minidist.kernels.measure import roofline
 from minidist.kernels.measure.peaks import Peaks, Roof
+from tests.helpers.peaks import GPU, ONE
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ONE = Roof("one core", {"float32": 100e9, "float64": 50e9}, 20e9)
 ALL = Roof("2 cores", {"float32": 200e9, "float64": 100e9}, 25e9)
-GPU = Roof("a GPU", {"float32": 50e12, "bfloat16": 800e12}, 4e12)
 PEAKS = Peaks("a CPU", "AVX2", 2, "2026-01-31", ONE, ALL)
 WITH_GPU = dataclasses.replace(PEAKS, gpu=GPU)
 NAMES = [f"s{i}_some_rung" for i in range(1, 8)]

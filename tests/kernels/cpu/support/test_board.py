@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minidist.kernels.cpu.support import thread_pool
-from tests.helpers.products import LAYOUTS, laid_out
+from tests.helpers.products import every_layout, laid_out
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def board():
     return words[-words.ctypes.data % 64 // 8 :][: thread_pool.board.size]
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@every_layout
 def test_arrays_come_back_with_their_strides(board, layout):
     post, _, copy, *_ = compiled()
     rng = np.random.default_rng()

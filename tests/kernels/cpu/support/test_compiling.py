@@ -1,9 +1,6 @@
 """When a kernel is compiled, and when its machine code is taken from disk."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ from minidist import kernels
 from minidist.kernels import rung
 from minidist.kernels.cpu.support.compiling import compiled
 from minidist.kernels.measure import cpu_peaks
-from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 
 
 def test_each_dtype_is_compiled_at_its_first_call_only():
@@ -101,16 +98,8 @@ def test_machine_code_is_kept_until_a_file_that_it_was_made_of_changes(tmp_path)
     def product(factor):
         """By another process: whether it compiled, and the result."""
         (folder / "cpu" / "support" / "factor.py").write_text(FACTOR.replace("FACTOR", factor))
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "codes"), "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-B", "-c", PRODUCT],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=HANG,
-        )
-        compiled, result = done.stdout.split()
+        folders = {"NUMBA_CACHE_DIR": str(tmp_path / "codes"), "PYTHONPATH": str(tmp_path)}
+        compiled, result = output_of(PRODUCT, PYTHONDONTWRITEBYTECODE="1", **folders).split()
         return compiled == "True", int(result)
 
     assert product("2") == (True, 71)

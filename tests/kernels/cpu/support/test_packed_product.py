@@ -3,15 +3,17 @@
 import functools
 
 import numpy as np
-import pytest
 
 from minidist.kernels.cpu.support import register_tile, vector_moves
-from tests.helpers.products import LAYOUTS, laid_out
-
-GUARD = 64  # elements before and after a target
-
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
-every_layout = pytest.mark.parametrize("layout", list(LAYOUTS))
+from tests.helpers.products import (
+    GUARD,
+    assert_guards,
+    every_dtype,
+    every_layout,
+    guarded,
+    laid_out,
+    random_laid_out,
+)
 
 
 @functools.cache
@@ -34,20 +36,6 @@ def compiled(dtype):
     return {"pack": pack, "put": put}
 
 
-def guarded(elements, dtype):
-    """Memory for so many elements, NaN all over, between guards."""
-    return np.full((1, GUARD + elements + GUARD), np.nan, dtype)
-
-
-def assert_guards(memory):
-    assert np.isnan(memory[0, :GUARD]).all(), "written before the target"
-    assert np.isnan(memory[0, -GUARD:]).all(), "written beyond the target"
-
-
-def draw(rng, rows, columns, dtype, layout):
-    return laid_out(rng.standard_normal((rows, columns)).astype(dtype), layout)[0]
-
-
 @every_dtype
 @every_layout
 def test_pack_copies_to_rows_a_pitch_apart_and_nothing_between_them(dtype, layout):
@@ -56,7 +44,7 @@ def test_pack_copies_to_rows_a_pitch_apart_and_nothing_between_them(dtype, layou
     edges = [0, 1, vector - 1, vector, vector + 1, 2 * vector, 3 * vector + 1]
     for rows in edges:
         for columns in [*edges, int(rng.integers(70))]:
-            x = draw(rng, rows, columns, dtype, layout)
+            x = random_laid_out(rng, rows, columns, dtype, layout)
             pitch = columns + int(rng.integers(3))
             memory = guarded(rows * pitch, dtype)
             compiled(dtype)["pack"](x, memory, GUARD, pitch)

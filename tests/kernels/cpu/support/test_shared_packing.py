@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from minidist.kernels.cpu.support import register_tile, vector_moves
-from tests.kernels.cpu.support.test_packed_product import (
+from tests.helpers.products import (
     GUARD,
     assert_guards,
-    draw,
     every_dtype,
     every_layout,
     guarded,
+    random_laid_out,
 )
 
 
@@ -61,7 +61,7 @@ def test_parts_packed_in_any_order_are_panels_padded_with_zeros(dtype, layout):
             )
         )
         n = int(rng.integers(1, 5 * columns))
-        b = draw(rng, k, n, dtype, layout)
+        b = random_laid_out(rng, k, n, dtype, layout)
         wide = -(-n // columns)
         memory = guarded(k * wide * columns, dtype)
         compiled(dtype)(b, memory, GUARD, int(rng.integers(1, wide + 1)))
@@ -75,7 +75,7 @@ def test_parts_packed_in_any_order_are_panels_padded_with_zeros(dtype, layout):
 def test_packing_again_changes_nothing_at_any_time(dtype, layout):
     """Rung 7 packs a part again where its thread may be asleep, while another multiplies with it already."""
     columns = register_tile.tile_columns(dtype)
-    b = draw(np.random.default_rng(), 700, columns + 1, dtype, layout)
+    b = random_laid_out(np.random.default_rng(), 700, columns + 1, dtype, layout)
     memory = guarded(2 * columns * len(b), dtype)
 
     pack_part, stop = compiled(dtype), threading.Event()

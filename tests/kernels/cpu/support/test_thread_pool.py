@@ -1,8 +1,6 @@
 """The pool: who is woken, what is waited for, and what becomes of errors, forks and the end."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from queue import SimpleQueue
@@ -12,6 +10,7 @@ import pytest
 
 from minidist.kernels.cpu.support import thread_pool
 from tests.helpers.clocks import HANG, until
+from tests.helpers.fresh_python import output_of
 
 
 @pytest.fixture(autouse=True)
@@ -216,12 +215,6 @@ def test_ctrl_c_during_the_wait_does_not_end_the_wait(monkeypatch):
     thread_pool.end()
 
 
-def run_script(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG
-    ).stdout
-
-
 def test_workers_do_not_keep_the_process():
     code = """
 import threading, time
@@ -233,7 +226,7 @@ begun.wait()
 pool.end()
 print(threading.active_count())
 """
-    assert int(run_script(code)) >= 2
+    assert int(output_of(code)) >= 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
@@ -259,4 +252,4 @@ if child == 0:
     os._exit(7 if len(pool._workers) == 1 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert run_script(code).strip() == "7"
+    assert output_of(code) == "7"

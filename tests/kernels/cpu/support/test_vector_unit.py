@@ -9,6 +9,7 @@ import pytest
 
 from minidist.kernels.cpu.support import vector_unit
 from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 
 X86 = "x86_64-unknown-linux-gnu"
 
@@ -135,16 +136,7 @@ print(vector_unit.vector_unit().name, multiplies)
 @pytest.mark.parametrize("rungs", ["345", "67"])
 def test_the_rungs_compile_for_aarch64(rungs):
     """Up to the machine code: what it computes is tested on such a machine alone."""
-    settings = {"NUMBA_CPU_NAME": "neoverse-n1", "NUMBA_CPU_FEATURES": "+neon,+fp-armv8"}
-    settings["NUMBA_NUM_THREADS"] = "2"
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, *rungs],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    unit, multiplies = done.stdout.split()
+    cpu = {"NUMBA_CPU_NAME": "neoverse-n1", "NUMBA_CPU_FEATURES": "+neon,+fp-armv8"}
+    unit, multiplies = output_of(ELSEWHERE, *rungs, **cpu, NUMBA_NUM_THREADS="2").split()
     assert unit == "NEON"
     assert int(multiplies) >= len(rungs)  # both threads of rung 7 may compile its kernel

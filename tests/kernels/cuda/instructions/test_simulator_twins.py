@@ -3,14 +3,10 @@
 It is slow, and so the sizes are tiny. NUMBA_ENABLE_CUDASIM is read when Numba is imported: hence the process.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from minidist.kernels.cuda import RUNGS
-from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
@@ -43,15 +39,7 @@ for step in CUDA_LADDER:
 
 @pytest.mark.deep
 def test_the_first_eight_rungs_run_in_the_simulator_and_the_others_say_what_to_do():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    lines = output_of(CODE, NUMBA_ENABLE_CUDASIM="1").splitlines()
     assert lines[:8] == [f"checked {name}" for name in RUNGS[:8]]
     for name, line in zip(RUNGS[8:], lines[8:], strict=True):
         assert line.startswith("refused ")

@@ -3,7 +3,7 @@
 import pytest
 
 from minidist.kernels.cuda.runtime import compiler
-from minidist.kernels.cuda.runtime.assembler_report import Report, parse
+from minidist.kernels.cuda.runtime.compiler import Report, parse
 from minidist.kernels.cuda.runtime.kernel import Kernel
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")

@@ -10,10 +10,10 @@ import torch
 
 from minidist.kernels.cuda import rung
 from minidist.kernels.cuda.rung import CudaRung
-from minidist.kernels.cuda.runtime import gpu_driver, gpu_tensor_maps, matrix
-from minidist.kernels.cuda.runtime.gpu_memory import DeviceArray
+from minidist.kernels.cuda.runtime import gpu_driver, gpu_launch, matrix
+from minidist.kernels.cuda.runtime.gpu_driver import DeviceArray
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.cuda.tiling import packing
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out
@@ -33,10 +33,10 @@ def there(monkeypatch):
     driver = FakeDriver()
     install(monkeypatch, driver)
     MULTIPLY._ready.clear()  # kernels that another driver loaded
-    gpu_tensor_maps._maps.clear()
+    gpu_launch._maps.clear()
     yield driver
     MULTIPLY._ready.clear()
-    gpu_tensor_maps._maps.clear()
+    gpu_launch._maps.clear()
 
 
 def on_gpu(x):
@@ -200,7 +200,7 @@ def read_map(map_, n):
 
 
 def test_a_tensor_map_is_encoded_once_and_found_again(there, monkeypatch):
-    monkeypatch.setattr(gpu_tensor_maps, "KEPT", 3)
+    monkeypatch.setattr(gpu_launch, "KEPT", 3)
     x = np.zeros((6, 16), "u2")
     launched = []
     monkeypatch.setattr(FakeDriver, "_run", lambda self, *given: launched.append(given))
@@ -216,13 +216,13 @@ def test_a_tensor_map_is_encoded_once_and_found_again(there, monkeypatch):
     assert made.array.ctypes.data == x.ctypes.data
     for rows in (1, 2, 3, 4, 5):
         kernel.launch((1,), TensorMap(data, rows, 10, 16, 4, 8, "float16", 0), 1, stream=3)
-    assert len(gpu_tensor_maps._maps) == 3
+    assert len(gpu_launch._maps) == 3
     assert len(there.memory) == 3
     assert len(launched) == 8
     # What a graph records is done when it is replayed, and its memory is its own.
-    monkeypatch.setattr(gpu_tensor_maps, "_capturing", lambda: True)
+    monkeypatch.setattr(gpu_launch, "_capturing", lambda: True)
     kernel.launch((1,), TensorMap(data, 6, 9, 16, 4, 8, "float16", 0), 1, stream=3)
     kernel.launch((1,), TensorMap(data, 5, 10, 16, 4, 8, "float16", 0), 1, stream=3)
     assert there.calls.count("cuTensorMapEncodeTiled") == 8  # one that was kept is not the graph's
-    assert len(gpu_tensor_maps._maps) == 3
+    assert len(gpu_launch._maps) == 3
     assert len(there.memory) == 3

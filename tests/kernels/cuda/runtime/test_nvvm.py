@@ -1,6 +1,5 @@
 """Which of several NVVMs compiles kernels, and what is said where none fits."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from minidist.kernels.cuda.runtime import nvvm
-from tests.helpers.clocks import HANG
+from tests.helpers.fresh_python import output_of
 
 WHEEL, TOOLKIT, OLD = Path("/wheels/libnvvm.so.4"), Path("/usr/local/cuda/libnvvm.so.4"), Path("/old/lib")
 
@@ -65,12 +64,6 @@ def test_copies_are_found_on_pythons_path_in_toolkits_and_on_the_loaders_path(mo
     assert nvvm.version(loaders) == "0"
 
 
-def in_a_fresh_process(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_the_chosen_one_is_what_numba_compiles_with():
     program = """
 from minidist.kernels.cuda.runtime import device, nvvm
@@ -78,7 +71,7 @@ device.require_compiler()
 from cuda import pathfinder
 print(pathfinder.load_nvidia_dynamic_lib("nvvm").abs_path == str(nvvm.load().path))
 """
-    assert in_a_fresh_process(program) == "True"
+    assert output_of(program) == "True"
 
 
 def test_numba_cuda_is_imported_where_numpy_has_no_row_stack():
@@ -89,4 +82,4 @@ from minidist.kernels.cuda import load
 from numba.cuda.np import arrayobj
 print(load("s1_naive").name, numpy.row_stack is numpy.vstack)
 """
-    assert in_a_fresh_process(program) == "s1_naive True"
+    assert output_of(program) == "s1_naive True"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minidist.kernels.cuda.runtime import matrix
-from minidist.kernels.cuda.runtime.tensor_map import TensorMap
+from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.cuda.tiling import packing
 from tests.helpers.products import LAYOUTS, laid_out
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from ..base.addresses import CLUSTER_SHIFT, SHARED_WINDOW, lanes_of
 from ..base.batch import Batch
-from ..base.instruction_registry import Run, unit
+from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
-from ..ptx.operands import Address
-from ..ptx.program import PtxInstruction
-from ..synchronization.async_groups import snapshot
+from ..ptx.program import Address, PtxInstruction
+from .async_groups import snapshot
+from .barriers import MISSED
 
 OFFSETS = (1 << CLUSTER_SHIFT) - 1
 
@@ -79,7 +79,7 @@ class RemoteAccesses:
         machine, clocks = self.machine, self.machine.clocks
         for (block, agent), (time, instruction) in self.last.items():
             lanes = block * machine.lanes_per_block + np.arange(clocks.warps) * 32
-            warps = clocks.agents_of_lanes()[lanes]
+            warps = clocks.agents_of_lanes[lanes]
             known = clocks.knows(warps, np.array([agent % clocks.agents]))
             if int(known.max()) < time:
                 machine.instruction = instruction
@@ -111,7 +111,7 @@ class ClusterBarriers:
             machine.fault_at("barrier", text, int(lanes[np.argmax(bad)]))
         self.arrived[lanes] += 1
         machine.events += 1
-        agents = clocks.agents_of_lanes()[lanes]
+        agents = clocks.agents_of_lanes[lanes]
         if releases:
             phases = self.clusters(lanes) << 32 | self.arrived[lanes]
             for one in np.unique(phases):
@@ -120,7 +120,7 @@ class ClusterBarriers:
                 self.released[key] = np.maximum(self.released.get(key, clock), clock)
         clocks.tick(np.unique(agents))
 
-    def wait(self, lanes: Array, acquires: bool) -> Lanes:
+    def wait(self, lanes: Array) -> Lanes:
         """Return which lanes may go on: those whose whole cluster, except ended threads, has arrived."""
         machine, clocks = self.machine, self.machine.clocks
         if (bad := self.arrived[lanes] == self.waited[lanes]).any():
@@ -131,33 +131,28 @@ class ClusterBarriers:
         clusters = self.clusters(lanes)
         passed: Lanes = fewest[clusters] >= self.arrived[lanes]
         self.waited[lanes[passed]] += 1
-        if acquires:
-            agents = clocks.agents_of_lanes()[lanes]
-            phases = clusters << 32 | self.arrived[lanes]
-            for one in np.unique(phases[passed]):
-                clock = self.released.get((int(one) >> 32, int(one) & 0xFFFFFFFF))
-                if clock is not None:
-                    clocks.join(np.unique(agents[passed & (phases == one)]), clock)
+        agents = clocks.agents_of_lanes[lanes]
+        phases = clusters << 32 | self.arrived[lanes]
+        for one in np.unique(phases[passed]):
+            clock = self.released.get((int(one) >> 32, int(one) & 0xFFFFFFFF))
+            if clock is not None:
+                clocks.join(np.unique(agents[passed & (phases == one)]), clock)
         return passed
 
 
-@unit("barrier.cluster.arrive", order="barrier", results=0)
-def arrive(batch: Batch) -> Run:
-    """barrier.cluster.arrive{.release|.relaxed}{.aligned}: arrive, and go on."""
-    releases = "relaxed" not in batch.first.opcode
-    return lambda machine, mask: machine.state(ClusterBarriers).arrive(lanes_of(machine, mask), releases)
+@unit_of_lanes("barrier.cluster.arrive", order="barrier", counted="barrier")
+def arrive(machine: Machine, lanes: Array) -> None:
+    """barrier.cluster.arrive{.release}{.aligned}: arrive, and go on."""
+    machine.state(ClusterBarriers).arrive(lanes, releases=True)
 
 
-@unit("barrier.cluster.wait", order="sync", results=0)
-def wait(batch: Batch) -> Run:
+@unit_of_lanes("barrier.cluster.arrive.relaxed", order="barrier", counted="barrier")
+def arrive_relaxed(machine: Machine, lanes: Array) -> None:
+    """barrier.cluster.arrive.relaxed{.aligned}: arrive, and show nothing."""
+    machine.state(ClusterBarriers).arrive(lanes, releases=False)
+
+
+@unit_of_lanes("barrier.cluster.wait", order="sync", counted="barrier", missed=MISSED)
+def wait(machine: Machine, lanes: Array) -> Lanes:
     """barrier.cluster.wait{.acquire}{.aligned}: wait until all threads of the cluster have arrived."""
-    acquires = "relaxed" not in batch.first.opcode
-
-    def run(machine: Machine, mask: Mask) -> Lanes:
-        lanes = lanes_of(machine, mask)
-        passed = np.ones(machine.lanes, np.bool_)
-        if lanes.size:
-            passed[lanes] = machine.state(ClusterBarriers).wait(lanes, acquires)
-        return passed
-
-    return run
+    return machine.state(ClusterBarriers).wait(lanes)
