@@ -40,13 +40,6 @@ def test_every_package_names_its_files() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("folder", ["minidist", "kernels", "benchmarks", "lessons/checks"])
-def test_no_file_is_longer_than_250_lines(folder: str) -> None:
-    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
-    assert len(lines) > 30
-    assert not {name for name, count in lines.items() if count > 250}
-
-
 def lint(folder: Path) -> str:
     """What import-linter says of the package in `folder`; "" where every contract is kept."""
     program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
