@@ -283,7 +283,7 @@ wide_a = wide_b = wide_c = None  # their memory is free again
 # ## 5. Stay in the registers
 #
 # Count what the inner loop does for each multiply-add: it reads `b[p, j]`, reads `c[i, j]`, and writes `c[i, j]`.
-# Three trips to the cache, for one bit of work! Even the fastest cache delivers only two or three vectors in a
+# Three trips to the cache, for one multiply-add! Even the fastest cache delivers only two or three vectors in a
 # cycle, and a core could do two multiply-adds in the same cycle.
 #
 # The fastest memory is a **register**: a few dozen numbers (or SIMD vectors) inside the core. Take 2 rows of `a`

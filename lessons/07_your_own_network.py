@@ -150,10 +150,10 @@ numerical_gradient(lambda: (numbers**2).sum(), numbers)
 # ## Backward
 #
 # **Backpropagation** finds all slopes in one walk back (Rumelhart, Hinton and Williams 1986). Each operation
-# gets `g`, the gradient of the loss by its *result*: how much the loss changes with each element of the result.
-# (Books say the gradient *with respect to* the result.) It returns the gradient by its *inputs*. No operation
-# needs to know what comes after it: `g` contains all of that. The question is always the same: if this input
-# rises a little, how much does the result change, and how much does the loss change then?
+# gets `g`, the gradient of the loss with respect to its *result*: how much the loss changes with each element of
+# the result. It returns the gradient with respect to its *inputs*. (For short: the gradient *by* them.) No
+# operation needs to know what comes after it: `g` contains all of that. The question is always the same: if this
+# input rises a little, how much does the result change, and how much does the loss change then?
 #
 # Press Play, or go step by step, and look at the shapes.
 

@@ -178,7 +178,7 @@ cluster.run(bytes_of, naive_all_reduce)
 # %% [markdown]
 # The tensor has 1 MB. Rank 0 sends 3 MB, and receives 3 MB, while the others wait for it. With 100 ranks, rank
 # 0 would send 99 MB and receive 99 MB. **The busiest rank decides** how long an all-reduce takes, and here the
-# busiest rank has to send (n - 1) times the tensor.
+# busiest rank sends the whole tensor n - 1 times.
 #
 # ## A ring
 #
@@ -340,8 +340,8 @@ for size in (1_000, 1_000_000, 16_000_000):
 # receiver *sleep* that long. A sleeping rank needs no core. Everything else is real: eight processes, their
 # messages, and the functions that you wrote.
 #
-# The link is slow, with alpha = 15 ms and 50 ns a byte (20 MB/s). Compared with it, the other work of your
-# machine hardly matters.
+# The link has alpha = 15 ms and 50 ns a byte (20 MB/s). It is so slow that other programs barely change the
+# timing.
 #
 # ## Predict, then measure
 #

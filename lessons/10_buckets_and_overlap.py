@@ -92,10 +92,10 @@ def two_together():
 cluster.run(two_together)[0]
 
 # %% [markdown]
-# **Exercise 10.1: all_reduce_in_buckets.** Sum each of `tensors` over all ranks, in place. Neighbours in the
-# list share a message as long as they have at most `limit` elements together. A tensor with more than `limit`
-# elements gets a message of its own. There is at least one tensor. All tensors have the same dtype, and each
-# has the same shape on all ranks. Some tensors are not contiguous in memory, just as `w.T` is not.
+# **Exercise 10.1: all_reduce_in_buckets.** Sum each of `tensors` over all ranks, in place. Walk the list; add a
+# tensor to the message while its total stays at most `limit` elements. A tensor with more than `limit` elements
+# gets a message of its own. There is at least one tensor. All tensors have the same dtype, and each has the same
+# shape on all ranks. Some tensors are not contiguous in memory, just as `w.T` is not.
 #
 # Par: the fewest messages that this rule allows. The tensors stay in the order of the list, and each element is
 # sent once.

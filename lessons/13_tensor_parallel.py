@@ -136,7 +136,7 @@ def leave(x):
 
 
 # %% [markdown]
-# It sums a copy, since `x` belongs to the caller, who may still need it. The same is true of a gradient.
+# `all_reduce` works in place, so sum a clone; clone gradients too.
 #
 # **Exercise 13.2: enter.** Forward, return x and send nothing. Backward, return the sum of all ranks'
 # gradients. Change neither `x` nor `gradient`.

@@ -32,6 +32,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What every rank that trains would import, for a second and more: those who start ranks do it once.
 os.environ.setdefault(PRELOAD, "torch._dynamo,minidist.parallel.engine.prepare,minidist.model.gpt")
 
+# jsonschema, which nbformat imports, would build a grammar of addresses with it: a second for each process.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 # Before any product: torch then no longer reads the variable. The first run on a machine pays for a trial.
 bf16_on_cpu.avoid()
 # Hypothesis would fail an example of more than 0.2 s, which is a matter of the machine and its load.

@@ -1,4 +1,4 @@
-"""What a newcomer reads in a weekend, file by file. README and docs/architecture.md show this list."""
+"""What a newcomer reads in a weekend: the files that README.md and docs/architecture.md list."""
 
 from __future__ import annotations
 
@@ -16,57 +16,18 @@ from tests.helpers.links import names_in
 
 ROOT = Path(__file__).parent.parent
 
-READING = {
-    "Matmul on a CPU": (
-        "kernels/cpu/s1_python_loops.py",
-        "kernels/cpu/s2_vectors.py",
-        "kernels/cpu/s3_compiled.py",
-        "kernels/cpu/s4_loop_order.py",
-        "kernels/cpu/s5_cache_blocks.py",
-        "kernels/cpu/s6_register_tile.py",
-        "kernels/cpu/support/vector_instructions.py",
-        "kernels/cpu/support/register_tile.py",
-        "kernels/cpu/support/vector_moves.py",
-        "kernels/cpu/support/packed_product.py",
-        "kernels/cpu/support/block_sizes.py",
-        "kernels/cpu/s7_threads.py",
-    ),
-    "Matmul on a GPU": (
-        "kernels/cuda/s1_naive.py",
-        "kernels/cuda/s2_coalesced.py",
-        "kernels/cuda/s3_shared_tile.py",
-        "kernels/cuda/s4_thread_tile_1d.py",
-        "kernels/cuda/s5_thread_tile_2d.py",
-        "kernels/cuda/s6_vector_loads.py",
-    ),
-    "Collectives": (
-        "minidist/comm/algorithms/steps.py",
-        "minidist/comm/algorithms/naive.py",
-        "minidist/comm/algorithms/ring.py",
-        "minidist/comm/algorithms/tree.py",
-        "minidist/comm/algorithms/halving_doubling.py",
-        "minidist/comm/algorithms/hierarchical.py",
-        "minidist/comm/algorithms/pairwise.py",
-        "minidist/comm/algorithms/registry.py",
-        "minidist/comm/algorithms/formulas.py",
-    ),
-    "Training": (
-        "minidist/plain/__init__.py",
-        "minidist/plain/gpt.py",
-        *(f"minidist/plain/{rung}.py" for rung in LADDER),
-    ),
-    "Models": (
-        "minidist/model/seeding.py",
-        "minidist/model/mlp.py",
-        "minidist/model/matmul.py",
-        "minidist/model/blocks.py",
-        "minidist/model/gpt.py",
-        "minidist/model/loss.py",
-    ),
-}
-"""The files, in the order of reading."""
 
-FILES = [file for part in READING.values() for file in part]
+def listed(page: str) -> list[str]:
+    """The files that a page links to under "Read it in a weekend", in order."""
+    path = ROOT / page
+    [section] = re.findall(
+        r"^#+ Read it in a weekend\n(.*?)(?=^#+ )", path.read_text(), re.MULTILINE | re.DOTALL
+    )
+    links = [(path.parent / link).resolve() for link in re.findall(r"\]\(([^)]+\.py)\)", section)]
+    return [str(link.relative_to(ROOT)) for link in links if ROOT / "tests" not in link.parents]
+
+
+FILES = listed("README.md")
 
 INTERFACES = {
     # What the files import beside each other: module, names, and why a reader need not open it.
@@ -201,6 +162,13 @@ def test_no_rung_is_left_out() -> None:
     rungs |= {f"kernels/cuda/{path.name}" for path in ROOT.glob("kernels/cuda/s[1-6]_*.py")}
     rungs |= {f"minidist/plain/{path.name}" for path in ROOT.glob("minidist/plain/*.py")}
     assert rungs <= {*FILES}
+    assert [file for file in FILES if Path(file).stem in LADDER and "plain" in file] == [
+        f"minidist/plain/{rung}.py" for rung in LADDER
+    ]
+
+
+def test_the_map_has_the_same_list() -> None:
+    assert listed("docs/architecture.md") == FILES
 
 
 @pytest.mark.parametrize("module", INTERFACES)
@@ -213,13 +181,3 @@ def test_an_interface_is_there_and_needed(module: str) -> None:
         assert all(hasattr(importlib.import_module(module), name) for name in names)
     text = "\n".join((ROOT / file).read_text() for file in FILES)
     assert all(re.search(rf"\b{name}\b", text) for name in names)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
-def test_a_page_has_the_list_in_its_order(page: str) -> None:
-    path = ROOT / page
-    [section] = re.findall(
-        r"^#+ Read it in a weekend\n(.*?)(?=^#+ )", path.read_text(), re.MULTILINE | re.DOTALL
-    )
-    linked = [(path.parent / link).resolve() for link in re.findall(r"\]\(([^)]+\.py)\)", section)]
-    assert [str(link.relative_to(ROOT)) for link in linked if ROOT / "tests" not in link.parents] == FILES

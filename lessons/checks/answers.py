@@ -157,7 +157,7 @@ def _limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    deadline, most = time.monotonic() + seconds, _peak() + MOST
+    deadline, most = time.monotonic() + seconds, peak() + MOST
 
     def look(number: int, frame: FrameType | None) -> None:
         late = time.monotonic() >= deadline
@@ -165,7 +165,7 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, rest)
         if frame is None or frame.f_code.co_filename in (__file__, contextlib.__file__):
             return  # on its way in or out: what is raised here would keep the timer from being taken away
-        if late or _peak() > most:
+        if late or peak() > most:
             limit = TimeLimit if late else MemoryLimit
             _raise_again(limit, frame)
             raise limit
@@ -201,6 +201,6 @@ def _raise_again(limit: type[Limit], frame: FrameType | None) -> None:
     sys.settrace(lambda frame, event, argument: None)  # functions that are called meanwhile are not traced
 
 
-def _peak() -> float:
+def peak() -> float:
     """Bytes of memory that this process has had at most."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -91,6 +91,12 @@ def world(ranks: int) -> md.Cluster:
     return _worlds[ranks]
 
 
+def close() -> None:
+    """End the ranks of all checks."""
+    for each in _worlds.values():
+        each.close()
+
+
 def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) -> list[Run]:
     """Run the answer on each case, in order; all cases have the same number of ranks.
 

@@ -102,7 +102,8 @@ def enter(answer: Answer, draw: np.random.Generator) -> Right:
                 where = f"On {says(run.case)}, rank {rank}'s"
                 same(y, x, f"{where} result")
                 same(gradient, total, f"{where} gradient of x")
-                same(beside, 2 * c, f"{where} gradient of another tensor, which got the same one, and which")
+                hint = "your backward changed the gradient it was given; all-reduce a clone"
+                same(beside, 2 * c, f"On {says(run.case)}, {hint}: rank {rank}'s gradient of another tensor")
                 same(after, x, f"{where} x, which should stay as it was,")
                 tally.add("Bytes sent forward", forward, 0, "forward has nothing to say")
                 tally.add("Bytes sent backward", run.sent(rank) - forward, all_reduce_bytes(x.nbytes, ranks))

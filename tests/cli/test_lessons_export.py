@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import inspect
 import json
 import re
 import subprocess
@@ -20,6 +18,7 @@ from minidist.cli.lessons import shipped
 from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
+from tests.lessons.wrong_answers import wrong_answers
 
 LESSONS = shipped()
 STEMS = [path.stem for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))]
@@ -141,22 +140,6 @@ def graded(cells: list[Cell]) -> list[float]:
     return [points(cell) for cell in cells if text(cell).startswith("check(")]
 
 
-ANYTHING = """\
-class WRONG:
-    to = over_par = staticmethod(lambda *words: lambda answer: answer)
-"""
-
-
-def students_answer(wrong: Any) -> Cell:
-    """A wrong answer under the exercise's name, with all that its module has, since it may use helpers."""
-    function = getattr(wrong.answer, "py_func", wrong.answer)  # of a kernel
-    source = inspect.getsource(sys.modules[function.__module__])
-    source = re.sub(r"^from tests\..*\n", "", source, flags=re.MULTILINE)
-    source = source.replace("WRONG = WrongAnswers()", ANYTHING)
-    name = rf"^(def|class) {function.__name__}\b"
-    return code(re.sub(name, rf"\1 {wrong.exercise}", source, flags=re.MULTILINE), "wrong")
-
-
 @pytest.mark.parametrize(
     ("topic", "most"),
     [
@@ -176,11 +159,11 @@ def test_solved_gets_all_points_blank_and_wrong_none(topic: str, most: int, tmp_
     made = assignment(lesson(stem), solutions(stem), FORMATS["nbgrader"])
     checks = [cell for cell in made["cells"] if text(cell).startswith("check(")]
     imports = next(cell for cell in made["cells"][1:] if cell["cell_type"] == "code")
-    every = importlib.import_module(f"tests.lessons.wrong_answers.{topic}").WRONG
+    every = [wrong for wrong in wrong_answers(stem) if not wrong.passes]
     cells, right = [made["cells"][0], imports], []
     for solved, check in zip(exercises(made), checks, strict=True):
         name = text(check)[len("check(") :].partition(",")[0]
-        wrong = [students_answer(each) for each in every if each.exercise == name][:most]
+        wrong = [code(each.text, "wrong") for each in every if each.exercise == name][:most]
         for answer in (solved | {"source": students(solved, "nbgrader")}, *wrong, solved):
             cells += [answer, check]
         right += [0] * (1 + len(wrong)) + [POINTS]

@@ -16,19 +16,10 @@ from minidist.kernels import cuda
 from minidist.kernels.emulator import Fault, profiled
 from minidist.kernels.measure import harness
 from tests.helpers.machine_code import launched, shortcomings
+from tests.helpers.patches import changed, mistakes_in
 
 FOLDER = Path(cuda.__file__).parent
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Change:
-    """Text of a file, `times` times there, and what replaces it."""
-
-    old: str
-    new: str
-    file: str = ""  # of kernels/cuda; the rung's own unless given
-    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -37,33 +28,40 @@ class Mutant:
 
     mistake: str
     caught: str
-    changes: tuple[Change, ...]
-    sizes: tuple[int, int, int] | None = None  # m, n, k, where the rung's usual ones don't show it
+    changes: tuple[str, ...]  # of the rung's file, or after "@tiling/panels" of another one of kernels/cuda
+    sizes: tuple[int, ...] = ()  # m, n, k, where the rung's usual ones don't show it
 
 
-def swap(*changes, file="", times=1):
-    """Changes of one file: pairs of old and new text."""
-    return tuple(Change(old, new, file, times) for old, new in zip(changes[::2], changes[1::2], strict=True))
+def swap(old, new):
+    """A change."""
+    return (f"~{old} => {new}",)
 
 
-def without(text, around="{}", **where):
-    """`text` taken out of where it stands in `around`."""
-    return swap(around.format(text), around.format(""), **where)
+def planted():
+    """Those of `cuda_mistakes.txt`, by rung."""
+    found = {}
+    for each in mistakes_in(Path(__file__).with_name("cuda_mistakes.txt"))[0]:
+        caught, *sizes = each.says
+        mutant = Mutant(each.name, caught, (*each.changes,), tuple(map(int, " ".join(sizes).split())))
+        found.setdefault(each.part, []).append(mutant)
+    return found
 
 
 def built(rung, changes, folder):
     """The module of a rung with these changes, and of the files of kernels/cuda that they are for.
 
-    The copies are modules of the same package, so that their imports work. Raises AssertionError where the
-    text to replace is not there as often as it should be.
+    The copies are modules of the same package, so that their imports work. Raises AssertionError where a
+    change does not fit.
     """
-    texts = {rung: (FOLDER / f"{rung}.py").read_text()}
-    for change in changes:
-        file = change.file or rung
-        text = texts.setdefault(file, (FOLDER / f"{file}.py").read_text())
-        count = text.count(change.old)
-        assert count == change.times, f"{file}.py has {change.old!r} {count} times, not {change.times}"
-        texts[file] = text.replace(change.old, change.new)
+    parts = {rung: []}
+    for line in changes:
+        parts.setdefault(line[1:], []) if line[0] == "@" else parts[[*parts][-1]].append(line)
+    texts = {file: (FOLDER / f"{file}.py").read_text() for file in parts}
+    for file, lines in parts.items():
+        try:
+            texts[file] = changed(texts[file], lines)
+        except ValueError as error:
+            raise AssertionError(f"{file}.py {error}") from None
     number = next(_numbers)
     names = {file: str(Path(file).with_name(f"mutant_{number}_{Path(file).name}")) for file in texts}
     modules = {}

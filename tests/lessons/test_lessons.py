@@ -32,6 +32,8 @@ from checks.exercises import Lesson  # noqa: E402
 from checks.unanswered import is_unanswered  # noqa: E402
 from checks.verdicts import NotAnswered, Right, WrongAnswer  # noqa: E402
 from tests.helpers import warm_python  # noqa: E402
+from tests.helpers.patches import changed  # noqa: E402
+from tests.lessons.wrong_answers import Wrong, wrong_answers  # noqa: E402
 
 SOURCES = notebooks.sources()
 STEMS = [source.stem for source in SOURCES]
@@ -43,10 +45,6 @@ CELL_LIMIT = 300  # seconds; a crowded machine is no error
 
 def lesson_of(stem: str) -> Lesson:
     return importlib.import_module(f"checks.{stem[3:]}").lesson
-
-
-def wrong_answers_of(stem: str) -> Any:
-    return importlib.import_module(f"tests.lessons.wrong_answers.{stem[3:]}").WRONG
 
 
 def exercise_cells(notebook: Any) -> list[Any]:
@@ -72,8 +70,9 @@ def solved(notebook: Any, stem: str) -> Any:
 
 
 EXERCISES = [(stem, name) for stem in STEMS for name in lesson_of(stem).exercises]
-WRONG = [(stem, wrong) for stem in STEMS for wrong in wrong_answers_of(stem)]
-DEAR = [(stem, dear) for stem in STEMS for dear in wrong_answers_of(stem).dear]
+ANSWERS = [answer for stem in STEMS for answer in wrong_answers(stem)]
+WRONG = [answer for answer in ANSWERS if not answer.passes]
+DEAR = [answer for answer in ANSWERS if answer.passes]
 SEED = int(os.environ.get("MINIDIST_SEED", "0"))
 """Of the inputs that wrong answers are tried on; what a check says of them is the same on every seed."""
 
@@ -84,9 +83,8 @@ def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINIDIST_LESSONS_PROGRESS", str(tmp_path_factory.mktemp("progress") / "progress.json"))
         yield
-    ranks = sys.modules.get("checks.ranks")
-    for world in ranks._worlds.values() if ranks else ():
-        world.close()
+    if ranks := sys.modules.get("checks.ranks"):
+        ranks.close()
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=STEMS)
@@ -143,18 +141,18 @@ def test_a_check_passes_its_solution_at_par(stem: str, name: str) -> None:
 
 def wrong_cases() -> Iterator[Any]:
     """All of them; every run tries the first of each exercise, and `-m deep` the others."""
-    tried: Counter[tuple[str, str]] = Counter()
-    for stem, wrong in WRONG:
-        tried[stem, wrong.exercise] += 1
-        name = f"{stem[:2]}-{wrong.exercise}-{wrong.answer.__name__}"
-        more = tried[stem, wrong.exercise] > 1
-        yield pytest.param(stem, wrong, id=name, marks=[pytest.mark.deep] if more else [])
+    tried: set[tuple[str, str]] = set()
+    for wrong in WRONG:
+        more = (wrong.stem, wrong.exercise) in tried
+        tried.add((wrong.stem, wrong.exercise))
+        name = f"{wrong.stem[:2]}-{wrong.exercise}-{wrong.name}"
+        yield pytest.param(wrong, id=name, marks=[pytest.mark.deep] if more else [])
 
 
-@pytest.mark.parametrize(("stem", "wrong"), list(wrong_cases()))
-def test_a_check_finds_what_is_wrong(stem: str, wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", list(wrong_cases()))
+def test_a_check_finds_what_is_wrong(wrong: Wrong) -> None:
     with pytest.raises(WrongAnswer) as found:
-        lesson_of(stem).judge(wrong.exercise, wrong.answer, seed=SEED)
+        lesson_of(wrong.stem).judge(wrong.exercise, wrong.answer, seed=SEED)
     message = str(found.value)
     assert not [words for words in wrong.says if words not in message], message
     assert "Traceback" not in message
@@ -162,19 +160,32 @@ def test_a_check_finds_what_is_wrong(stem: str, wrong: Any) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("stem", "dear"), DEAR, ids=[f"{s[:2]}-{d.exercise}" for s, d in DEAR])
-def test_an_answer_above_par_passes_and_is_told(stem: str, dear: Any) -> None:
-    said = str(lesson_of(stem).judge(dear.exercise, dear.answer))
+@pytest.mark.parametrize("dear", DEAR, ids=[f"{d.stem[:2]}-{d.exercise}" for d in DEAR])
+def test_an_answer_above_par_passes_and_is_told(dear: Wrong) -> None:
+    said = str(lesson_of(dear.stem).judge(dear.exercise, dear.answer))
     assert said.startswith("Right")
     assert not [words for words in dear.says if words not in said], said
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_each_exercise_has_three_wrong_answers(stem: str) -> None:
-    given = [wrong.exercise for wrong in wrong_answers_of(stem)]
-    assert set(given) <= set(lesson_of(stem).exercises)
-    few = [name for name in lesson_of(stem).exercises if given.count(name) < 3]
-    assert not few
+    """Each of them fits the solution as it is now."""
+    mine = [wrong for wrong in WRONG if wrong.stem == stem]
+    given = Counter(wrong.exercise for wrong in mine)
+    assert set(given) == set(lesson_of(stem).exercises)
+    assert min(given.values()) >= 3
+    for wrong in mine:
+        compile(wrong.text, wrong.name, "exec")
+
+
+@pytest.mark.parametrize(
+    "change", ["-total = 1", "~total => sum", "-total = 0\n-return x", "~== => <", "?total"]
+)
+def test_a_change_that_fits_nowhere_or_twice_is_an_error(change: str) -> None:
+    solution = "def f(x):\n    total = 0  # so far\n    total += x\n    return total"
+    assert changed(solution, ["-total = 0", "+total = 1"]) == solution.replace("0  # so far", "1")
+    with pytest.raises(ValueError, match=r"has .* \d times, not 1"):
+        changed(solution, change.split("\n"))
 
 
 class Memory(threading.Thread):

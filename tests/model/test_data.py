@@ -52,8 +52,19 @@ def test_a_limit_takes_the_first_rows_of_both_halves():
     assert torch.equal(few.train.inputs, all_rows.train.inputs[:7])
     assert few.fingerprint() != all_rows.fingerprint()
     assert len(digits(limit=10_000).test) == 360
-    with pytest.raises(ValueError, match="limit is 0; give at least 1"):
-        digits(limit=0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "message"),
+    [
+        (True, TypeError, r"limit is True \(bool\); give an integer, or None for all$"),
+        (2.5, TypeError, r"limit is 2\.5 \(float\); give an integer, or None for all$"),
+        (0, ValueError, "limit is 0; give at least 1, or None for all$"),
+    ],
+)
+def test_a_limit_is_a_whole_number(limit, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        digits(limit=limit)
 
 
 def test_without_scikit_learn_the_remedy_is_named(monkeypatch):

@@ -12,7 +12,6 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 pytest.importorskip("ml_dtypes")
 
 from minidist.kernels.cuda.runtime import gpu_driver
-from tests.helpers import cuda_mistakes, cuda_mistakes_tensor
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 from tests.helpers.cuda_mutants import (
     built,
@@ -20,6 +19,7 @@ from tests.helpers.cuda_mutants import (
     caught_by_assembling,
     caught_by_counting,
     forget,
+    planted,
     swap,
 )
 
@@ -63,7 +63,7 @@ def small_tiles(rung, module):
         module.COLUMNS, module.SHARED = (128,), 128 * 1024  # three slots
 
 
-MUTANTS = cuda_mistakes.MUTANTS | cuda_mistakes_tensor.MUTANTS
+MUTANTS = planted()
 
 
 def cases():

@@ -1,47 +1,98 @@
-"""Wrong answers that students really give, one module a lesson; `test_lessons.py` has the checks find them.
+"""Wrong answers that students really give, each as a small change of the lesson's solution; a file a lesson.
 
-WRONG = WrongAnswers()
+`tests/helpers/patches.py` says how a change is written. Beside that, here,
 
-@WRONG.to("shift", "rank 0's result", "expected")     # words that the message has to contain
-def gives_to_the_rank_before(x):
-    ...
+    passes, but gathers and adds: above par in bytes sent      is a right answer that costs more than par;
+    +gathered = comm.all_gather(parameter.grad)                with no line to replace this is the whole body;
+    =matmul_loops                                              is the body of another exercise.
+
+Code above the first exercise belongs to all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import functools
+import linecache
+import re
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+from tests.helpers.patches import Mistake, changed, mistakes_in
+
+SOLUTIONS = Path(__file__).parents[3] / "lessons" / "solutions"
 
 
 @dataclass
 class Wrong:
-    exercise: str
-    says: tuple[str, ...]
-    answer: Any
+    """One wrong answer, or a right one that costs more than par."""
+
+    stem: str  # of the lesson
+    mistake: Mistake
+    shared: list[str]  # code above the first exercise
+
+    @property
+    def exercise(self) -> str:
+        return self.mistake.part
+
+    @property
+    def says(self) -> list[str]:
+        """Words that the check's message has to contain."""
+        return self.mistake.says
+
+    @property
+    def passes(self) -> bool:
+        """Above par."""
+        return self.mistake.name.startswith("passes, but ")
+
+    @property
+    def name(self) -> str:
+        """For the name of a test."""
+        return re.sub(r"\W+", "_", self.mistake.name)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The lesson's solutions, one of them with this mistake."""
+        lines = (SOLUTIONS / f"{self.stem}.py").read_text().splitlines()
+        parts = {
+            each.name: each
+            for each in ast.parse("\n".join(lines)).body
+            if isinstance(each, (ast.FunctionDef, ast.ClassDef))
+        }
+
+        def body_of(name: str) -> list[str]:
+            documented = ast.get_docstring(parts[name]) is not None
+            return lines[parts[name].body[documented].lineno - 1 : parts[name].end_lineno]
+
+        def first_line(name: str) -> int:
+            return min(each.lineno for each in (parts[name], *parts[name].decorator_list)) - 1
+
+        begin, end = first_line(self.exercise), parts[self.exercise].end_lineno
+        top = first_line(next(iter(parts)))
+        own, changes = lines[begin:end], self.mistake.changes
+        whole = [f"    {line[1:]}" for line in takewhile(lambda line: line[0] == "+", changes)]
+        if changes[0][0] in "+=":
+            body = whole or body_of(changes[0][1:])
+            own, changes = own[: -len(body_of(self.exercise))] + body, changes[len(whole) or 1 :]
+        try:
+            mine = changed("\n".join(own), changes)
+        except ValueError as error:
+            raise ValueError(f"{self.stem}, {self.exercise}, {self.mistake.name}: it {error}") from None
+        return "\n".join([*lines[:top], *self.shared, *lines[top:begin], mine, *lines[end:], ""])
+
+    @functools.cached_property
+    def answer(self) -> Any:
+        """The function or class, as if from a cell: no other process can import it."""
+        file = str(Path(__file__).with_name(f"{self.stem}-{self.exercise}-{self.name}"))
+        linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
+        names: dict[str, Any] = {"__name__": f"cell {self.name}"}
+        exec(compile(self.text, file, "exec"), names)
+        return names[self.exercise]
 
 
-class WrongAnswers(list[Wrong]):
-    """Wrong answers of one lesson, and right ones that cost more than par."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dear: list[Wrong] = []
-
-    def to(self, exercise: str, *says: str) -> Callable[[Any], Any]:
-        """Register a wrong answer to an exercise, and what its check has to say."""
-
-        def register(answer: Any) -> Any:
-            self.append(Wrong(exercise, says, answer))
-            return answer
-
-        return register
-
-    def over_par(self, exercise: str, *says: str) -> Callable[[Any], Any]:
-        """Register a right answer that costs too much, and what its check has to say."""
-
-        def register(answer: Any) -> Any:
-            self.dear.append(Wrong(exercise, says, answer))
-            return answer
-
-        return register
+def wrong_answers(stem: str) -> list[Wrong]:
+    """All that are kept for a lesson, in order."""
+    found, shared = mistakes_in(Path(__file__).with_name(f"{stem[3:]}.txt"))
+    return [Wrong(stem, mistake, shared) for mistake in found]
