@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.benchmarks.harness.columns import Entry
-from minidist.benchmarks.report.figure_style import CARD, INK, MUTED, color, legend, stacked, svg
-from minidist.benchmarks.report.findings_training import schedule_name
-from minidist.benchmarks.report.plots import Plot
+from minidist.benchmarks.report.figures import CARD, INK, MUTED, Plot, color, legend, stacked, svg
+from minidist.benchmarks.report.verdicts import schedule_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,16 @@ from rich.console import Console
 
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.harness import run as benchmarks
-from minidist.benchmarks.report import findings, ladder, ladder_plots, page, plots, report
+from minidist.benchmarks.report import (
+    documents,
+    findings,
+    ladders,
+    page,
+    plots,
+    rooflines,
+    sections,
+    terminal,
+)
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.report.test_report import COMPARED, Elements, machine_results
 
@@ -72,7 +81,7 @@ NONE = machine_results(entry("s1_naive", "float32", 1024, 1.5) | {"suite": "benc
 
 def printed(climbed, width=100):
     stream = io.StringIO()
-    ladder.show(Console(file=stream, width=width, color_system=None), climbed)
+    terminal.show_cuda_ladder(Console(file=stream, width=width, color_system=None), climbed)
     return stream.getvalue()
 
 
@@ -81,7 +90,7 @@ def row_of(text, rung):
 
 
 def test_what_was_measured_stands_in_its_place():
-    climbed = ladder.of("some", SOME)
+    climbed = ladders.cuda_ladder("some", SOME)
     assert climbed.sizes == [1024, 2048, 4096]
     assert climbed.common_size == 2048
     text = printed(climbed)
@@ -98,7 +107,7 @@ def test_what_was_measured_stands_in_its_place():
 
 
 def test_a_rung_that_was_not_measured_says_so_and_has_no_figure():
-    text = printed(ladder.of("some", SOME))
+    text = printed(ladders.cuda_ladder("some", SOME))
     for rung in set(RUNGS) - {"s1_naive", "s8_warp_tile", "s9_tensor_core"}:
         (line,) = row_of(text, rung)
         assert "not measured" in line
@@ -107,27 +116,27 @@ def test_a_rung_that_was_not_measured_says_so_and_has_no_figure():
 
 @pytest.mark.parametrize("machines", [{}, {"a": NONE}, {"a": NONE, "b": machine_results()}])
 def test_where_nothing_was_measured_every_rung_says_so(machines):
-    climbed = ladder.pick(machines)
+    climbed = ladders.first_cuda_ladder(machines)
     text = printed(climbed)
     assert text.startswith("The CUDA ladder against torch.matmul: not measured\n")
     assert text.count("not measured") == 1 + len(RUNGS)
     assert [row.rung for row in climbed.rows] == list(RUNGS)
     assert not FIGURES.search(text)
     assert "minidist bench cuda" in text
-    assert ladder.as_json(climbed) == {
+    assert documents.cuda_ladder_as_json(climbed) == {
         "machine": None,
         "rows": [{"rung": rung, "dtype": None, "sizes": {}} for rung in RUNGS],
     }
 
 
 def test_the_first_machine_with_figures_is_shown():
-    assert ladder.pick({"a": NONE, "b": SOME}).machine == "b"
-    assert ladder.of("a", NONE) is None
+    assert ladders.first_cuda_ladder({"a": NONE, "b": SOME}).machine == "b"
+    assert ladders.cuda_ladder("a", NONE) is None
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_narrow_terminal_has_the_leading_columns(width):
-    text = printed(ladder.of("some", SOME), width)
+    text = printed(ladders.cuda_ladder("some", SOME), width)
     table = [line for line in text.splitlines() if "s8_warp_tile" in line]
     assert max(map(len, table)) <= width
     assert "float32" in table[0]
@@ -135,7 +144,7 @@ def test_a_narrow_terminal_has_the_leading_columns(width):
 
 
 def test_json_has_figures_and_nulls():
-    found = ladder.as_json(ladder.of("some", SOME))
+    found = documents.cuda_ladder_as_json(ladders.cuda_ladder("some", SOME))
     json.dumps(found)
     rows = {(row["rung"], row["dtype"]): row["sizes"] for row in found["rows"]}
     assert rows["s8_warp_tile", "float32"]["4096"]["percent_of_peer"] == 103.0
@@ -147,35 +156,37 @@ def test_a_newer_run_replaces_an_older_one():
     newer = {**entry("s1_naive", "float32", 1024, 2.0), "run": "2025-02-01T00:00:00+00:00"}
     found = with_gpu(entry("s1_naive", "float32", 1024, 1.5), newer)
     found["runs"][newer["run"]] = {**found["runs"][WHEN], "mode": "full"}
-    climbed = ladder.of("some", found)
+    climbed = ladders.cuda_ladder("some", found)
     assert climbed.rows[0].percent(1024) == 2.0
     assert climbed.provenance == "full run of 2025-02-01, commit 1a2b3c4"
 
 
 def test_bars_are_at_the_size_that_most_have():
-    drawn = ladder_plots.bars(ladder.of("some", SOME), "bars")
+    drawn = rooflines.cuda_bars(ladders.cuda_ladder("some", SOME), "bars")
     assert "1 naive, float32 1.25%" in drawn.alt
     assert "8 warp tile, float32 91.0%" in drawn.alt
     assert "9 tensor core, TF32 64.0%" in drawn.alt
     assert "10 hopper not measured" in drawn.alt
     assert "n = 2048" in drawn.caption
-    other = ladder.of("x", with_gpu(*SOME["benchmarks"], entry("s10_hopper", "bfloat16", 1024, 88.0)))
-    assert "10 hopper, bfloat16 88.0%, n = 1024" in ladder_plots.bars(other, "bars").alt
+    other = ladders.cuda_ladder(
+        "x", with_gpu(*SOME["benchmarks"], entry("s10_hopper", "bfloat16", 1024, 88.0))
+    )
+    assert "10 hopper, bfloat16 88.0%, n = 1024" in rooflines.cuda_bars(other, "bars").alt
 
 
 def test_the_roofline_has_the_peaks_and_the_rungs_that_were_measured_below_them():
-    drawn = ladder_plots.roofline(ladder.of("some", SOME), "roof")
+    drawn = rooflines.cuda_roofline(ladders.cuda_ladder("some", SOME), "roof")
     assert "8 warp tile, float32 49,000 of 50,000" in drawn.alt
     assert "TF32" not in drawn.alt  # whose peak nobody measured
     for words in ("float32 peak 50,000", "bfloat16 peak 800,000", "4,000 GB/s", "1 naive, float32"):
         assert words in drawn.svg
     without = with_gpu(entry("s9_tensor_core", "tf32", 2048, 64.0, 250e3))
-    assert ladder_plots.roofline(ladder.of("x", without), "roof") is None
+    assert rooflines.cuda_roofline(ladders.cuda_ladder("x", without), "roof") is None
 
 
 def test_names_beside_the_roofline_keep_apart():
     rungs = [entry(rung, "float32", 4096, 50.0, 20e3 + i) for i, rung in enumerate(RUNGS)]
-    drawn = ladder_plots.roofline(ladder.of("x", with_gpu(*rungs)), "roof").svg
+    drawn = rooflines.cuda_roofline(ladders.cuda_ladder("x", with_gpu(*rungs)), "roof").svg
     heights = sorted(
         float(found[1])
         for found in re.finditer(
@@ -230,10 +241,10 @@ def test_many_rows_are_drawn_as_shares_not_as_pairs():
     for i, each in enumerate(several):
         each["fullname"] += str(i)
         each["group"] = "transposed"
-    (section,) = report.sections(with_gpu(*several))
+    (section,) = sections.sections(with_gpu(*several))
     drawn = plots.plot(section, "x")
     assert "a line at 100 percent of torch.matmul's speed: row 0 50.0%" in drawn.alt
-    (section,) = report.sections(with_gpu(*several[:3]))
+    (section,) = sections.sections(with_gpu(*several[:3]))
     assert plots.plot(section, "x").alt.startswith("Bars of times")
 
 
@@ -248,7 +259,7 @@ def test_rates_over_less_than_a_decade_have_an_axis_too():
         entry("s8_warp_tile", "float32", size, 90.0, rate, series="8 warp tile")
         for size, rate in ((1024, 31e3), (2048, 45e3))
     ]
-    (section,) = report.sections(with_gpu(*near))
+    (section,) = sections.sections(with_gpu(*near))
     drawn = plots.plot(section, "x").svg
     assert len(re.findall(r">(?:30|50),000<", drawn)) >= 1
     assert results.newest(with_gpu(*near))

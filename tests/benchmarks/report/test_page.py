@@ -8,16 +8,15 @@ import pytest
 
 from minidist.benchmarks.harness import columns, formats, results
 from minidist.benchmarks.report import (
+    chapter_plots,
     chapters,
+    documents,
     gantt,
-    lesson_plots,
     page,
-    page_html,
-    page_notes,
-    report,
-    short_form,
+    sections,
 )
-from minidist.benchmarks.report.page_notes import Notes
+from minidist.benchmarks.report.notes import Notes
+from minidist.benchmarks.report.pieces import Cell
 from minidist.cli import commands
 from tests.benchmarks.report.test_report import Elements
 from tests.helpers import measured
@@ -52,7 +51,7 @@ def test_every_result_has_a_row_with_its_figures(html):
         for column in columns.shown([entry]):
             cell = column.cell(entry)
             if cell and column != columns.PEER:  # which may stand in a heading
-                assert page_html.prose(cell) in text, column.heading
+                assert page.prose(cell) in text, column.heading
 
 
 def test_every_note_says_how_and_where(html):
@@ -146,22 +145,23 @@ def test_the_page_is_well_formed_and_asks_nothing_of_a_network(html):
     ],
 )
 def test_cells_sort_by_what_they_mean(text, value):
-    assert page_html.value(text) == (None if value is None else pytest.approx(value))
+    assert Cell(text).value == (None if value is None else pytest.approx(value))
 
 
 def test_every_column_says_where_its_figures_stand():
-    assert [column.heading for column in columns.COLUMNS if not page_notes.key(column)] == []
+    assert [column.heading for column in columns.COLUMNS if not column.key] == []
 
 
 def test_a_result_that_is_shown_twice_has_one_note_and_one_id():
     found = MACHINES["other"]
     notes, entry = Notes({"other": found}), results.newest(found)[0]
-    assert notes.name("other", entry) == notes.name("other", entry) == "note-1"
-    assert (notes.anchor("other", entry), notes.anchor("other", entry)) == ("other-result-0", "")
+    source = "other", entry
+    assert notes.number(source) == notes.number(source) == 1
+    assert (notes.anchor(source), notes.anchor(source)) == ("other-result-0", None)
 
 
 def test_a_result_is_where_its_figures_or_its_suite_say():
-    found = chapters.by_chapter(report.sections(MACHINES["made up"]))
+    found = chapters.by_chapter(sections.sections(MACHINES["made up"]))
     assert {name: sum(len(s.entries) for s in several) for name, several in found.items()} == {
         "strategies": 4, "plain": 3, "pipelines": 2, "scaling": 12, "collectives": 7, "ladders": 3,
         "lessons": 2, "rest": 1,
@@ -178,12 +178,12 @@ def test_a_chart_without_a_measurement_is_the_simulation_alone():
 
 def test_lessons_count_their_pars_and_draw_what_differs(html):
     assert "<p>1 of 2 solutions cost no more than par.</p>" in html
-    assert lesson_plots.bars(measured.lessons()[:1], "x") is None
-    assert "ring" not in lesson_plots.bars(measured.lessons(), "x").alt
+    assert chapter_plots.lessons(measured.lessons()[:1], "x") is None
+    assert "ring" not in chapter_plots.lessons(measured.lessons(), "x").alt
 
 
 def test_markdown_is_for_a_readme():
-    text = short_form.markdown(MACHINES)
+    text = documents.markdown(MACHINES)
     assert text.startswith("## What was found\n\n1. 3 training steps ran in turns")
     assert "Use ZeRO-1. Plain data parallelism does not fit" in text
     assert "| ZeRO-1 (byte-small), 2 ranks | 105 ms | ±5% | 13.0 MB | torch ZeroRedundancyOptimizer |" in text
@@ -202,7 +202,7 @@ def test_the_command_writes_markdown_to_stdout_or_to_a_file(capfd, tmp_path):
     (code, text, err), second, third = said
     assert (code, err) == (0, "")
     found = results.in_order(tmp_path)[1]  # marks what another machine measured
-    assert text == (tmp_path / "part.md").read_text() == short_form.markdown(found)
+    assert text == (tmp_path / "part.md").read_text() == documents.markdown(found)
     assert second[0] == 0
     assert not (tmp_path / "report.html").exists()
     assert (third[0], third[2].count("\n")) == (2, 1)
@@ -210,7 +210,7 @@ def test_the_command_writes_markdown_to_stdout_or_to_a_file(capfd, tmp_path):
 
 
 def test_json_has_findings_with_what_they_rest_on():
-    found = json.loads(json.dumps(short_form.as_json(MACHINES)))
+    found = json.loads(json.dumps(documents.as_json(MACHINES)))
     assert len(found["findings"]) == 5
     assert found["findings"][1]["rests_on"][0]["name"] == "bench_strategies.py::test_gpt[ZeRO-3]"
     assert found["answer"]["answer"] == "ZeRO-1"

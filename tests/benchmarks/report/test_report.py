@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from minidist.benchmarks.harness import formats, results
-from minidist.benchmarks.report import page, plots, report
+from minidist.benchmarks.report import documents, figures, page, plots, sections, terminal
 from tests.helpers import measured
 
 COMPARED = {
@@ -93,7 +93,7 @@ EVERYTHING = machine_results(
 
 def printed(found, width):
     stream = io.StringIO()
-    report.show(Console(file=stream, width=width, color_system=None), found)
+    terminal.show_machine(Console(file=stream, width=width, color_system=None), "m", found)
     return stream.getvalue()
 
 
@@ -144,7 +144,7 @@ def test_number(value, text):
 
 
 def test_sections_follow_suites_and_groups():
-    assert [(s.title, len(s.entries)) for s in report.sections(EVERYTHING)] == [
+    assert [(s.title, len(s.entries)) for s in sections.sections(EVERYTHING)] == [
         ("Products", 3),
         ("Goals", 2),
         ("Training", 1),
@@ -153,7 +153,7 @@ def test_sections_follow_suites_and_groups():
 
 
 def test_goals_are_judged():
-    assert report.goals(EVERYTHING) == (1, 2)
+    assert sections.goals(EVERYTHING) == (1, 2)
     text = printed(EVERYTHING, 120)
     assert "met, < 10.0 ms" in text
     assert "missed, < 1.5" in text
@@ -161,13 +161,13 @@ def test_goals_are_judged():
 
 
 def test_one_peer_stands_in_the_heading_and_two_in_a_column():
-    headings = [column.heading for column in report.sections(EVERYTHING)[0].columns()]
+    headings = [column.heading for column in sections.sections(EVERYTHING)[0].columns()]
     assert "numpy.matmul" in headings
     assert "peer" not in headings
     two = machine_results(
         entry("a", ratio=2.0, **COMPARED), entry("b", ratio=2.0, **{**COMPARED, "peer": "another"})
     )
-    headings = [column.heading for column in report.sections(two)[0].columns()]
+    headings = [column.heading for column in sections.sections(two)[0].columns()]
     assert "peer" in headings
     assert "numpy.matmul" not in headings
 
@@ -196,8 +196,8 @@ def test_a_difference_has_its_sign_and_may_be_the_goal():
     assert "+22.0 µs" in text
     assert "-2.00 µs" in text
     assert "met, < 15.0 µs" in text
-    assert report.goals(found) == (1, 2)
-    assert "faster at -0.13 times its limit" in plots.plot(report.sections(found)[0], "x").alt
+    assert sections.goals(found) == (1, 2)
+    assert "faster at -0.13 times its limit" in plots.plot(sections.sections(found)[0], "x").alt
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_difference_has_its_sign_and_may_be_the_goal():
     ],
 )
 def test_a_logarithmic_axis_has_round_numbers(low, high, ticks):
-    assert plots._ticks(low, high) == ticks
+    assert figures.round_ticks(low, high) == ticks
 
 
 @pytest.mark.parametrize("width", [60, *range(78, 90), 100, 200])
@@ -223,7 +223,7 @@ def test_a_terminal_of_any_width_cuts_no_cell(width):
 
 
 def test_json_has_every_figure():
-    found = report.as_json(EVERYTHING)
+    found = documents.machine_as_json(EVERYTHING)
     assert found["goals"] == {"met": 1, "of": 2}
     row = found["sections"][0]["rows"][1]
     assert (row["label"], row["median"], row["gflops"], row["mode"]) == ("fast, 64", 0.002, 25.0, "quick")
@@ -319,7 +319,7 @@ def test_names_at_the_ends_of_lines_keep_apart():
         )
     )
     crowded["benchmarks"].append(entry("far", series="far", size=64, gflops=0.01, ratio=2.0, **COMPARED))
-    (section,) = report.sections(crowded)
+    (section,) = sections.sections(crowded)
     drawn = plots.plot(section, "crowded").svg
     heights = sorted(
         float(found[1]) for found in re.finditer(r'<text [^>]*?y="([\d.]+)"[^>]*>\d line</text>', drawn)
@@ -330,7 +330,7 @@ def test_names_at_the_ends_of_lines_keep_apart():
 
 def test_quick_and_full_results_stand_beside_each_other_with_their_dates():
     found = machine_results(entry("a"), entry("b"))
-    assert "run" not in [column.heading for column in report.sections(found)[0].columns()]
+    assert "run" not in [column.heading for column in sections.sections(found)[0].columns()]
     found["runs"]["2026-02-03T04:05:06+00:00"] = {**next(iter(found["runs"].values())), "mode": "full"}
     found["benchmarks"][1]["run"] = "2026-02-03T04:05:06+00:00"
     text = printed(found, 120)

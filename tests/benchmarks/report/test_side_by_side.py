@@ -7,7 +7,7 @@ import pytest
 
 from minidist.benchmarks import bench_cpu_matmul
 from minidist.benchmarks.harness import identity, results
-from minidist.benchmarks.report import page, side_by_side
+from minidist.benchmarks.report import ladders, page
 from minidist.cli import commands
 from tests.helpers import measured
 
@@ -39,9 +39,9 @@ UNKNOWN = of_machine("", "Haswell", {"test_tall_and_flat[64x4096x64-s7_threads]"
 
 
 def test_each_share_is_in_its_own_machines_row():
-    rows = side_by_side.rows({"zen4": ZEN4, "zen5": ZEN5, "old": UNKNOWN})
+    rows = ladders.cpu_rows({"zen4": ZEN4, "zen5": ZEN5, "old": UNKNOWN})
     found = [
-        (row.slug, row.rung[:6], {p: c for p, c in zip(side_by_side.PRODUCTS, row.cells(), strict=True) if c})
+        (row.slug, row.rung[:6], {p: c for p, c in zip(ladders.PRODUCTS, row.cells(), strict=True) if c})
         for row in rows
     ]
     assert found == [
@@ -58,7 +58,7 @@ def test_each_share_is_in_its_own_machines_row():
 def test_a_share_that_the_spread_leaves_open_is_marked():
     found = copy.deepcopy(ZEN5)
     found["benchmarks"][0]["extra_info"] |= measured.beside("numpy.matmul", 0.1, 1.0, 0.2)
-    (row,) = side_by_side.rows({"m": found})
+    (row,) = ladders.cpu_rows({"m": found})
     assert row.cells()[0] == "~33.0%"
 
 
@@ -78,7 +78,7 @@ def test_the_quick_run_measures_every_product_of_the_table():
         for shape in shapes
         for step in bench_cpu_matmul.LADDER[-2:]
     }
-    assert {name for names in side_by_side.PRODUCTS.values() for name in names} <= quick
+    assert {name for names in ladders.PRODUCTS.values() for name in names} <= quick
 
 
 @pytest.mark.parametrize("measured_here", [False, True])
@@ -98,7 +98,7 @@ def test_a_clone_with_a_foreign_file_says_whose_it_is(capfd, monkeypatch, tmp_pa
         assert "another machine: AMD EPYC (25-17-1)" in text
         assert ("33.0%" in text) == measured_here
     if measured_here:
-        own, other = said.index("\nAMD EPYC (26-2-1)", said.index(side_by_side.TITLE)), said.rindex("77.0%")
+        own, other = said.index("\nAMD EPYC (26-2-1)", said.index(ladders.CPU_TITLE)), said.rindex("77.0%")
         assert own < said.index("33.0%", own) < said.index("another machine:", own) < other
 
 
@@ -113,7 +113,7 @@ def test_the_page_links_each_share_to_its_own_note():
 
 
 def test_a_machine_without_the_ladder_has_no_row():
-    assert side_by_side.rows({"m": measured.machine()}) == []
+    assert ladders.cpu_rows({"m": measured.machine()}) == []
     assert "machines" not in re.findall(r'<section id="(\w+)">', page.page({"m": measured.machine()}))
 
 
