@@ -20,13 +20,13 @@ its rows has that figure. To show a new figure, add a line to `COLUMNS`.
     goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: a goal of this project
     note                 a few words on what is measured
     peer, ...            a comparison with another program, see `turns.py`
-    over_yardstick, ...  a second comparison, with the same program for all rows: see `strategy_rounds.py`
+    over_yardstick, ...  a second comparison, with the same program for all rows: see `training/rounds.py`
     strategy, layout, model, ranks   a row of the table of strategies: its `md.Layout`, and what it trains
     memory               {"parameters", "gradients", "optimizer", "activations", "buffers"}: bytes of the
                          fullest rank; peer_memory is the peer's total, counted the same way; memory_source
                          says how they were counted
     scaling, efficiency  "strong" or "weak", with series and size (ranks); the share of ideal speed-up
-    timeline, bubble     of a pipeline, "simulated" and "measured": `pipeline_steps.py`
+    timeline, bubble     of a pipeline, "simulated" and "measured": `training/pipelines.py`
     fit                  alpha, beta and the other figures of `comm.cost.fit`: `collective_timing.py`
     cost, par, unit      the cost of an exercise's solution, and the cost to aim for
     idea, lines, held    of a rung of the training ladder: its idea in a few words, the lines of its file, and

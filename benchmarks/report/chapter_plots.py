@@ -27,7 +27,6 @@ from minidist.benchmarks.report.figures import (
     powers_of_two,
     rows_down,
     shares,
-    svg,
 )
 
 SHADES = {"faster": GOOD, "slower": BAD, "undecided": MUTED}
@@ -53,7 +52,7 @@ SCALING = {
 }
 
 
-def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
+def ratios(entries: Sequence[Entry]) -> Plot | None:
     """Draw all comparisons: a dot for our time over the peer's, and a bar for the middle half of the pairs.
 
     Returns None without comparisons.
@@ -87,16 +86,14 @@ def ratios(entries: Sequence[Entry], page_name: str) -> Plot | None:
     axes.set_xlim(left=0)
     rows_down(axes, len(paired), "our time over the peer's")
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Ratios of times with a line at 1: {'; '.join(told)}.",
         "Each name is ours – the peer's. Left of the line we are faster. A bar is the middle half of the "
         "pairs' ratios; it is grey if the comparison is undecided.",
     )
 
 
-def memory(
-    rows: Sequence[tuple[str, Mapping[str, int]]], page_name: str, caption: str, limit: int | None = None
-) -> Plot:
+def memory(rows: Sequence[tuple[str, Mapping[str, int]]], caption: str, limit: int | None = None) -> Plot:
     """Draw a stacked bar for each name, with its bytes by part; `limit` is the memory that is available."""
     drawn, axes = figure(0.9 + 0.5 * len(rows))
     most = max([*(sum(parts.values()) for _, parts in rows), limit or 0, 1])
@@ -124,17 +121,17 @@ def memory(
     rows_down(axes, len(rows), f"{unit} on the fullest rank", top=-0.7, bottom=-0.5)
     legend(drawn, {shade: part for part, shade in PARTS.items() if any(parts.get(part) for _, parts in rows)})
     line = f" with a line at {formats.size(limit)}" if limit else ""
-    return Plot(svg(drawn, page_name), f"Stacked bars of memory{line}: {'; '.join(told)}.", caption)
+    return Plot(drawn, f"Stacked bars of memory{line}: {'; '.join(told)}.", caption)
 
 
-def measured_memory(entries: Sequence[Entry], page_name: str) -> Plot | None:
+def measured_memory(entries: Sequence[Entry]) -> Plot | None:
     """Draw the counted memory of results, or return None without results."""
     rows = [(columns.label(entry), entry["extra_info"]["memory"]) for entry in entries]
     caption = "Counted bytes on the fullest rank after a step; shorter is better."
-    return memory(rows, page_name, caption) if rows else None
+    return memory(rows, caption) if rows else None
 
 
-def scaling(entries: Sequence[Entry], kind: str, page_name: str, cores: int) -> Plot | None:
+def scaling(entries: Sequence[Entry], kind: str, cores: int) -> Plot | None:
     """Draw strong or weak scaling: speed over the number of ranks, and the ideal as a dashed line.
 
     Each series has a line. Returns None if scaling was not measured.
@@ -172,13 +169,13 @@ def scaling(entries: Sequence[Entry], kind: str, page_name: str, cores: int) -> 
     name_ends(axes, ends, 0.075, log=False, fontsize=9)
     told = "; ".join(f"{name} {max(points)[1]:.2f} at {max(points)[0]}" for name, points in series.items())
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"{kind.capitalize()} scaling over {sizes[0]} to {last} ranks, {words}: {told}; ideal {ideal[-1]:g}.",
         caption,
     )
 
 
-def collectives(entries: Sequence[Entry], page_name: str) -> dict[int, Plot]:
+def collectives(entries: Sequence[Entry]) -> dict[int, Plot]:
     """Draw collectives against a peer over the tensor's size.
 
     Returns a figure for each number of ranks with at least two measured sizes.
@@ -191,15 +188,13 @@ def collectives(entries: Sequence[Entry], page_name: str) -> dict[int, Plot]:
             point = extra["bytes"], extra["ratio"], extra["pair_ratio_q1"], extra["pair_ratio_q3"]
             found.setdefault(extra["ranks"], {}).setdefault(operation, []).append(point)
     return {
-        ranks: _collectives(operations, ranks, f"{page_name}-{ranks}")
+        ranks: _collectives(operations, ranks)
         for ranks, operations in sorted(found.items())
         if any(len(points) > 1 for points in operations.values())
     }
 
 
-def _collectives(
-    operations: dict[str, list[tuple[int, float, float, float]]], ranks: int, page_name: str
-) -> Plot:
+def _collectives(operations: dict[str, list[tuple[int, float, float, float]]], ranks: int) -> Plot:
     drawn, axes = figure(3.2 + 0.2 * len(operations))
     told = []
     for index, (operation, points) in enumerate(operations.items()):
@@ -215,13 +210,13 @@ def _collectives(
     axes.set_ylabel("our time over the peer's")
     legend(drawn, {color(index): name for index, name in enumerate(operations)}, columns=1)
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Ratios of times over the size on {ranks} ranks, with a line at 1: {'; '.join(told)}.",
         "Below the line we are faster. A bar is the middle half of the pairs' ratios.",
     )
 
 
-def lessons(entries: Sequence[Entry], page_name: str) -> Plot | None:
+def lessons(entries: Sequence[Entry]) -> Plot | None:
     """Draw a bar for each exercise's solution that is not at par, or return None if all are.
 
     Most solutions meet par exactly, since par was set by them, and their bars would say nothing.
@@ -237,7 +232,7 @@ def lessons(entries: Sequence[Entry], page_name: str) -> Plot | None:
         return None
     drawn, told = shares(rows, "cost as a share of par, percent")
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Bars with a line at 100 percent of par: {told}.",
         "Solutions that are not at par: their cost as a share of par; left of the line is better.",
     )

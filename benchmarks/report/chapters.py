@@ -49,9 +49,9 @@ class Shown:
         return [entry for entry in self.entries if {"idea", "lines"} <= entry["extra_info"].keys()]
 
 
-def figures(drawn: Iterable[tuple[str, str, Plot | None]]) -> list[Piece]:
+def figures(several: Iterable[tuple[str, str, Plot | None]]) -> list[Piece]:
     """Return figures, each with its name and heading, next to each other; none if none was drawn."""
-    made = [Figure(each, name, heading) for name, heading, each in drawn if each]
+    made = [Figure(name, heading, plot) for name, heading, plot in several if plot]
     return [Figures(made)] if made else []
 
 
@@ -73,39 +73,37 @@ def strategies(shown: Shown) -> list[Piece]:
 
 
 def _ratios(entries: Sequence[Entry], name: str) -> list[Piece]:
-    shown = figures([(name, "Our time over the peer's", chapter_plots.ratios(entries, name))])
+    shown = figures([(name, "Our time over the peer's", chapter_plots.ratios(entries))])
     many = len(verdicts.tally(entries).entries)
     return [Folded(f"All {many} comparisons at a glance", shown)] if many > MOST_RATIOS else shown
 
 
 def plain(shown: Shown) -> list[Piece]:
     """The training ladder, and what its rungs hold."""
-    rows, name = shown.rungs, f"{shown.name}-bars"
-    drawn = figures([(name, "What the fullest rank holds", chapter_plots.measured_memory(rows, name))])
-    if not drawn:
+    rows, place = shown.rungs, f"{shown.name}-table"
+    if not rows:
         return []
-    place = f"{shown.name}-table"
     table = tables.of_rungs(rows, shown.slug, shown.found, place)
-    return [Words(title=rows[0]["group"], name=place), table, *drawn]
+    bars = (f"{shown.name}-bars", "What the fullest rank holds", chapter_plots.measured_memory(rows))
+    return [Words(title=rows[0]["group"], name=place), table, *figures([bars])]
 
 
 def zero(shown: Shown) -> list[Piece]:
     """The memory of each ZeRO stage."""
-    drawn = []
+    made = []
     for number, ((model, ranks), stages) in enumerate(verdicts.zero_stages(shown.entries).items()):
-        rows, name = [entry for _, entry in sorted(stages.items())], f"{shown.name}-bars-{number}"
-        bars = chapter_plots.measured_memory(rows, name) if len(rows) > 1 else None
-        drawn.append((name, f"Memory of {model} on {ranks} ranks", bars))
-    return figures(drawn)
+        rows = [entry for _, entry in sorted(stages.items())]
+        bars = chapter_plots.measured_memory(rows) if len(rows) > 1 else None
+        made.append((f"{shown.name}-bars-{number}", f"Memory of {model} on {ranks} ranks", bars))
+    return figures(made)
 
 
 def pipelines(shown: Shown) -> list[Piece]:
     """A step of each schedule, simulated and measured."""
     entries = [entry for entry in shown.entries if entry["extra_info"].get("timeline")]
-    names = [f"{shown.name}-gantt-{number}" for number in range(len(entries))]
     return figures(
-        (name, verdicts.schedule_name(entry), gantt.chart(entry, name))
-        for name, entry in zip(names, entries, strict=True)
+        (f"{shown.name}-gantt-{number}", verdicts.schedule_name(entry), gantt.chart(entry))
+        for number, entry in enumerate(entries)
     )
 
 
@@ -113,43 +111,44 @@ def scaling(shown: Shown) -> list[Piece]:
     """Speed over the number of ranks."""
     cores = shown.found["machine_info"]["cores"]
     return figures(
-        (name, f"{kind.capitalize()} scaling", chapter_plots.scaling(shown.entries, kind, name, cores))
+        (
+            f"{shown.name}-{kind}",
+            f"{kind.capitalize()} scaling",
+            chapter_plots.scaling(shown.entries, kind, cores),
+        )
         for kind in ("strong", "weak")
-        for name in [f"{shown.name}-{kind}"]
     )
 
 
 def collectives(shown: Shown) -> list[Piece]:
     """Our time over the peer's, for each number of ranks."""
-    name = f"{shown.name}-gloo"
     return figures(
-        (f"{name}-{ranks}", f"Our time over the peer's, {ranks} ranks", drawn)
-        for ranks, drawn in chapter_plots.collectives(shown.entries, name).items()
+        (f"{shown.name}-gloo-{ranks}", f"Our time over the peer's, {ranks} ranks", plot)
+        for ranks, plot in chapter_plots.collectives(shown.entries).items()
     )
 
 
 def matrix_products(shown: Shown) -> list[Piece]:
     """Bars and rooflines of the CPU ladder; figures and the table of the CUDA ladder."""
     device, name = str(shown.found["machine_info"]["cpu"]), f"{shown.name}-cpu"
-    roofline = rooflines.cpu_roofline(shown.entries, device, f"{name}-roofline")
-    drawn = [
-        ("The CPU ladder", rooflines.cpu_bars(shown.entries, name)),
-        ("Roofline of one core", roofline),
-    ]
-    pieces = figures((f"{name}-{number}", *each) for number, each in enumerate(drawn))
+    pieces = figures(
+        [
+            (f"{name}-0", "The CPU ladder", rooflines.cpu_bars(shown.entries)),
+            (f"{name}-1", "Roofline of one core", rooflines.cpu_roofline(shown.entries, device)),
+        ]
+    )
     climbed = ladders.cuda_ladder(shown.slug, shown.found)
     return pieces + (cuda_ladder(climbed, f"{identifier(shown.slug)}-ladder") if climbed else [])
 
 
 def cuda_ladder(climbed: ladders.CudaLadder, name: str) -> list[Piece]:
     """The CUDA ladder's figures and table, or that it was not measured."""
-    drawn: list[tuple[str, str, Plot | None]] = []
+    made: list[tuple[str, str, Plot | None]] = []
     if climbed.machine:
-        bars, roofline = f"{name}-bars", f"{name}-roofline"
-        drawn.append((bars, "The CUDA ladder", rooflines.cuda_bars(climbed, bars)))
-        below = rooflines.cuda_roofline(climbed, roofline)
-        drawn.append((roofline, f"Roofline of {climbed.device}", below))
-    return [Words(climbed.about, climbed.title, name), *figures(drawn), climbed.table(name)]
+        below = rooflines.cuda_roofline(climbed)
+        made.append((f"{name}-bars", "The CUDA ladder", rooflines.cuda_bars(climbed)))
+        made.append((f"{name}-roofline", f"Roofline of {climbed.device}", below))
+    return [Words(climbed.about, climbed.title, name), *figures(made), climbed.table(name)]
 
 
 def lessons(shown: Shown) -> list[Piece]:
@@ -159,8 +158,10 @@ def lessons(shown: Shown) -> list[Piece]:
         return []
     met = sum(entry["extra_info"]["cost"] <= entry["extra_info"]["par"] for entry in rows)
     sentence = Words(f"{met} of {len(rows)} solutions cost no more than par.", quiet=False)
-    name = f"{shown.name}-par"
-    return [sentence, *figures([(name, "Solutions against par", chapter_plots.lessons(rows, name))])]
+    return [
+        sentence,
+        *figures([(f"{shown.name}-par", "Solutions against par", chapter_plots.lessons(rows))]),
+    ]
 
 
 def nothing(shown: Shown) -> list[Piece]:
@@ -310,9 +311,9 @@ def _section(section: Section, shown: Shown, name: str) -> list[Piece]:
     curved = any("predicted" in extra or {"series", "size", "gflops"} <= extra for extra in extras)
     # The chapter's own figures already show these results.
     opened = any(DRAWN & extra for extra in extras)
-    drawn = plots.plot(section, name) if curved or not (small or large or opened) else None
+    plot = plots.plot(section) if curved or not (small or large or opened) else None
     table = tables.of_section(section, shown.slug, shown.found, name)
-    return [Words(section.about, section.title, name), *figures([(name, "", drawn)]), *_fits(section), table]
+    return [Words(section.about, section.title, name), *figures([(name, "", plot)]), *_fits(section), table]
 
 
 def _fits(section: Section) -> list[Piece]:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,11 +31,16 @@ LIMIT: dict[str, Any] = {"color": INK, "linewidth": 1.2, "linestyle": "--"}
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure: its SVG, a description for readers who can't see it, and its caption."""
+    """A figure, a description for readers who can't see it, and its caption."""
 
-    svg: str
+    drawn: Figure
     alt: str
     caption: str
+
+    def svg(self, name: str) -> str:
+        """Return the figure as an <svg> element, with ids that are unique on a page where `name` is."""
+        role = f'<svg role="img" aria-label="{escape(self.alt)}"'
+        return svg(self.drawn, name).replace("<svg", role, 1)
 
 
 End = tuple[float, float, str, str]

@@ -95,18 +95,13 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters |= {"prose": prose, "identifier": identifier, "described": _described}
+    made.filters |= {"prose": prose, "identifier": identifier}
     return made
 
 
 def prose(text: str) -> Markup:
     """Return plain text with `code` in it as HTML."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
-
-
-def _described(svg: str, alt: str) -> Markup:
-    """Return a drawing with a description for readers who can't see it."""
-    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1))
 
 
 def _file(name: str) -> Markup:

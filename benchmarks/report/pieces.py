@@ -124,11 +124,11 @@ class Findings(Piece):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its name on the page and its heading."""
+    """A plot with its name on the page and its heading."""
 
-    drawn: Plot
     name: str
-    heading: str = ""
+    heading: str
+    plot: Plot
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,14 @@ from minidist.benchmarks.report.figures import (
     round_ticks,
     rows_down,
     shares,
-    svg,
 )
 from minidist.benchmarks.report.sections import Section
 
 MOST_PAIRS = 12  # with more rows, draw one bar each, for the share of the peer's speed
 
 
-def plot(section: Section, name: str) -> Plot | None:
-    """Draw a section, or return None if it compares nothing. `name` is unique on the page."""
+def plot(section: Section) -> Plot | None:
+    """Draw a section, or return None if it compares nothing."""
     curves = [
         entry for entry in section.entries if {"series", "size", "gflops"} <= entry["extra_info"].keys()
     ]
@@ -41,17 +40,17 @@ def plot(section: Section, name: str) -> Plot | None:
     judged = [entry for entry in section.entries if columns.goal(entry)]
     paired = [entry for entry in section.entries if "peer" in entry["extra_info"]]
     if predicted:
-        return _predictions(predicted, name)
+        return _predictions(predicted)
     if curves:
-        return _curves(section, curves, name)
+        return _curves(section, curves)
     if judged:
-        return _goals(judged, name)
+        return _goals(judged)
     if len(paired) > MOST_PAIRS and all("percent_of_peer" in entry["extra_info"] for entry in paired):
-        return _shares(section, paired, name)
-    return _pairs(paired, name) if paired else None
+        return _shares(section, paired)
+    return _pairs(paired) if paired else None
 
 
-def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
+def _curves(section: Section, entries: list[Entry]) -> Plot:
     """Draw GFLOP/s over the size, both logarithmic: a line for each series, and one for the peer."""
     lines: dict[str, list[tuple[int, float]]] = {}
     peer: dict[int, float] = {}
@@ -84,13 +83,13 @@ def _curves(section: Section, entries: list[Entry], page_name: str) -> Plot:
     )
     reached = f", {section.peer or 'the peer'} {formats.number(max(peer.values()))}" if peer else ""
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Curves of GFLOP/s over the size of the matrices. {best}{reached}.",
         "Speed over size, both on logarithmic scales; higher is better.",
     )
 
 
-def _predictions(entries: list[Entry], page_name: str) -> Plot:
+def _predictions(entries: list[Entry]) -> Plot:
     """Draw seconds over bytes, both logarithmic: a dot for each measurement, and dashed predictions."""
     series: dict[str, list[tuple[int, float, float]]] = {}
     for entry in entries:
@@ -114,13 +113,13 @@ def _predictions(entries: list[Entry], page_name: str) -> Plot:
     name_ends(axes, ends)
     error = max(entry["extra_info"]["median_error"] for entry in entries)
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Time of an all-reduce over its size, measured and predicted, by {', '.join(series)}.",
         f"Dots are measured, lines predicted; lower is better. Median error {100 * error:.0f}%.",
     )
 
 
-def _goals(entries: list[Entry], page_name: str) -> Plot:
+def _goals(entries: list[Entry]) -> Plot:
     """Draw measurements as shares of their limits, with a line at the limit."""
     drawn, axes = figure(0.8 + 0.6 * len(entries))
     told = []
@@ -137,13 +136,13 @@ def _goals(entries: list[Entry], page_name: str) -> Plot:
     axes.set_xlim(0, max(1.15, *axes.get_xlim()) * 1.12)
     rows_down(axes, len(entries), "share of the limit", top=-0.5)
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Bars with a limit at 1: {'; '.join(told)}.",
         "Goals: a bar that ends left of the line has met its goal.",
     )
 
 
-def _pairs(entries: list[Entry], page_name: str) -> Plot:
+def _pairs(entries: list[Entry]) -> Plot:
     """Draw our time and the peer's, row by row."""
     drawn, axes = figure(0.8 + 0.75 * len(entries))
     longest = max(max(each["stats"]["median"], each["extra_info"]["peer_median"]) for each in entries)
@@ -165,13 +164,13 @@ def _pairs(entries: list[Entry], page_name: str) -> Plot:
     axes.set_xlim(0, axes.get_xlim()[1] * 1.5)  # room for the words after the bars
     rows_down(axes, len(entries), unit, bottom=-0.45)
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Bars of times: {'; '.join(told)}.",
         "Median times, measured in turns; shorter is better.",
     )
 
 
-def _shares(section: Section, entries: list[Entry], page_name: str) -> Plot:
+def _shares(section: Section, entries: list[Entry]) -> Plot:
     """Draw our rate as a share of the peer's, a bar for each row."""
     kinds = list(dict.fromkeys(entry["extra_info"].get("dtype") for entry in entries))
     rows = []
@@ -181,7 +180,7 @@ def _shares(section: Section, entries: list[Entry], page_name: str) -> Plot:
     peer = section.peer or "the peer"
     drawn, told = shares(rows, f"share of {peer}'s speed, percent")
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Bars with a line at 100 percent of {peer}'s speed: {told}.",
         f"Share of {peer}'s speed; at the line both are equally fast.",
     )

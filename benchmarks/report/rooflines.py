@@ -23,7 +23,6 @@ from minidist.benchmarks.report.figures import (
     plain_number,
     shares,
     spread,
-    svg,
 )
 from minidist.benchmarks.report.ladders import NOTHING, CudaLadder, CudaRow
 from minidist.kernels.measure.points import intensity
@@ -50,7 +49,7 @@ def cpu_rungs(entries: Sequence[Entry]) -> dict[str, list[dict[str, Any]]]:
     return {name: sorted(found[name], key=lambda extra: int(extra["size"])) for name in sorted(found)}
 
 
-def cpu_bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
+def cpu_bars(entries: Sequence[Entry]) -> Plot | None:
     """Draw a bar for each rung of the CPU ladder, at its largest size."""
     rows = []
     for index, (name, several) in enumerate(cpu_rungs(entries).items()):
@@ -64,13 +63,13 @@ def cpu_bars(entries: Sequence[Entry], page_name: str) -> Plot | None:
         return None
     drawn, told = shares(rows, f"share of {peer}'s speed, percent")
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Bars with a line at 100 percent of {peer}'s speed: {told}.",
         f"Share of {peer}'s speed on one core in float32, at each rung's largest n; the line is {peer}.",
     )
 
 
-def cpu_roofline(entries: Sequence[Entry], device: str, page_name: str) -> Plot | None:
+def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
     """Draw the CPU ladder's rungs on the roofline of one core, or return None if no peak was measured."""
     found = cpu_rungs(entries)
     measured = [extra for several in found.values() for extra in several]
@@ -95,13 +94,12 @@ def cpu_roofline(entries: Sequence[Entry], device: str, page_name: str) -> Plot 
         lines,
         {"float32": peak},
         statistics.median(bandwidths) if bandwidths else None,
-        page_name,
         told,
         f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds. A point for each n.",
     )
 
 
-def cuda_bars(ladder: CudaLadder, page_name: str) -> Plot:
+def cuda_bars(ladder: CudaLadder) -> Plot:
     """Draw a bar for each rung and arithmetic of the CUDA ladder, at the size that most of them have."""
     common = ladder.common_size
     rows = []
@@ -112,13 +110,13 @@ def cuda_bars(ladder: CudaLadder, page_name: str) -> Plot:
         rows.append((row.name, percent, text if size in (0, common) else f"{text}, n = {size}", _shade(row)))
     drawn, told = shares(rows, "share of torch.matmul's speed, percent")
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"Bars with a line at 100 percent of torch.matmul's speed: {told}.",
         f"Share of torch.matmul's speed in the same arithmetic, at n = {common}; the line is torch.matmul.",
     )
 
 
-def cuda_roofline(ladder: CudaLadder, page_name: str) -> Plot | None:
+def cuda_roofline(ladder: CudaLadder) -> Plot | None:
     """Draw the CUDA ladder's rungs on the GPU's roofline, or return None if no peak was measured."""
     rows = [row for row in ladder.rows if row.largest("peak_gflops")]
     if not rows:
@@ -133,7 +131,6 @@ def cuda_roofline(ladder: CudaLadder, page_name: str) -> Plot | None:
         [Line(row.name, _points(str(row.dtype), row.figures), _shade(row)) for row in rows],
         {str(row.dtype): row.largest("peak_gflops") or 0.0 for row in rows},
         max(row.largest("peak_gb_per_s") or 0.0 for row in rows),
-        page_name,
         told,
         "The roofline: its slope is the rate of a copy within the GPU's memory, and each peak is the rate of "
         "the vendor's own product at its best. A point for each n.",
@@ -159,7 +156,6 @@ def _roofline(
     lines: Sequence[Line],
     peaks: Mapping[str, float],
     bandwidth: float | None,
-    page_name: str,
     told: str,
     caption: str,
 ) -> Plot:
@@ -170,7 +166,6 @@ def _roofline(
         lines: the products, one or more.
         peaks: GFLOP/s of each arithmetic.
         bandwidth: GB/s of the device's memory; None if it was not measured, and then there is no slope.
-        page_name: a name that is unique on the page.
         told: the products' rates, in words.
         caption: the text below the figure.
     """
@@ -210,7 +205,7 @@ def _roofline(
         axes.plot([x, right * 1.05, right * 1.5], [y, y, height], color=GRID, linewidth=0.8, zorder=1)
         axes.annotate(name, (right * 1.6, height), va="center", color=shade, fontsize=9)
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"A roofline of {device}: GFLOP/s over arithmetic intensity. At the largest n {told} GFLOP/s.",
         caption,
     )

@@ -68,7 +68,7 @@ def pieces(question: Question) -> list[Piece]:
         card,
         Words(about, f"Each strategy for {question.text}", "choices", level=3),
         choices(question, found),
-        Figures([Figure(_bars(question, found), "answer", f"Memory for {question.text}")]),
+        Figures([Figure("answer", f"Memory for {question.text}", _bars(question, found))]),
         Words(others, "Other models, other machines", "overview", level=3),
         _overview(),
         Folded("How this is computed", how),
@@ -112,7 +112,7 @@ def _bars(question: Question, found: Sequence[Choice]) -> Plot:
         "a moment: the logits' gradient, gathered parameters, the optimizer's temporaries. The line is the "
         "GPU's memory."
     )
-    return chapter_plots.memory(rows, "answer", caption, question.memory)
+    return chapter_plots.memory(rows, caption, question.memory)
 
 
 def _overview() -> Table:

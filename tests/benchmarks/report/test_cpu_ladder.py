@@ -1,4 +1,4 @@
-"""Two machines' shares of NumPy's speed: each figure in its own machine's row, and a foreign file says so."""
+"""The CPU ladder on two machines: each share in its own machine's row, and a foreign file says so."""
 
 import copy
 import re

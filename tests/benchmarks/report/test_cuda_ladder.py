@@ -21,48 +21,40 @@ from minidist.benchmarks.report import (
     terminal,
 )
 from minidist.kernels.cuda import RUNGS
-from tests.benchmarks.report.test_report import COMPARED, Elements, machine_results
+from tests.benchmarks.report.test_page import well_formed
+from tests.helpers import measured
 
-WHEN = "2025-01-01T00:00:00+00:00"
 FIGURES = re.compile(r"\d+(?:\.\d+)?%")
+PEAKS = {"float32": 50e3, "bfloat16": 800e3}
 
 
 def entry(rung, dtype, size, percent, gflops=1000.0, **extra):
-    name = f"test_rung[{rung}-{dtype}-{size}{extra.get('order', '')}]"
-    peak = {"float32": 50e3, "bfloat16": 800e3}.get(dtype)
+    peak = PEAKS.get(dtype)
     peaks = (
         {"peak_gflops": peak, "peak_gb_per_s": 4e3, "percent_of_gpu_peak": 100 * gflops / peak}
         if peak
         else {}
     )
-    return {
-        "suite": "bench_cuda",
-        "group": f"CUDA ladder, {dtype}",
-        "name": name,
-        "fullname": f"bench_cuda.py::{name}",
-        "run": WHEN,
-        "stats": {"median": 0.002, "iqr": 0.0001, "rounds": 9},
-        "extra_info": {
-            "rung": rung,
-            "dtype": dtype,
-            "size": size,
-            "gflops": gflops,
-            "peer_gflops": 100 * gflops / percent,
-            "percent_of_peer": percent,
-            "ratio": 100 / percent,
-            **COMPARED,
-            "peer": "torch.matmul",
-            **peaks,
-            **extra,
-        },
+    name = f"rung[{rung}-{dtype}-{size}{extra.get('order', '')}]"
+    figures = {
+        "label": f"{rung}, {size}",
+        "rung": rung,
+        "dtype": dtype,
+        "size": size,
+        "gflops": gflops,
+        "peer_gflops": 100 * gflops / percent,
+        "percent_of_peer": percent,
+        **measured.beside("torch.matmul", 0.002, 100 / percent, 0.01),
+        **peaks,
+        **extra,
     }
+    return measured.entry("cuda", f"CUDA ladder, {dtype}", name, 0.002, measured.QUICK, **figures)
 
 
 def with_gpu(*entries):
-    found = machine_results(*entries)
+    found = measured.machine(*entries)
     gpu = {"name": "NVIDIA Made Up", "driver": "580.1", "memory_bytes": 2**36, "compute_capability": "9.0"}
     found["machine_info"]["gpus"] = [gpu]
-    found["suites"]["bench_cuda"] = "The ladder on a GPU."
     return found
 
 
@@ -76,7 +68,7 @@ SOME = with_gpu(
     entry("s9_tensor_core", "bfloat16", 2048, 66.0, 500e3),
     entry("s9_tensor_core", "bfloat16", 4096, 7.5, 510e3, order="nt", label="transposed"),
 )
-NONE = machine_results(entry("s1_naive", "float32", 1024, 1.5) | {"suite": "bench_x"})
+NONE = measured.machine(entry("s1_naive", "float32", 1024, 1.5) | {"suite": "bench_x"})
 
 
 def printed(climbed, width=100):
@@ -114,7 +106,7 @@ def test_a_rung_that_was_not_measured_says_so_and_has_no_figure():
         assert not re.search(r"\d", line.removeprefix(f" {rung}").replace(rung, ""))
 
 
-@pytest.mark.parametrize("machines", [{}, {"a": NONE}, {"a": NONE, "b": machine_results()}])
+@pytest.mark.parametrize("machines", [{}, {"a": NONE}, {"a": NONE, "b": measured.machine()}])
 def test_where_nothing_was_measured_every_rung_says_so(machines):
     climbed = ladders.first_cuda_ladder(machines)
     text = printed(climbed)
@@ -153,16 +145,15 @@ def test_json_has_figures_and_nulls():
 
 
 def test_a_newer_run_replaces_an_older_one():
-    newer = {**entry("s1_naive", "float32", 1024, 2.0), "run": "2025-02-01T00:00:00+00:00"}
+    newer = {**entry("s1_naive", "float32", 1024, 2.0), "run": measured.FULL}
     found = with_gpu(entry("s1_naive", "float32", 1024, 1.5), newer)
-    found["runs"][newer["run"]] = {**found["runs"][WHEN], "mode": "full"}
     climbed = ladders.cuda_ladder("some", found)
     assert climbed.rows[0].percent(1024) == 2.0
-    assert climbed.provenance == "full run of 2025-02-01, commit 1a2b3c4"
+    assert climbed.provenance == "full run of 2025-02-03, commit 5d6e7f8+"
 
 
 def test_bars_are_at_the_size_that_most_have():
-    drawn = rooflines.cuda_bars(ladders.cuda_ladder("some", SOME), "bars")
+    drawn = rooflines.cuda_bars(ladders.cuda_ladder("some", SOME))
     assert "1 naive, float32 1.25%" in drawn.alt
     assert "8 warp tile, float32 91.0%" in drawn.alt
     assert "9 tensor core, TF32 64.0%" in drawn.alt
@@ -171,22 +162,22 @@ def test_bars_are_at_the_size_that_most_have():
     other = ladders.cuda_ladder(
         "x", with_gpu(*SOME["benchmarks"], entry("s10_hopper", "bfloat16", 1024, 88.0))
     )
-    assert "10 hopper, bfloat16 88.0%, n = 1024" in rooflines.cuda_bars(other, "bars").alt
+    assert "10 hopper, bfloat16 88.0%, n = 1024" in rooflines.cuda_bars(other).alt
 
 
 def test_the_roofline_has_the_peaks_and_the_rungs_that_were_measured_below_them():
-    drawn = rooflines.cuda_roofline(ladders.cuda_ladder("some", SOME), "roof")
+    drawn = rooflines.cuda_roofline(ladders.cuda_ladder("some", SOME))
     assert "8 warp tile, float32 49,000 of 50,000" in drawn.alt
     assert "TF32" not in drawn.alt  # whose peak nobody measured
     for words in ("float32 peak 50,000", "bfloat16 peak 800,000", "4,000 GB/s", "1 naive, float32"):
-        assert words in drawn.svg
+        assert words in drawn.svg("roof")
     without = with_gpu(entry("s9_tensor_core", "tf32", 2048, 64.0, 250e3))
-    assert rooflines.cuda_roofline(ladders.cuda_ladder("x", without), "roof") is None
+    assert rooflines.cuda_roofline(ladders.cuda_ladder("x", without)) is None
 
 
 def test_names_beside_the_roofline_keep_apart():
     rungs = [entry(rung, "float32", 4096, 50.0, 20e3 + i) for i, rung in enumerate(RUNGS)]
-    drawn = rooflines.cuda_roofline(ladders.cuda_ladder("x", with_gpu(*rungs)), "roof").svg
+    drawn = rooflines.cuda_roofline(ladders.cuda_ladder("x", with_gpu(*rungs))).svg("roof")
     heights = sorted(
         float(found[1])
         for found in re.finditer(
@@ -206,10 +197,7 @@ def test_the_page_of_a_machine_with_a_gpu_begins_with_the_ladder():
     )
     for words in ("580.1", "compute capability 9.0", "103%"):
         assert words in html
-    elements = Elements(html).all
-    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    figures = [attributes for tag, attributes in elements if tag == "svg"]
+    figures = [attributes for tag, attributes in well_formed(html) if tag == "svg"]
     assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in figures)
     assert not re.findall(r"#000[01]f\d", html)
     assert page.page({"gpu": SOME, "other": NONE}) == html
@@ -231,7 +219,7 @@ def test_the_page_of_machines_without_a_gpu_says_not_measured_once():
     section = html[html.index('id="cuda-ladder"') :].partition("</section>")[0]
     assert section.count("<td>not measured</td>") == len(RUNGS)
     assert not FIGURES.search(section)
-    Elements(html)
+    well_formed(html)
 
 
 def test_many_rows_are_drawn_as_shares_not_as_pairs():
@@ -242,10 +230,10 @@ def test_many_rows_are_drawn_as_shares_not_as_pairs():
         each["fullname"] += str(i)
         each["group"] = "transposed"
     (section,) = sections.sections(with_gpu(*several))
-    drawn = plots.plot(section, "x")
+    drawn = plots.plot(section)
     assert "a line at 100 percent of torch.matmul's speed: row 0 50.0%" in drawn.alt
     (section,) = sections.sections(with_gpu(*several[:3]))
-    assert plots.plot(section, "x").alt.startswith("Bars of times")
+    assert plots.plot(section).alt.startswith("Bars of times")
 
 
 def test_results_of_a_suite_that_cannot_run_now_stay():
@@ -260,6 +248,6 @@ def test_rates_over_less_than_a_decade_have_an_axis_too():
         for size, rate in ((1024, 31e3), (2048, 45e3))
     ]
     (section,) = sections.sections(with_gpu(*near))
-    drawn = plots.plot(section, "x").svg
+    drawn = plots.plot(section).svg("x")
     assert len(re.findall(r">(?:30|50),000<", drawn)) >= 1
     assert results.newest(with_gpu(*near))

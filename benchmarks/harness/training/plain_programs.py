@@ -1,4 +1,4 @@
-"""Run rungs of the training ladder and the engine's forms of them, in turns.
+"""Run a rung of the training ladder as a program.
 
 A rung is a closed loop over its batches. To time it as it stands, its batches note when the loop takes each
 of them: from one to the next is a step. So the set-up at the start and the losses at the end stay out.
@@ -12,18 +12,17 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from minidist.benchmarks.harness.plain.plain_forms import FORMS
-from minidist.benchmarks.harness.plain.plain_ladder import BY_NAME, LadderWork, RungForm
-from minidist.benchmarks.harness.steps.training_steps import ADAMW
-from minidist.benchmarks.harness.strategy_table.programs import Batch, Program, Ran
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, Timed, Worlds
-from minidist.benchmarks.harness.strategy_table.strategy_steps import HELD, Facts, begin, drop
+from minidist.benchmarks.harness.training.plain_ladder import LadderWork, RungForm
+from minidist.benchmarks.harness.training.programs import Program, Ran
+from minidist.benchmarks.harness.training.rounds import Job
+from minidist.benchmarks.harness.training.work import ADAMW, Batch, Work
 from minidist.parallel.contract.memory_report import Memory, count
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter
@@ -113,30 +112,24 @@ class RungProgram(Program):
         self._form, self._work = form, work
         self._memory: Memory | None = None
 
-    def timed(self, batches: Sequence[Batch]) -> Ran:
-        """Train on global batches, of which the rung takes this rank's share; the first steps warm up."""
+    def timed(self, batches: Sequence[Batch], warm: int = 0) -> Ran:
+        """Train on global batches, of which the rung takes this rank's share."""
         model, clocked = self._work.build(), ClockedBatches(batches)
+        train = partial(self._form.module.train, **self._form.options)
         if self._memory is None:
             held, whole = Holdings(model), [tensor for batch in batches for tensor in batch]
             # Without the model: a rung may free its first tensors, whose storages' names are then used again.
             with ActivationCounter(others=whole) as counter, held.watched():
-                losses = self._train(model, clocked, held.make_optimizer)
+                losses = train(model, clocked, held.make_optimizer)
             self._memory = Memory(**{**vars(held.most), "activations": counter.peak})
         else:
-            losses = self._train(model, clocked, ADAMW)
+            losses = train(model, clocked, ADAMW)
         seconds = [after - before for before, after in itertools.pairwise(clocked.times)]
-        warm = whole_periods(WARM, self._form)
-        return Ran(statistics.fmean(seconds[warm:] or seconds or [0.0]), losses)
+        return Ran(statistics.fmean(seconds[warm:] or [0.0]), losses)  # a server takes no batches
 
     def memory(self) -> Memory | None:
         """Return this rank's bytes, counted in the first run."""
         return self._memory
-
-    def _train(self, model: nn.Module, batches: ClockedBatches, make_optimizer: Any) -> list[float | None]:
-        losses: list[float | None] = self._form.module.train(
-            model, batches, make_optimizer, **self._form.options
-        )
-        return losses
 
 
 def whole_periods(steps: int, form: RungForm) -> int:
@@ -144,41 +137,23 @@ def whole_periods(steps: int, form: RungForm) -> int:
     return math.ceil(steps / form.period) * form.period
 
 
-def hold(name: str, plain: bool, work: LadderWork) -> Facts:
-    """Keep a rung's program, or the engine's form of it, and run its first steps. All ranks call it."""
-    form = BY_NAME[name]
-    program = RungProgram(form, work) if plain else FORMS[form.engine](work)
-    return begin(program_name(name, plain), program, work.batches(), form.period)
-
-
-def turn(name: str, plain: bool) -> float:
-    """Run a turn, and return the seconds of a step after those that warm up."""
-    kept, form = HELD[program_name(name, plain)], BY_NAME[name]
-    warm, steps = whole_periods(WARM, form), whole_periods(STEPS, form)
-    if plain:  # it starts anew, and knows which steps to leave out
-        return kept.run(warm + steps).seconds
-    kept.run(warm)
-    return kept.run(steps).seconds
-
-
 def program_name(name: str, plain: bool) -> str:
-    """Return the name under which a program is kept and measured."""
-    return f"{'rung' if plain else 'engine'}, {name}"
+    """Return the name under which a rung, or the engine's form of it, is measured."""
+    return name if plain else f"engine, {name}"
 
 
-def measure(worlds: Worlds, work: LadderWork, forms: Sequence[RungForm], rounds: int) -> Measured:
-    """Measure rungs and the engine's forms, each once a round, a rung right before its engine's form."""
-    programs = [(form, plain) for form in forms for plain in (True, False) if plain or form.engine]
-    measured: Measured = {}
-    try:
-        for form, plain in programs:
-            facts = worlds(form.ranks).run(hold, form.name, plain, work)
-            measured[program_name(form.name, plain)] = Timed(facts)
-        for _ in range(rounds):
-            for form, plain in programs:
-                seconds = worlds(form.ranks).run(turn, form.name, plain)
-                measured[program_name(form.name, plain)].seconds.append(max(seconds))
-    finally:
-        for ranks in {form.ranks for form in forms}:
-            worlds(ranks).run(drop)
-    return measured
+def jobs(work: LadderWork, forms: Sequence[RungForm]) -> dict[str, Job]:
+    """Return the programs of rungs, a rung right before its engine's form."""
+    made = {}
+    for form in forms:
+        warm, steps = whole_periods(WARM, form), whole_periods(STEPS, form)
+        rung = Job(form.ranks, work, partial(_rung, form), form.period, warm=warm, steps=steps)
+        made[program_name(form.name, plain=True)] = rung
+        if form.make:
+            made[program_name(form.name, plain=False)] = rung._replace(make=form.make)
+    return made
+
+
+def _rung(form: RungForm, work: Work) -> Program:
+    assert isinstance(work, LadderWork)
+    return RungProgram(form, work)
