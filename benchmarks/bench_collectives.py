@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.harness.formats import binary_size
-from minidist.benchmarks.harness.steps.collective_timing import (
+from minidist.benchmarks.harness.collective_timing import (
     Found,
     enter,
     median_error,
     sweep,
     time_against_torch,
 )
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
+from minidist.benchmarks.harness.formats import binary_size
+from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 GLOO = "Collectives of CPU ranks beside torch.distributed over gloo"

@@ -17,12 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import minidist as md
-from minidist.benchmarks.harness.steps.training_steps import ADAMW
-from minidist.benchmarks.harness.strategy_table.programs import COUNTED
-from minidist.benchmarks.harness.strategy_table.strategies import Work
+from minidist.benchmarks.harness.training.programs import COUNTED
+from minidist.benchmarks.harness.training.work import ADAMW, Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 from minidist.kernels.measure.harness import time_in_turns
@@ -63,7 +61,7 @@ class Trained:
         self.engine: Engine = md.prepare(
             work.build().to(device), ADAMW, md.Layout.parse(way.layout), rehearse=False
         )
-        self.batches: list[tuple[Tensor, Tensor]] = [(x.to(device), y.to(device)) for x, y in work.batches()]
+        self.batches: list[Batch] = [(x.to(device), y.to(device)) for x, y in work.batches()]
         self.losses: list[float] = []
 
     def __call__(self) -> None:

@@ -6,17 +6,15 @@ beside torch's. Few rounds and one size each; the other suites measure the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from minidist.benchmarks.bench_cpu_matmul import LADDER, beside_blas
+from minidist.benchmarks.harness.collective_timing import enter as enter_collective
+from minidist.benchmarks.harness.collective_timing import time_against_torch
 from minidist.benchmarks.harness.formats import binary_size
-from minidist.benchmarks.harness.steps.collective_timing import enter as enter_collective
-from minidist.benchmarks.harness.steps.collective_timing import time_against_torch
-from minidist.benchmarks.harness.strategy_table.strategies import Pair, Work, pairs
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, Worlds, enter, measure
+from minidist.benchmarks.harness.training.rounds import Measured, Worlds, enter, measure
+from minidist.benchmarks.harness.training.strategies import Pair, pairs
+from minidist.benchmarks.harness.training.work import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
 from minidist.kernels import Rung
 
@@ -55,22 +53,15 @@ def test_all_reduce(benchmark: Benchmark, worlds: Worlds) -> None:
 
 
 @pytest.fixture(scope="module")
-def steps(worlds: Worlds) -> Callable[[], Measured]:
+def steps(worlds: Worlds) -> Measured:
     """All strategies and their peers in turns, measured once."""
-    found: list[Measured] = []
-
-    def get() -> Measured:
-        if not found:
-            found.append(measure(worlds, WORK, STEPS, rounds=5, each=0.6))
-        return found[0]
-
-    return get
+    return measure(worlds, WORK, STEPS, rounds=5, each=0.6)
 
 
 @compared("Headline: a training step on 2 ranks, a byte GPT of 3 M parameters, 4 rows of 128, beside torch")
 @pytest.mark.parametrize("pair", STEPS, ids=lambda pair: pair.row.layout)
-def test_step(benchmark: Benchmark, steps: Any, pair: Pair) -> None:
+def test_step(benchmark: Benchmark, steps: Measured, pair: Pair) -> None:
     """One step: forward, backward, communication, update."""
-    enter(benchmark, pair, WORK, steps())
+    enter(benchmark, pair, WORK, steps)
     for name in ("strategy", "layout"):  # the table of strategies has rows with more rounds
         del benchmark.extra_info[name]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import minidist as md
-from minidist.benchmarks.harness.steps.collective_timing import enter, time_against_torch
+from minidist.benchmarks.harness.collective_timing import enter, time_against_torch
 from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPUS = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0

@@ -9,64 +9,58 @@ time of each kind of pass, as a plan does, or each pass's own time, because rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.steps.pipeline_steps import (
-    PEERS,
-    Case,
-    Timed,
+from minidist.benchmarks.harness.training.pipelines import (
+    TimedCut,
     mean_times,
     message_seconds,
     passes,
-    time_schedules,
+    pipeline,
     timeline,
     times,
+    torch_pipeline,
 )
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
+from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, require_alike
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
 
-RANKS, CASE = 2, Case("byte-small", rows=16, micro_batches=8)
+RANKS, WORK = 2, TimedCut("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
 NAMES = [name for name, kind in SCHEDULES.items() if not kind.chunked]
-Measure = Callable[[], list[dict[str, Timed]]]
+PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+"""Our schedules that torch's pipelining also has, with the names of its classes."""
 
 
 @pytest.fixture(scope="module")
-def timed(full: bool, worlds: Worlds) -> Measure:
+def timed(full: bool, worlds: Worlds) -> Measured:
     """Every schedule and its peer in turns, once."""
-
-    @cache
-    def measure() -> list[dict[str, Timed]]:
-        return worlds(RANKS).run(time_schedules, CASE, NAMES, 40 if full else 6)
-
-    return measure
+    jobs = {}
+    for name in NAMES:
+        jobs[name] = Job(RANKS, WORK, partial(pipeline, name))
+        if name in PEERS:
+            jobs[PEERS[name]] = Job(RANKS, WORK, partial(torch_pipeline, PEERS[name]), ours=False)
+    return measure_jobs(worlds, jobs, 40 if full else 6)
 
 
 @compared(STEPS)
 @pytest.mark.no_finding
 @pytest.mark.parametrize("name", NAMES)
-def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
+def test_pipeline(benchmark: Benchmark, timed: Measured, name: str) -> None:
     """One step: forward, backward, optimizer."""
-    ranks = [rank[name] for rank in timed()]
-    ours = [max(step) for step in zip(*(rank.ours for rank in ranks), strict=True)]
-    extra = benchmark.extra_info
-    if name in PEERS:  # the comparison means nothing unless both trained the same
-        np.testing.assert_allclose(ranks[0].our_losses[:3], ranks[-1].peer_losses[:3], rtol=1e-3)
-        peer = [max(step) for step in zip(*(rank.peer for rank in ranks), strict=True)]
-        record(benchmark, ours, peer, f"torch {PEERS[name]}")
-        extra["goal"] = {"of": "ratio", "below": 1.00}
+    ours = timed[name]
+    if name in PEERS:
+        require_alike(timed, name, PEERS[name])
+        record(benchmark, ours.seconds, timed[PEERS[name]].seconds, f"torch {PEERS[name]}")
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": 1.00}
     else:
-        record(benchmark, ours)
-    extra |= {"label": name, "ranks": RANKS, "rows_per_s": CASE.rows / float(np.median(ours))}
-    extra["bytes_per_step"] = max(rank.bytes_per_step for rank in ranks)
+        record(benchmark, ours.seconds)
+    benchmark.extra_info |= {"label": name, **ours.figures(WORK.rows)}
 
 
 @compared(BUBBLE)
@@ -76,9 +70,9 @@ def test_pipeline(benchmark: Benchmark, timed: Any, name: str) -> None:
 )
 def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> None:
     """The share of time in which ranks wait, and what each rank did when in the median step."""
-    message = max(worlds(RANKS).run(message_seconds, CASE))
-    ranks = worlds(RANKS).run(passes, CASE, name, *((30, math.inf) if full else (8, 3.0)))
-    schedule = schedules.by_name(name, RANKS, CASE.micro_batches, SCHEDULES[name].least_chunks)
+    message = max(worlds(RANKS).run(message_seconds, WORK))
+    ranks = worlds(RANKS).run(passes, WORK, name, *((30, math.inf) if full else (8, 3.0)))
+    schedule = schedules.by_name(name, RANKS, WORK.micro_batches, SCHEDULES[name].least_chunks)
     steps, waited, simulated, shares = [*zip(*ranks, strict=True)], [], [], []
     for step in steps:
         first, last = min(own[0].start for own in step), max(own[-1].end for own in step)

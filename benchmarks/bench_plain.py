@@ -7,18 +7,21 @@ runs every program once. The losses of the first steps have to agree. Memory is 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.plain.plain_ladder import FORMS, LadderWork, RungForm
-from minidist.benchmarks.harness.plain.plain_steps import COUNTED, measure, program_name
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Measured, over_yardstick, warm_worlds
-from minidist.benchmarks.harness.strategy_table.strategy_steps import SEEN
+from minidist.benchmarks.harness.training.plain_ladder import FORMS, LadderWork, RungForm
+from minidist.benchmarks.harness.training.plain_programs import COUNTED, jobs, program_name
+from minidist.benchmarks.harness.training.rounds import (
+    Measured,
+    measure_jobs,
+    over_yardstick,
+    require_alike,
+    warm_worlds,
+)
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 pytestmark = pytest.mark.no_finding
@@ -32,7 +35,7 @@ ONE = program_name(FORMS[0].name, plain=True)
 def ladder(full: bool) -> Iterator[Callable[[], Measured]]:
     """All programs in turns, once."""
     with warm_worlds(threads=1) as worlds:
-        yield cache(lambda: measure(worlds, WORK, FORMS, 30 if full else 7))
+        yield cache(lambda: measure_jobs(worlds, jobs(WORK, FORMS), 30 if full else 7))
 
 
 @compared(GROUP)
@@ -44,13 +47,10 @@ def test_rung(benchmark: Benchmark, ladder: Any, form: RungForm) -> None:
 
 def check(form: RungForm, measured: Measured) -> None:
     """Raise AssertionError if programs that should train alike have different losses."""
-    names = [ONE] if form.exact else []
-    names += [program_name(form.name, plain=False)] if form.engine and form.alike else []
-    ours = measured[program_name(form.name, plain=True)].losses[:SEEN]
-    for name in names:
-        expected = measured[name].losses[:SEEN]
-        if not np.allclose(ours, expected, rtol=1e-3, atol=0):
-            raise AssertionError(f"the losses of {form.name} are {ours}, not {expected} as for {name}")
+    if form.exact:
+        require_alike(measured, program_name(form.name, plain=True), ONE)
+    if form.make and form.alike:
+        require_alike(measured, program_name(form.name, plain=True), program_name(form.name, plain=False))
 
 
 def enter(benchmark: Benchmark, form: RungForm, measured: Measured, work: LadderWork) -> None:
@@ -60,17 +60,9 @@ def enter(benchmark: Benchmark, form: RungForm, measured: Measured, work: Ladder
     engine = measured.get(program_name(form.name, plain=False))
     record(benchmark, ours.seconds, engine.seconds if engine else (), form.engine)
     extra = benchmark.extra_info
-    extra |= {
-        "label": form.name,
-        "idea": form.idea,
-        "lines": form.lines,
-        "ranks": form.ranks,
-        "rows_per_s": work.rows / statistics.median(ours.seconds),
-        "bytes_per_step": max(facts.bytes_per_step for facts in ours.facts),
-        "memory": vars(ours.fullest),
-        "held": max(facts.memory.states for facts in ours.facts if facts.memory),
-        "memory_source": COUNTED,
-    }
+    extra |= {"label": form.name, "idea": form.idea, "lines": form.lines}
+    extra |= {**ours.figures(work.rows), **ours.memory, "memory_source": COUNTED}
+    extra["held"] = max(facts.memory.states for facts in ours.facts if facts.memory)
     if engine:
         extra["peer_memory"] = engine.fullest.total
     if form is not FORMS[0]:

@@ -7,52 +7,47 @@ saves all activations but the layers' inputs. Recomputing attention alone costs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
-import numpy as np
 import pytest
 
 import minidist as md
-from minidist.benchmarks.harness.steps.training_steps import ADAMW, Case
+from minidist.benchmarks.harness.training.programs import EngineProgram
+from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, require_alike
+from minidist.benchmarks.harness.training.work import ADAMW, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
-from minidist.kernels.measure.harness import time_in_turns
 from minidist.parallel.training.recompute import recompute
 
 GROUP = "Recomputing activations: a byte GPT of 3 M parameters, {} of 128"
+KEPT = "all activations kept"
 PARTS: dict[str, list[str] | None] = {"whole layers": None, "attention": ["layers.*.attention"]}
-Steps = dict[str, tuple[list[float], list[float], int]]
+WORK = Work("byte-small", rows=8, tied=True)
 
 
-@cache
-def measured(rows: int, rounds: int, enough: float) -> Steps:
-    """For each choice of layers, and "" for none: seconds, losses, and the peak of activations in bytes."""
-    case, engines, losses = Case("byte-small", rows=rows), {}, {}
-    batches = case.batches(rounds + 1)
-    for name in (*PARTS, ""):
-        model = case.build()
-        if name:
-            recompute(model, PARTS[name])
-        engines[name], losses[name] = md.prepare(model, ADAMW), list[float]()
+def recomputing(name: str, work: Work) -> EngineProgram:
+    """Make a training loop that recomputes what this row says."""
+    model = work.build()
+    if name in PARTS:
+        recompute(model, PARTS[name])
+    return EngineProgram(md.prepare(model, ADAMW))
 
-    def step(name: str) -> Callable[[], None]:
-        return lambda: losses[name].append(engines[name].step(*batches[len(losses[name])]))
 
-    seconds = time_in_turns({name: step(name) for name in engines}, rounds, enough)
-    return {name: (seconds[name], losses[name], engines[name].memory().activations) for name in engines}
+@pytest.fixture(scope="module")
+def measured(full: bool, worlds: Worlds) -> Measured:
+    """All rows in turns."""
+    jobs = {name: Job(1, WORK, partial(recomputing, name)) for name in (*PARTS, KEPT)}
+    return measure_jobs(worlds, jobs, *((20, math.inf) if full else (6, 1.5)))
 
 
 @compared(GROUP.format("8 rows"))
 @pytest.mark.parametrize("part", PARTS)
-def test_recompute(benchmark: Benchmark, full: bool, part: str) -> None:
+def test_recompute(benchmark: Benchmark, measured: Measured, part: str) -> None:
     """The same step up to rounding, in less memory."""
-    steps = measured(8, *((20, math.inf) if full else (6, 4.0)))
-    ours, losses, activations = steps[part]
-    peer, expected, without = steps[""]
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    record(benchmark, ours, peer, "all activations kept")
+    require_alike(measured, part, KEPT, rtol=1e-4)
+    record(benchmark, measured[part].seconds, measured[KEPT].seconds, KEPT)
+    with_it, without = (measured[name].fullest.activations / 1e6 for name in (part, KEPT))
     benchmark.extra_info |= {
         "label": part,
         "ranks": 1,
-        "note": f"{activations / 1e6:.1f} MB of activations instead of {without / 1e6:.1f} MB",
+        "note": f"{with_it:.1f} MB of activations instead of {without:.1f} MB",
     }

@@ -10,18 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import pytest
 
-from minidist.benchmarks.harness.strategy_table.programs import COUNTED
-from minidist.benchmarks.harness.strategy_table.strategies import Row, Work
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import (
-    Job,
-    Measured,
-    measure_jobs,
-    warm_worlds,
-)
+from minidist.benchmarks.harness.training.programs import engine
+from minidist.benchmarks.harness.training.rounds import Job, Measured, measure_jobs, warm_worlds
+from minidist.benchmarks.harness.training.work import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 
@@ -63,12 +59,12 @@ def quick(kind: str, ranks: int) -> bool:
 
 def jobs(kind: str, full: bool) -> dict[str, Job]:
     """One rank, and every series at every size."""
-    made = {"one rank": Job(1, Work(MODEL, rows_of(kind, 1)), Row("one process", "dp=1", "scaling"))}
+    made = {"one rank": Job(1, Work(MODEL, rows_of(kind, 1)), partial(engine, "dp=1"))}
     for series, layout in LAYOUTS.items():
         for ranks in sizes(series)[1:]:
             if full or quick(kind, ranks):
-                row = Row(series, layout.format(ranks), "scaling")
-                made[f"{series} {ranks}"] = Job(ranks, Work(MODEL, rows_of(kind, ranks)), row)
+                make = partial(engine, layout.format(ranks))
+                made[f"{series} {ranks}"] = Job(ranks, Work(MODEL, rows_of(kind, ranks)), make)
     return made
 
 
@@ -81,17 +77,9 @@ def efficiency(kind: str, ranks: int, seconds: Sequence[float], one: Sequence[fl
 @pytest.fixture(scope="module")
 def scaling(full: bool) -> Iterator[Measure]:
     """All sizes of a kind of scaling in turns, once."""
-    found: dict[str, Measured] = {}
+    rounds = (15, math.inf) if full else (4, 1.0)
     with warm_worlds(threads=1) as worlds:
-
-        def get(kind: str) -> Measured:
-            if kind not in found:
-                found[kind] = measure_jobs(
-                    worlds, jobs(kind, full), 15 if full else 4, math.inf if full else 1.0
-                )
-            return found[kind]
-
-        yield get
+        yield cache(lambda kind: measure_jobs(worlds, jobs(kind, full), *rounds))
 
 
 def _cases(kind: str) -> list[Any]:
@@ -111,21 +99,16 @@ def _enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, ran
     one = measured["one rank"].seconds
     timed = measured["one rank" if ranks == 1 else f"{series} {ranks}"]
     record(benchmark, timed.seconds, one if ranks > 1 else (), "one rank" if ranks > 1 else "")
-    rows = rows_of(kind, ranks)
     extra = benchmark.extra_info
+    extra |= timed.figures(rows_of(kind, ranks)) | timed.memory
     extra |= {
         "label": f"{series}, {ranks} rank{'s' if ranks > 1 else ''}",
         "scaling": kind,
         "series": series,
         "size": ranks,
-        "ranks": ranks,
         "layout": LAYOUTS[series].format(ranks) if ranks > 1 else "dp=1",
         "model": MODEL,
         "efficiency": efficiency(kind, ranks, timed.seconds, one),
-        "rows_per_s": rows / statistics.median(timed.seconds),
-        "bytes_per_step": max(facts.bytes_per_step for facts in timed.facts),
-        "memory": vars(timed.fullest),
-        "memory_source": COUNTED,
     }
     if ranks > CORES:
         extra["note"] = f"{ranks} ranks share {CORES} core{'s' if CORES > 1 else ''}"

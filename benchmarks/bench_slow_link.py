@@ -21,7 +21,6 @@ import minidist
 from minidist.benchmarks.harness.slow_link import slow_link_steps as steps
 from minidist.benchmarks.harness.slow_link.slow_link_steps import (
     ALONE,
-    CASE,
     FAST,
     INSIDE,
     MEASURED,
@@ -30,6 +29,7 @@ from minidist.benchmarks.harness.slow_link.slow_link_steps import (
     SHARDED,
     SLOW,
     SLOWEST,
+    WORK,
 )
 from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
@@ -106,7 +106,7 @@ def _enter(benchmark: Benchmark, measured: Any, form: str, link: str, peer: str 
         "label": form,
         "strategy": form,
         "layout": LAYOUTS.get(form, "dp=4"),
-        "model": CASE.model,
+        "model": WORK.model,
         "ranks": 2 * RANKS,
         "bytes_per_step": found["sent"],
         "note": f"{across}; {statistics.median(times[form]) / computing:.2f} of a step alone",

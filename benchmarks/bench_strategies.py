@@ -15,15 +15,10 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.harness.strategy_table.peers import missing
-from minidist.benchmarks.harness.strategy_table.strategies import OUTSIDE, Pair, Work, pairs
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import (
-    Measured,
-    Worlds,
-    enter,
-    measure,
-    warm_worlds,
-)
+from minidist.benchmarks.harness.training.peers import OUTSIDE, missing
+from minidist.benchmarks.harness.training.rounds import Measured, Worlds, enter, measure, warm_worlds
+from minidist.benchmarks.harness.training.strategies import Pair, pairs
+from minidist.benchmarks.harness.training.work import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPT, MLP = Work("byte-small", rows=8), Work("mlp", rows=256)

@@ -1,59 +1,53 @@
 """A training step whose matrices two ranks share, in turns with torch's `parallelize_module`.
 
 A byte GPT of 3 M parameters; both ranks have the same rows. At 1 row the messages dominate, at 8 rows the
-arithmetic. The peer is the faster of two forms of torch's (harness/steps/tensor_steps.py). All train the same
-model on the same rows, in the same ranks.
+arithmetic. torch's loop follows its tutorial on tensor parallelism, and comes in two forms: the token table
+and the head are whole on every rank, or both are cut by the vocabulary, with `loss_parallel`. The faster one
+is the peer. All train the same model on the same rows, in the same ranks.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.steps.tensor_steps import OURS, PEERS, Timed, time_in_ranks
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
-from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.benchmarks.harness.training.rounds import Measured, Worlds, beside, compare_pair, measure
+from minidist.benchmarks.harness.training.strategies import Pair, Row
+from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.turns import Benchmark, compared
 
 pytestmark = pytest.mark.no_finding
 
 GROUP = "Tensor parallel: a byte GPT of 3 M parameters on 2 ranks, {} of 128"
+OURS = {
+    name: Row(name, "tp=2", loop="parallelize", options=options)
+    for name, options in {"tensor parallel": {}, "sequence parallel": {"sequence_parallel": True}}.items()
+}
+PEERS = ("torch parallelize_module", "torch parallelize_module, loss_parallel")
 GOALS = {1: 0.50, 8: 0.70}
 """Goals for the ratio to torch's step, by rows."""
-Measure = Callable[[int], list[Timed]]
+WORK = {rows: Work("byte-small", rows, tied=True) for rows in (1, 8)}
 
 
 @pytest.fixture(scope="module")
-def timed(full: bool, worlds: Worlds) -> Measure:
+def timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
     """Every form in turns, once for each number of rows."""
-
-    @cache
-    def measure(rows: int) -> list[Timed]:
-        rounds = (40 if full else 10) if rows == 1 else (15 if full else 6)
-        return worlds(2).run(time_in_ranks, rows, rounds)
-
-    return measure
+    rounds = {1: 40 if full else 10, 8: 15 if full else 6}
+    everything = [Pair(row, peer) for row in OURS.values() for peer in PEERS]
+    return cache(lambda rows: measure(worlds, WORK[rows], everything, rounds[rows]))
 
 
-def _enter(benchmark: Benchmark, measure: Measure, rows: int, name: str) -> None:
-    ranks = measure(rows)
-    for peer in PEERS:  # the comparison means nothing unless both trained the same
-        np.testing.assert_allclose(ranks[0].losses[name][:3], ranks[0].losses[peer][:3], rtol=1e-3)
-    seconds = {
-        of: [max(step) for step in zip(*(rank.seconds[of] for rank in ranks), strict=True)]
-        for of in (name, *PEERS)
-    }
-    peer = min(PEERS, key=lambda of: float(np.median(seconds[of])))
-    record(benchmark, seconds[name], seconds[peer], peer)
-    extra = benchmark.extra_info
-    extra |= {"label": name, "ranks": len(ranks), "rows_per_s": rows / float(np.median(seconds[name]))}
-    extra["bytes_per_step"] = max(rank.bytes_per_step[name] for rank in ranks)
-    extra["comm_overlap"] = min(rank.comm_overlap[name] for rank in ranks)
+def _enter(benchmark: Benchmark, timed: Any, rows: int, name: str) -> None:
+    measured = timed(rows)
+    several = [Pair(OURS[name], peer) for peer in PEERS]
+    fastest = min(several, key=lambda pair: statistics.median(measured[beside(pair)].seconds))
+    compare_pair(benchmark, fastest, WORK[rows], measured)
     if name == "tensor parallel":
-        extra["goal"] = {"of": "ratio", "below": GOALS[rows]}
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows]}
 
 
 @compared(GROUP.format("1 row"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from minidist.benchmarks.harness.strategy_table.strategy_rounds import Worlds
+    from minidist.benchmarks.harness.training.rounds import Worlds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,7 @@ def named(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """`worlds(n)`: n warm ranks that share the machine's cores, the same for all suites."""
-    from minidist.benchmarks.harness.strategy_table.strategy_rounds import warm_worlds
+    from minidist.benchmarks.harness.training.rounds import warm_worlds
 
     with warm_worlds() as get:
         yield get

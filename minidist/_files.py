@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,3 +47,24 @@ def whole(path: str | Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file completely or not at all: on a full disk, or at Ctrl-C, the old one is still there.
+
+    A device such as /dev/null, or a file in a folder that takes no new files, is written in place. Raises
+    OSError, which names the file.
+    """
+    place = path.resolve()  # a link stays a link
+    try:
+        if place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK)):
+            place.write_text(text, encoding="utf-8")
+            return
+        new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+        with whole(new):
+            new.write_text(text, encoding="utf-8")
+            if place.exists():
+                shutil.copymode(place, new)
+            os.replace(new, place)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

@@ -6,6 +6,7 @@ both see the same machine.
 Running and timing:
     run                    runs the suites with pytest and merges what they measured into the results file
     progress               pytest plugin: one line for each finished benchmark, and a progress bar
+    collective_timing      collectives and torch's, and the fit of the cost model, inside the ranks
     turns                  two programs in turns inside one benchmark, and their ratio
     cuda_smoke             checks one rung of the CUDA ladder on small and ragged products, by hand
     cuda_tune              times a rung with other values of its constants, by hand
@@ -18,8 +19,6 @@ Results:
     compare_runs           `--compare`: what got slower since an earlier run
 The measured programs, a folder for each kind of measurement:
     cuda/                  the CUDA ladder
-    steps/                 training steps and collectives, inside the ranks
-    strategy_table/        the table of strategies, and the loops of other libraries
-    plain/                 the training ladder
+    training/              training steps: the table of strategies, other libraries, the training ladder
     slow_link/             two hosts with a slow link between them
 """

@@ -20,13 +20,13 @@ its rows has that figure. To show a new figure, add a line to `COLUMNS`.
     goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: a goal of this project
     note                 a few words on what is measured
     peer, ...            a comparison with another program, see `turns.py`
-    over_yardstick, ...  a second comparison, with the same program for all rows: see `strategy_rounds.py`
+    over_yardstick, ...  a second comparison, with the same program for all rows: see `training/rounds.py`
     strategy, layout, model, ranks   a row of the table of strategies: its `md.Layout`, and what it trains
     memory               {"parameters", "gradients", "optimizer", "activations", "buffers"}: bytes of the
                          fullest rank; peer_memory is the peer's total, counted the same way; memory_source
                          says how they were counted
     scaling, efficiency  "strong" or "weak", with series and size (ranks); the share of ideal speed-up
-    timeline, bubble     of a pipeline, "simulated" and "measured": `pipeline_steps.py`
+    timeline, bubble     of a pipeline, "simulated" and "measured": `training/pipelines.py`
     fit                  alpha, beta and the other figures of `comm.cost.fit`: `collective_timing.py`
     cost, par, unit      the cost of an exercise's solution, and the cost to aim for
     idea, lines, held    of a rung of the training ladder: its idea in a few words, the lines of its file, and
@@ -53,15 +53,22 @@ class Column:
 
     heading: str
     cell: Callable[[Entry], str | None]
+    key: str  # where a result has the figures
     right: bool = True  # aligned to the right, as figures are
 
 
-def _extra(key: str, text: Callable[[Any], str]) -> Callable[[Entry], str | None]:
+def extra(heading: str, key: str, text: Callable[[Any], str] = str, right: bool = True) -> Column:
+    """Make the column of a figure in extra_info."""
+
     def cell(entry: Entry) -> str | None:
         value = entry["extra_info"].get(key)
         return None if value is None else text(value)
 
-    return cell
+    return Column(heading, cell, f"extra_info.{key}", right)
+
+
+def _percent(value: float) -> str:
+    return f"{number(value)}%"
 
 
 def label(entry: Entry) -> str:
@@ -172,41 +179,45 @@ def _goal(entry: Entry) -> str | None:
     return f"{'met' if kept else 'missed'}, < {text}"
 
 
-PEER = Column("peer", _extra("peer", str), right=False)
-PEER_TIME = Column("peer's time", _extra("peer_median", seconds))
-SHARE = Column("of the peer's speed", _extra("percent_of_peer", lambda value: f"{number(value)}%"))
-RATIO = Column("ratio of times", _ratio)
-BEYOND = Column("time minus peer's", _extra("beyond_peer", difference))
-GOAL = Column("goal", _goal, right=False)
+PEER = extra("peer", "peer", right=False)
+PEER_TIME = extra("peer's time", "peer_median", seconds)
+SHARE = extra("of the peer's speed", "percent_of_peer", _percent)
+RATIO = Column("ratio of times", _ratio, "extra_info.ratio (pair_ratio_q1–pair_ratio_q3)")
+BEYOND = extra("time minus peer's", "beyond_peer", difference)
+GOAL = Column("goal", _goal, "extra_info.goal", right=False)
 COLUMNS = (
-    Column("cost", _cost),
-    Column("lines", _extra("lines", count)),
-    Column("time", lambda entry: seconds(entry["stats"]["median"])),
-    Column("spread", _spread),
-    Column("rounds", lambda entry: str(entry["stats"]["rounds"])),
-    Column("GFLOP/s", _extra("gflops", number)),
+    Column("cost", _cost, "extra_info.cost and par"),
+    extra("lines", "lines", count),
+    Column("time", lambda entry: seconds(entry["stats"]["median"]), "stats.median"),
+    Column("spread", _spread, "stats.iqr / stats.median / 2"),
+    Column("rounds", lambda entry: str(entry["stats"]["rounds"]), "stats.rounds"),
+    extra("GFLOP/s", "gflops", number),
     SHARE,
-    Column("of the FMA peak", _extra("percent_of_peak", lambda value: f"{number(value)}%")),
-    Column("of the GPU's peak", _extra("percent_of_gpu_peak", lambda value: f"{number(value)}%")),
-    Column("over one process", _yardstick),
-    Column("efficiency", _extra("efficiency", lambda share: f"{100 * share:.0f}%")),
+    extra("of the FMA peak", "percent_of_peak", _percent),
+    extra("of the GPU's peak", "percent_of_gpu_peak", _percent),
+    Column("over one process", _yardstick, "extra_info.over_yardstick"),
+    extra("efficiency", "efficiency", lambda share: f"{100 * share:.0f}%"),
     RATIO,
     BEYOND,
     GOAL,
-    Column("sent per step", _extra("bytes_per_step", size)),
-    Column("memory of the fullest rank", _extra("memory", lambda parts: size(sum(parts.values())))),
-    Column("parameters, gradients, state", _extra("held", size)),
+    extra("sent per step", "bytes_per_step", size),
+    Column(
+        "memory of the fullest rank",
+        lambda entry: None if (found := memory_of(entry)) is None else size(found),
+        "sum of extra_info.memory",
+    ),
+    extra("parameters, gradients, state", "held", size),
     PEER,
     PEER_TIME,
-    Column("peer's memory", _extra("peer_memory", size)),
-    Column("predicted", _extra("predicted", seconds)),
-    Column("GB/s", _extra("bus_gb_per_s", number)),
-    Column("rows/s", _extra("rows_per_s", number)),
-    Column("communication hidden", _extra("comm_overlap", lambda share: f"{number(100 * share)}%")),
-    Column("the one idea", _extra("idea", str), right=False),
-    Column("note", _extra("note", str), right=False),
+    extra("peer's memory", "peer_memory", size),
+    extra("predicted", "predicted", seconds),
+    extra("GB/s", "bus_gb_per_s", number),
+    extra("rows/s", "rows_per_s", number),
+    extra("communication hidden", "comm_overlap", lambda share: _percent(100 * share)),
+    extra("the one idea", "idea", right=False),
+    extra("note", "note", right=False),
 )
-RUN = Column("run", lambda entry: f"{entry['mode']}, {entry['run'].partition('T')[0]}", right=False)
+RUN = Column("run", lambda entry: f"{entry['mode']}, {entry['run'].partition('T')[0]}", "", right=False)
 """For a table with results of several runs, quick and full ones beside each other."""
 
 

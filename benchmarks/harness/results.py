@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import minidist
-from minidist._files import check_file
+from minidist._files import check_file, write_whole
 from minidist._names import unknown
 from minidist.benchmarks.harness import identity, machine
 
@@ -163,15 +161,7 @@ def save(results: Results, path: Path) -> None:
     """Write a results file completely or not at all, so that a stopped run leaves the old one intact."""
     text = json.dumps(rounded(results), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, text)
 
 
 def merge(old: Results | None, new: Results, *, everything: Iterable[str] | None = None) -> Results:

@@ -1,15 +1,172 @@
-"""The report's chapters, and the assignment of results to chapters.
+"""The chapters of a machine's results, as data: their order, their words, their results, what they open with.
 
-A result's chapter follows from the keys in its extra_info, or else from its suite.
+To add a chapter, add a line to `CHAPTERS`; the page, its contents and the findings' links follow. A result's
+chapter follows from the keys in its extra_info, or else from its suite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from minidist.benchmarks.harness import results
 from minidist.benchmarks.harness.columns import Entry
-from minidist.benchmarks.report.report import Section
+from minidist.benchmarks.harness.results import Results
+from minidist.benchmarks.report import chapter_plots, gantt, ladders, plots, rooflines, tables, verdicts
+from minidist.benchmarks.report.figures import Plot
+from minidist.benchmarks.report.pieces import Bullets, Figure, Figures, Folded, Part, Piece, Words, identifier
+from minidist.benchmarks.report.sections import Section, sections
+
+MOST_RATIOS = 30  # a figure with more comparisons is folded
+MOST_BARS = 16  # a group with more results gets no bars
+DRAWN = {"scaling", "timeline", "par"}  # results with these keys are in their chapter's own figures
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One machine's results, and the name of the chapter that shows them."""
+
+    slug: str
+    found: Results
+    name: str = ""
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The newest results, of all chapters."""
+        return results.newest(self.found)
+
+    @property
+    def strategies(self) -> list[Entry]:
+        """The rows of the tables of strategies."""
+        other = {"scaling", "timeline"}
+        return [
+            e for e in self.entries if "strategy" in e["extra_info"] and not other & e["extra_info"].keys()
+        ]
+
+    @property
+    def rungs(self) -> list[Entry]:
+        """The rows of the training ladder."""
+        return [entry for entry in self.entries if {"idea", "lines"} <= entry["extra_info"].keys()]
+
+
+def figures(several: Iterable[tuple[str, str, Plot | None]]) -> list[Piece]:
+    """Return figures, each with its name and heading, next to each other; none if none was drawn."""
+    made = [Figure(name, heading, plot) for name, heading, plot in several if plot]
+    return [Figures(made)] if made else []
+
+
+def strategies(shown: Shown) -> list[Piece]:
+    """The tables of strategies, the fullest first, with all their comparisons at a glance."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in shown.strategies:
+        groups.setdefault(entry["group"], []).append(entry)
+    if not groups:
+        return _ratios(verdicts.strategies(shown.entries), f"{shown.name}-ratios")
+    pieces: list[Piece] = []
+    fullest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+    for number, (title, rows) in enumerate(fullest_first):
+        place = f"{shown.name}-table-{number}"
+        pieces.append(Words(title=title, name=place))
+        pieces.append(tables.of_strategies(rows, shown.slug, shown.found, place))
+        pieces += _ratios(rows, f"{place}-ratios")
+    return pieces
+
+
+def _ratios(entries: Sequence[Entry], name: str) -> list[Piece]:
+    shown = figures([(name, "Our time over the peer's", chapter_plots.ratios(entries))])
+    many = len(verdicts.tally(entries).entries)
+    return [Folded(f"All {many} comparisons at a glance", shown)] if many > MOST_RATIOS else shown
+
+
+def plain(shown: Shown) -> list[Piece]:
+    """The training ladder, and what its rungs hold."""
+    rows, place = shown.rungs, f"{shown.name}-table"
+    if not rows:
+        return []
+    table = tables.of_rungs(rows, shown.slug, shown.found, place)
+    bars = (f"{shown.name}-bars", "What the fullest rank holds", chapter_plots.measured_memory(rows))
+    return [Words(title=rows[0]["group"], name=place), table, *figures([bars])]
+
+
+def zero(shown: Shown) -> list[Piece]:
+    """The memory of each ZeRO stage."""
+    made = []
+    for number, ((model, ranks), stages) in enumerate(verdicts.zero_stages(shown.entries).items()):
+        rows = [entry for _, entry in sorted(stages.items())]
+        bars = chapter_plots.measured_memory(rows) if len(rows) > 1 else None
+        made.append((f"{shown.name}-bars-{number}", f"Memory of {model} on {ranks} ranks", bars))
+    return figures(made)
+
+
+def pipelines(shown: Shown) -> list[Piece]:
+    """A step of each schedule, simulated and measured."""
+    entries = [entry for entry in shown.entries if entry["extra_info"].get("timeline")]
+    return figures(
+        (f"{shown.name}-gantt-{number}", verdicts.schedule_name(entry), gantt.chart(entry))
+        for number, entry in enumerate(entries)
+    )
+
+
+def scaling(shown: Shown) -> list[Piece]:
+    """Speed over the number of ranks."""
+    cores = shown.found["machine_info"]["cores"]
+    return figures(
+        (
+            f"{shown.name}-{kind}",
+            f"{kind.capitalize()} scaling",
+            chapter_plots.scaling(shown.entries, kind, cores),
+        )
+        for kind in ("strong", "weak")
+    )
+
+
+def collectives(shown: Shown) -> list[Piece]:
+    """Our time over the peer's, for each number of ranks."""
+    return figures(
+        (f"{shown.name}-gloo-{ranks}", f"Our time over the peer's, {ranks} ranks", plot)
+        for ranks, plot in chapter_plots.collectives(shown.entries).items()
+    )
+
+
+def matrix_products(shown: Shown) -> list[Piece]:
+    """Bars and rooflines of the CPU ladder; figures and the table of the CUDA ladder."""
+    device, name = str(shown.found["machine_info"]["cpu"]), f"{shown.name}-cpu"
+    pieces = figures(
+        [
+            (f"{name}-0", "The CPU ladder", rooflines.cpu_bars(shown.entries)),
+            (f"{name}-1", "Roofline of one core", rooflines.cpu_roofline(shown.entries, device)),
+        ]
+    )
+    climbed = ladders.cuda_ladder(shown.slug, shown.found)
+    return pieces + (cuda_ladder(climbed, f"{identifier(shown.slug)}-ladder") if climbed else [])
+
+
+def cuda_ladder(climbed: ladders.CudaLadder, name: str) -> list[Piece]:
+    """The CUDA ladder's figures and table, or that it was not measured."""
+    made: list[tuple[str, str, Plot | None]] = []
+    if climbed.machine:
+        below = rooflines.cuda_roofline(climbed)
+        made.append((f"{name}-bars", "The CUDA ladder", rooflines.cuda_bars(climbed)))
+        made.append((f"{name}-roofline", f"Roofline of {climbed.device}", below))
+    return [Words(climbed.about, climbed.title, name), *figures(made), climbed.table(name)]
+
+
+def lessons(shown: Shown) -> list[Piece]:
+    """How many solutions cost no more than par, and which do not."""
+    rows = [entry for entry in shown.entries if {"cost", "par"} <= entry["extra_info"].keys()]
+    if not rows:
+        return []
+    met = sum(entry["extra_info"]["cost"] <= entry["extra_info"]["par"] for entry in rows)
+    sentence = Words(f"{met} of {len(rows)} solutions cost no more than par.", quiet=False)
+    return [
+        sentence,
+        *figures([(f"{shown.name}-par", "Solutions against par", chapter_plots.lessons(rows))]),
+    ]
+
+
+def nothing(shown: Shown) -> list[Piece]:
+    """Open with the first section."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -21,6 +178,7 @@ class Chapter:
     about: str
     suites: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()  # a result with all these keys in extra_info belongs here
+    opening: Callable[[Shown], list[Piece]] = nothing  # what comes before its sections
 
 
 CHAPTERS = (
@@ -32,6 +190,7 @@ CHAPTERS = (
         ("bench_strategies", "bench_training", "bench_tensor_parallel",
          "bench_parameter_server", "bench_slow_link", "bench_devices"),
         ("strategy",),
+        strategies,
     ),
     Chapter(
         "plain",
@@ -40,6 +199,7 @@ CHAPTERS = (
         "the engine's form of the idea, which works for any model: above 1 the engine is faster.",
         ("bench_plain",),
         ("idea", "lines"),
+        plain,
     ),
     Chapter(
         "zero",
@@ -47,6 +207,7 @@ CHAPTERS = (
         "Each stage shards one more part of the memory over the ranks: first the optimizer state, then the "
         "gradients, then the parameters.",
         ("bench_zero", "bench_fully_shard", "bench_recompute"),
+        opening=zero,
     ),
     Chapter(
         "pipelines",
@@ -55,6 +216,7 @@ CHAPTERS = (
         "chart is the simulated schedule, the lower one was measured, and both have the same time scale.",
         ("bench_pipeline",),
         ("timeline",),
+        pipelines,
     ),
     Chapter(
         "scaling",
@@ -63,6 +225,7 @@ CHAPTERS = (
         "gives every rank the same number of rows; ideally the step takes no longer.",
         ("bench_scaling",),
         ("scaling",),
+        scaling,
     ),
     Chapter(
         "collectives",
@@ -70,6 +233,7 @@ CHAPTERS = (
         "Operations in which all ranks take part. Dots are measured. Lines are predictions of the cost "
         "model, whose two or three parameters were fitted to other sizes beforehand.",
         ("bench_collectives", "bench_nccl"),
+        opening=collectives,
     ),
     Chapter(
         "ladders",
@@ -77,6 +241,7 @@ CHAPTERS = (
         "Each rung adds one idea to the rung before it. It is compared with the vendor's library and with "
         "the machine's peak.",
         ("bench_cpu_matmul", "bench_cuda"),
+        opening=matrix_products,
     ),
     Chapter(
         "lessons",
@@ -84,9 +249,11 @@ CHAPTERS = (
         "Each exercise has a measure of cost. Its solution's cost is compared with par, the cost to aim for.",
         ("bench_lessons",),
         ("cost", "par"),
+        lessons,
     ),
-    Chapter("rest", "Everything else", "", ()),
+    Chapter("rest", "Everything else", ""),
 )  # fmt: skip
+TITLES = {chapter.name: chapter.title for chapter in CHAPTERS}
 BY_SUITE = {suite: chapter.name for chapter in CHAPTERS for suite in chapter.suites}
 
 
@@ -98,16 +265,63 @@ def chapter_of(entry: Entry) -> str:
     return BY_SUITE.get(entry["suite"], "rest")
 
 
-def by_chapter(sections: Sequence[Section]) -> dict[str, list[Section]]:
+def by_chapter(several: Sequence[Section]) -> dict[str, list[Section]]:
     """Sort sections by chapter; a section with results of several chapters is split."""
     found: dict[str, list[Section]] = {chapter.name: [] for chapter in CHAPTERS}
-    for section in sections:
+    for section in several:
         parts: dict[str, list[Entry]] = {}
         for entry in section.entries:
             parts.setdefault(chapter_of(entry), []).append(entry)
         for name, entries in parts.items():
-            found[name].append(Section(section.title, section.about, tuple(entries)))
+            found[name].append(replace(section, entries=tuple(entries)))
     for chapter in CHAPTERS:
         order = {suite: index for index, suite in enumerate(chapter.suites)}
         found[chapter.name].sort(key=lambda section: order.get(section.entries[0]["suite"], len(order)))
     return {name: several for name, several in found.items() if several}
+
+
+def parts(slug: str, found: Results) -> list[Part]:
+    """Return one machine's chapters for the page; those without results are left out."""
+    several, made = by_chapter(sections(found)), []
+    for chapter in CHAPTERS:
+        shown = Shown(slug, found, f"{identifier(slug)}-{chapter.name}")
+        pieces = chapter.opening(shown) + _sections(several.get(chapter.name, []), shown)
+        if pieces:
+            made.append(Part(shown.name, chapter.title, pieces, level=3, about=chapter.about))
+    return made
+
+
+def _sections(several: Sequence[Section], shown: Shown) -> list[Piece]:
+    """The chapter's sections, without what its opening has in tables; each suite is described once."""
+    opened = {entry["fullname"] for entry in (*shown.strategies, *shown.rungs)}
+    told: set[str] = set()
+    pieces: list[Piece] = []
+    for number, section in enumerate(several):
+        rows = tuple(entry for entry in section.entries if entry["fullname"] not in opened)
+        if rows:
+            about = "" if section.about in told else section.about
+            told.add(section.about)
+            pieces += _section(Section(section.title, about, rows), shown, f"{shown.name}-{number}")
+    return pieces
+
+
+def _section(section: Section, shown: Shown, name: str) -> list[Piece]:
+    small, large = len(section.entries) < 2, len(section.entries) > MOST_BARS
+    extras = [entry["extra_info"].keys() for entry in section.entries]
+    curved = any("predicted" in extra or {"series", "size", "gflops"} <= extra for extra in extras)
+    # The chapter's own figures already show these results.
+    opened = any(DRAWN & extra for extra in extras)
+    plot = plots.plot(section) if curved or not (small or large or opened) else None
+    table = tables.of_section(section, shown.slug, shown.found, name)
+    return [Words(section.about, section.title, name), *figures([(name, "", plot)]), *_fits(section), table]
+
+
+def _fits(section: Section) -> list[Piece]:
+    """The figures of the cost model's fit, a line for each algorithm."""
+    fitted = {
+        str(entry["extra_info"]["series"]): entry["extra_info"]["fit"]
+        for entry in section.entries
+        if {"fit", "series"} <= entry["extra_info"].keys()
+    }
+    lines = [f"{name}: {verdicts.fit_in_words(each)}" for name, each in fitted.items()]
+    return [Folded("The fitted parameters of the lines", [Bullets(lines)])] if lines else []

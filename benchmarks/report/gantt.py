@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.benchmarks.harness.columns import Entry
-from minidist.benchmarks.report.figure_style import CARD, INK, MUTED, color, legend, stacked, svg
-from minidist.benchmarks.report.findings_training import schedule_name
-from minidist.benchmarks.report.plots import Plot
+from minidist.benchmarks.report.figures import CARD, INK, MUTED, Plot, color, legend, stacked
+from minidist.benchmarks.report.verdicts import schedule_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +22,7 @@ Timeline = Sequence[Sequence[Sequence[Any]]]
 """The passes of each rank: kind, micro-batch, chunk, start and end in seconds."""
 
 
-def chart(entry: Entry, page_name: str) -> Plot:
+def chart(entry: Entry) -> Plot:
     """Draw the timeline of a result."""
     extra = entry["extra_info"]
     shown = {
@@ -46,7 +45,7 @@ def chart(entry: Entry, page_name: str) -> Plot:
     legend(drawn, {shade: name for kind, (shade, name) in KINDS.items() if kind in kinds})
     name = schedule_name(entry)
     return Plot(
-        svg(drawn, page_name),
+        drawn,
         f"A Gantt chart of {ranks} ranks under {name}, {'; '.join(told)}.",
         "Each box is a pass, with the number of its micro-batch; in the gaps the rank waits.",
     )

@@ -1,94 +1,134 @@
 """Write the report as one self-contained HTML file, which can be mailed.
 
-It opens with what was found and what to use (`page_findings.py`), goes through each machine's chapters
-(`page_chapters.py`), and ends with how each number was measured (`page_notes.py`). The page is light or dark
-as the reader's system is (`page.css`). A script lets readers sort tables, see how a number was measured and
-save figures (`page.js`); without it, the page is still complete.
+It opens with what was found and what to use, goes through each machine's chapters (`chapters.py`), and ends
+with how each number was measured (`notes.py`). `OPENING` and `chapters.CHAPTERS` are the order. The folder
+`templates` has the HTML; whatever they are given is escaped. The page is light or dark as the reader's system
+is (`page.css`). A script lets readers sort tables, see how a number was measured and save figures
+(`page.js`); without it, the page is still complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
+import functools
+import re
+from collections.abc import Callable, Mapping
 from importlib import resources
+from typing import Any
 
-from minidist.benchmarks.harness import machine
+import jinja2
+from markupsafe import Markup, escape
+
+from minidist.benchmarks.harness import columns, machine
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import ladder, page_findings, page_tables, side_by_side
+from minidist.benchmarks.report import chapters, ladders, what_to_use
 from minidist.benchmarks.report.answer import Question
-from minidist.benchmarks.report.findings import findings
-from minidist.benchmarks.report.page_chapters import Machine, cuda_ladder
-from minidist.benchmarks.report.page_html import classes, identifier
-from minidist.benchmarks.report.page_notes import KEYS, Notes
-from minidist.benchmarks.report.page_tables import Shown
+from minidist.benchmarks.report.findings import MOST, findings
+from minidist.benchmarks.report.notes import Notes
+from minidist.benchmarks.report.pieces import Facts, Findings, Part, Piece, Words, identifier
+from minidist.benchmarks.report.sections import goals
 
-TITLE = "minidist, measured"
-ABOUT = (
-    "minidist multiplies matrices and trains models on many ranks, by hand, in code small enough to read. "
-    "This page compares its speed and memory with those of the libraries that people would use instead."
+
+def what_was_found(machines: Mapping[str, Results]) -> Part:
+    """The findings, and how to measure those that lack results."""
+    found = findings(machines)
+    pieces: list[Piece] = [Findings(found)]
+    if len(found) < MOST:
+        missing = f"{len(found)} of {MOST} findings: the others lack results. "
+        pieces.append(Words(f"{missing}Run `minidist bench --full` to measure them."))
+    return Part("findings", "What was found", pieces)
+
+
+def what_should_i_use(machines: Mapping[str, Results]) -> Part:
+    """The answer, which rests on no measurement."""
+    return Part("answer", "What should I use?", what_to_use.pieces(Question()))
+
+
+def cpu_ladders(machines: Mapping[str, Results]) -> Part | None:
+    """The CPU ladder on each machine, if one measured it."""
+    rows = ladders.cpu_rows(machines)
+    if not rows:
+        return None
+    pieces = [Words(ladders.CPU_ABOUT, quiet=False), ladders.cpu_table(rows)]
+    return Part("machines", ladders.CPU_TITLE, pieces, link="The CPU ladder on each machine")
+
+
+OPENING: tuple[Callable[[Mapping[str, Results]], Part | None], ...] = (
+    what_was_found,
+    what_should_i_use,
+    cpu_ladders,
 )
-# The page loads nothing from the network, and with this policy a browser would refuse to.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
-READING = (
-    "Compared programs ran in turns, A B A B, so that their ratio holds even if the machine drifts. The "
-    "ratio is our time over the peer's: below 1 minidist is faster. The brackets hold the middle half of the "
-    "pairs' ratios, from the first quartile to the third. If that range, widened for few pairs, contains 1, "
-    "the result is undecided. Times are medians, and the spread is half the width of their middle half. "
-    "Press a number, or the small number next to a name, to see how it was measured."
-)
+"""What comes before the machines' chapters, in order."""
 
 
 def page(machines: Mapping[str, Results]) -> str:
     """Return the whole file, for the results of one or more machines by slug, in that order."""
-    notes = Notes(dict(machines))
-    first = page_findings.findings(findings(machines), notes) + page_findings.what_to_use(Question())
-    contents = {"findings": "What was found", "answer": "What should I use?"}
-    if shares := side_by_side.rows(machines):
-        first += (
-            f'<section id="machines">\n<h2>{side_by_side.TITLE}</h2>\n<p>{side_by_side.ABOUT}</p>\n'
-            f"{page_tables.of_shares(shares, notes, 'machines')}</section>\n"
-        )
-        contents["machines"] = "The CPU ladder on each machine"
-    body, named = "", set()
+    parts = [part for make in OPENING if (part := make(machines))]
     for slug, found in machines.items():
-        each = Machine(Shown(slug, found, notes))
-        body += each.html()
-        contents[identifier(slug)] = machine.title(found["machine_info"])
-        named.add(identifier(slug))
-        contents |= each.contents
-    if not any(ladder.of(slug, found) for slug, found in machines.items()):
-        missing = cuda_ladder(ladder.pick({}), "cuda-ladder", None)
-        body += f'<section id="no-gpu">\n<h2>A GPU</h2>\n{missing}</section>\n'
-        contents["no-gpu"] = "A GPU: not measured"
-    contents["notes"] = "How it was measured"
-    links = "".join(
-        f'<li{classes("machine" if name in named else "")}><a href="#{name}">{escape(title)}</a></li>'
-        for name, title in contents.items()
-    )
-    several = f"{len(machines)} machines" if len(machines) > 1 else "one machine"
+        title = machine.title(found["machine_info"])
+        parts.append(Part(identifier(slug), title, [Facts(_facts(found))], strong=True))
+        parts += chapters.parts(slug, found)
+    missing = ladders.first_cuda_ladder(machines)
+    if missing.machine is None:
+        pieces = chapters.cuda_ladder(missing, "cuda-ladder")
+        parts.append(Part("no-gpu", "A GPU", pieces, link="A GPU: not measured"))
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>{TITLE}</title>\n<link rel="icon" href="data:,">\n'
-        f"<style>\n{_file('page.css')}</style>\n</head>\n"
-        '<body>\n<a class="skip" href="#findings">To the findings</a>\n<div class="page">\n'
-        f"<header><h1>{TITLE}</h1><p>{ABOUT}</p>"
-        f'<p class="quiet">{len(notes)} results of {several}.</p></header>\n'
-        f'<nav aria-label="Contents"><ol>{links}</ol></nav>\n'
-        f"<main>\n{first}{body}{_notes(notes)}</main>\n</div>\n"
-        f"<script>\n{_file('page.js')}</script>\n</body>\n</html>\n"
+        _templates()
+        .get_template("page.html")
+        .render(
+            parts=parts,
+            notes=Notes(machines),
+            chapter_titles=chapters.TITLES,
+            keys=[column for column in columns.COLUMNS if column.key],
+            machines=f"{len(machines)} machines" if len(machines) > 1 else "one machine",
+            style=_file("page.css"),
+            script=_file("page.js"),
+        )
     )
 
 
-def _notes(notes: Notes) -> str:
-    keys = "; ".join(f"{heading}: <code>{escape(key)}</code>" for heading, key in KEYS.items())
-    return (
-        f'<section id="notes">\n<h2>How it was measured</h2>\n<p>{READING}</p>\n'
-        f'<p class="quiet">The key of each column in a result of the JSON file: {keys}.</p>\n'
-        f"<details><summary>All {len(notes)} notes</summary>\n{notes.html()}</details>\n</section>\n"
+@functools.cache
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: _file(f"templates/{name}")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
+    made.filters |= {"prose": prose, "identifier": identifier}
+    return made
 
 
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def prose(text: str) -> Markup:
+    """Return plain text with `code` in it as HTML."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _file(name: str) -> Markup:
+    return Markup(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _facts(found: Results) -> dict[str, str]:
+    info = found["machine_info"]
+    met, of = goals(found)
+    latest = found["runs"][max(found["runs"])]["software"]
+    blas = latest["blas"]
+    gpus = info["gpus"] or []
+    return {
+        "Goals met": f"{met} of {of}" if of else "",
+        "GPU": _gpus(gpus) if gpus else "",
+        "Driver": str(gpus[0]["driver"]) if gpus else "",
+        "numba-cuda": (latest.get("numba-cuda") or "") if gpus else "",
+        "Cores": str(info["cores"]),
+        "Caches": ", ".join(f"{name} {size}" for name, size in info["caches"].items()),
+        "BLAS": f"{blas['name']} {blas['version']}, {blas.get('architecture')} kernel" if blas else "",
+        **{name: latest[name.lower()] or "" for name in ("Python", "NumPy", "torch", "Numba")},
+        "System": latest["os"],
+    }
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> str:
+    first = gpus[0]
+    many = f"{len(gpus)} x " if len(gpus) > 1 else ""
+    memory = f", {first['memory_bytes'] / 2**30:.0f} GiB" if first["memory_bytes"] else ""
+    return f"{many}{first['name']}{memory}, compute capability {first['compute_capability']}"

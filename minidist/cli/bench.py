@@ -84,9 +84,10 @@ def bench(
             kept = f"kept in {short(done.path)}. To read them: minidist report{where}"
         show(f"{done.measured} {many} in {done.seconds:.0f} s, {kept}")
         if "bench_cuda" in done.suites:
-            from minidist.benchmarks.report import ladder
+            from minidist.benchmarks.report import ladders, terminal
 
-            ladder.show(console(), ladder.pick({done.path.stem: done.results}))
+            climbed = ladders.first_cuda_ladder({done.path.stem: done.results})
+            terminal.show_cuda_ladder(console(), climbed)
         for line in [] if compared is None else compared.lines():
             show(line, style="yellow" if ": slower, " in line else "")
     if compared is not None and compare is not None and compared.slower:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from minidist._files import check_file
+from minidist._files import check_file, write_whole
 from minidist.cli.options import Debug, Json
 from minidist.cli.output import console, print_json, require, short, show
 
@@ -24,8 +24,7 @@ def report(
 ) -> None:
     """Show benchmark results: print tables and findings, and write a page with figures."""
     from minidist.benchmarks.harness import results as kept
-    from minidist.benchmarks.report import ladder, short_form, side_by_side
-    from minidist.benchmarks.report import report as tables
+    from minidist.benchmarks.report import documents, terminal
 
     if markdown and as_json:
         raise ValueError("--markdown and --json are two forms of the report: give one of them")
@@ -35,36 +34,26 @@ def report(
         check_file("--out", out)
     first, found = kept.in_order(results or kept.folder(), machine)
     if markdown:
-        text = short_form.markdown(found)
+        text = documents.markdown(found)
         if out is None:
             print(text, end="")
         else:
-            out.write_text(text, encoding="utf-8")
+            write_whole(out, text)
             show(f"Markdown: {short(out)}")
         return
     if as_json:
-        print_json(
-            {
-                "machines": {slug: tables.as_json(each) for slug, each in found.items()},
-                "cuda_ladder": ladder.as_json(ladder.pick(found)),
-                **short_form.as_json(found),
-            }
-        )
+        print_json(documents.as_json(found))
     else:
-        terminal = console()
         if first is None:
             show("This machine has no results yet: run minidist bench. These are another's.", style="yellow")
-        tables.show(terminal, found[next(iter(found))])
-        ladder.show(terminal, ladder.pick(found))
-        side_by_side.show(terminal, found)
-        short_form.show(terminal, found)
+        terminal.show(console(), found)
         others = list(found)[1:]
         if others:
             show(f"Other machines, for --machine: {', '.join(others)}")
     if out is not None:
-        require("report", "matplotlib")
+        require("report", "matplotlib", "jinja2")
         from minidist.benchmarks.report.page import page
 
-        out.write_text(page(found), encoding="utf-8")
+        write_whole(out, page(found))
         if not as_json:
             show(f"Page with figures: {short(out)}")

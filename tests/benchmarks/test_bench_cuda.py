@@ -15,7 +15,7 @@ import torch
 
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.harness.cuda import cuda_timing, one_rung
-from minidist.benchmarks.report import ladder
+from minidist.benchmarks.report import ladders
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
 from tests.helpers import warm_python
@@ -293,7 +293,7 @@ def test_the_command_on_the_emulator(tmp_path):
         "test_transposed[s2_coalesced-float32-tn]",
         "test_launch[s2_coalesced]",
     ]
-    climbed = ladder.of("out", found)
+    climbed = ladders.cuda_ladder("out", found)
     assert [row.rung for row in climbed.rows if row.entries] == ["s2_coalesced", "s9_tensor_core"]
     assert climbed.sizes == [32, 40]
     assert "rung s10_hopper needs another GPU" in " ".join(done.stdout.split())

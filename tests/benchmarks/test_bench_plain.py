@@ -12,12 +12,19 @@ from minidist import plain
 from minidist.benchmarks import bench_plain
 from minidist.benchmarks.bench_plain import ONE, check, enter
 from minidist.benchmarks.harness import results
-from minidist.benchmarks.harness.plain import plain_forms, plain_steps
-from minidist.benchmarks.harness.plain.plain_ladder import BY_NAME, FORMS, LadderWork, RungForm
-from minidist.benchmarks.harness.plain.plain_steps import ClockedBatches, measure, program_name, whole_periods
-from minidist.benchmarks.harness.strategy_table.strategies import EVERY
+from minidist.benchmarks.harness.training import plain_programs
+from minidist.benchmarks.harness.training.plain_ladder import FORMS, LadderWork, RungForm
+from minidist.benchmarks.harness.training.plain_programs import (
+    ClockedBatches,
+    jobs,
+    program_name,
+    whole_periods,
+)
+from minidist.benchmarks.harness.training.programs import EVERY
+from minidist.benchmarks.harness.training.rounds import measure_jobs
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 
+BY_NAME = {form.name: form for form in FORMS}
 TINY = LadderWork("ladder", rows=4, layers=2, width=32, tokens=16)
 SIZE = sum(4 * p.numel() for p in TINY.build().parameters())
 ACTIVATIONS = 4 * TINY.rows * TINY.tokens * TINY.width
@@ -38,7 +45,8 @@ RUN = (
 @pytest.fixture(scope="module")
 def measured(cluster_of):
     """One round. The server has one worker."""
-    return measure(lambda ranks: cluster_of(min(ranks, 2)), TINY, [BY_NAME[name] for name in RUN], 1)
+    several = jobs(TINY, [BY_NAME[name] for name in RUN])
+    return measure_jobs(lambda ranks: cluster_of(min(ranks, 2)), several, 1)
 
 
 def of(measured, name, plain=True):
@@ -49,7 +57,7 @@ def test_every_rung_has_a_row_and_every_engines_form_a_rung():
     rungs = dict.fromkeys(form.rung for form in FORMS)
     assert tuple(rungs) == plain.LADDER
     assert len(BY_NAME) == len(FORMS)
-    assert {form.engine for form in FORMS if form.engine} == set(plain_forms.FORMS)
+    assert all(bool(form.engine) == (form.make is not None) for form in FORMS)
     assert [form.name for form in FORMS if not form.engine] == ["experts"]
 
 
@@ -77,10 +85,11 @@ def test_a_step_lasts_from_one_batch_to_the_next(monkeypatch):
             return [0.0] * len(batches)
 
     monkeypatch.setattr(RungForm, "module", Rung)
-    monkeypatch.setattr(plain_steps, "WARM", 2)
-    program = plain_steps.RungProgram(FORMS[0], TINY)
+    program = plain_programs.RungProgram(FORMS[0], TINY)
     program._memory = "counted before"
-    assert program.timed([50.0, 9.0, 2.0, 4.0]).seconds == 3.0  # the mean without the two that warm up
+    assert (
+        program.timed([50.0, 9.0, 2.0, 4.0], warm=2).seconds == 3.0
+    )  # the mean without the two that warm up
     assert program.timed([5.0]).seconds == 5.0
     clocked = ClockedBatches([1, 2])
     assert [batch for batch in clocked for now[0] in [now[0] + batch]] == [1, 2]

@@ -11,10 +11,12 @@ import torch
 
 import minidist as md
 from minidist.benchmarks.harness import columns, results
-from minidist.benchmarks.harness.strategy_table import strategies, strategy_rounds
-from minidist.benchmarks.harness.strategy_table.peers import INEXACT, PEERS, missing
-from minidist.benchmarks.harness.strategy_table.strategies import OUTSIDE, ROWS, YARDSTICK, Pair, Work, pairs
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import beside, check, enter, key, measure
+from minidist.benchmarks.harness.training import rounds
+from minidist.benchmarks.harness.training.peers import INEXACT, OUTSIDE, PEERS, missing
+from minidist.benchmarks.harness.training.programs import EVERY
+from minidist.benchmarks.harness.training.rounds import beside, check, enter, key, measure
+from minidist.benchmarks.harness.training.strategies import ROWS, YARDSTICK, Pair, pairs
+from minidist.benchmarks.harness.training.work import Work
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 
@@ -123,7 +125,7 @@ def test_loops_of_users_are_counted_too(measured):
     local, server = (measured[key(row(name, peers=False))] for name in RUN[1:3])
     numel = sum(p.numel() for p in TINY.build().parameters())
     # An average of all parameters every few steps; a worker's push, and a server's answer to each pull.
-    assert max(facts.bytes_per_step for facts in local.facts) == pytest.approx(4 * numel / strategies.EVERY)
+    assert max(facts.bytes_per_step for facts in local.facts) == pytest.approx(4 * numel / EVERY)
     sent = [facts.bytes_per_step for facts in server.facts]
     assert sent[0] == pytest.approx(4 * numel, rel=0.01)  # the parameters to its one worker
     assert sent[1] == pytest.approx(4 * numel, rel=0.01)
@@ -144,24 +146,24 @@ def test_a_peer_takes_as_many_steps_a_turn_as_ours():
 
     class Ranks:
         def run(self, function, name="", *rest):
-            if function is strategy_rounds._kind:
+            if function is rounds.device_kind:
                 return ["cpu"]
-            if function is strategy_rounds.turn:
+            if function is rounds.turn:
                 ran.append((name, rest[0]))
                 return [0.1]
-            return [strategy_rounds.Facts([], 0.1, 0, 0.0, None)]
+            return [rounds.Facts([], 0.1, 0, 0.0, None)]
 
     pair = Pair(row("local SGD"), "torch PostLocalSGD")
-    strategy_rounds.measure(lambda ranks: Ranks(), TINY, [pair], 1)
-    assert ran == [(YARDSTICK, 1), (key(pair.row), strategies.EVERY), (beside(pair), strategies.EVERY)]
+    rounds.measure(lambda ranks: Ranks(), TINY, [pair], 1)
+    assert ran == [(YARDSTICK, 1), (key(pair.row), EVERY), (beside(pair), EVERY)]
 
 
 def test_turns_are_whole_periods(monkeypatch):
-    facts = strategy_rounds.Facts([], 0.004, 0, 0.0, None)
-    timed = strategy_rounds.Timed([facts, replace(facts, seconds=0.003)])
-    assert strategy_rounds._steps(timed, 1) == 5  # to fill 20 ms at the slowest rank's pace
-    assert strategy_rounds._steps(timed, 4) == 8
-    assert strategy_rounds._steps(strategy_rounds.Timed([replace(facts, seconds=9.0)]), 4) == 4
+    facts = rounds.Facts([], 0.004, 0, 0.0, None)
+    timed = rounds.Timed([facts, replace(facts, seconds=0.003)])
+    assert rounds.steps_of(timed, 1) == 5  # to fill 20 ms at the slowest rank's pace
+    assert rounds.steps_of(timed, 4) == 8
+    assert rounds.steps_of(rounds.Timed([replace(facts, seconds=9.0)]), 4) == 4
 
 
 def test_devices_train_alike(monkeypatch):

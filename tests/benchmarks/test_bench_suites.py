@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import minidist as md
 from minidist.benchmarks import bench_cpu_matmul, bench_headline, bench_lessons, bench_scaling
-from minidist.benchmarks.harness import results, run
-from minidist.benchmarks.harness.steps import collective_timing, pipeline_steps
-from minidist.benchmarks.harness.strategy_table.strategy_rounds import Facts, Timed
+from minidist.benchmarks.harness import collective_timing, results, run
+from minidist.benchmarks.harness.training import pipelines
+from minidist.benchmarks.harness.training.rounds import Facts, Timed
 from minidist.comm import cost
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
 from minidist.parallel.contract.memory_report import Memory as Bytes
@@ -34,7 +35,7 @@ def test_every_series_scales_from_one_rank(monkeypatch):
         assert jobs["one rank"].work.rows == 4
         assert jobs["tensor parallel 4"].work.rows == 16
         assert {job.work.rows for job in bench_scaling.jobs("strong", full=False).values()} == {8}
-        assert all(job.row is None or job.row.ranks == job.ranks for job in jobs.values())
+        assert all(md.Layout.parse(job.make.args[0]).ranks == job.ranks for job in jobs.values())
 
 
 def test_what_scaling_enters(monkeypatch):
@@ -59,12 +60,12 @@ def test_what_scaling_enters(monkeypatch):
 
 
 def test_a_timeline_has_what_each_rank_did(cluster_of):
-    case = pipeline_steps.Case("byte-tiny", rows=4, micro_batches=2)
-    (step,) = zip(*cluster_of(2).run(pipeline_steps.passes, case, "interleaved", 1), strict=True)
+    case = pipelines.TimedCut("byte-tiny", rows=4, micro_batches=2)
+    (step,) = zip(*cluster_of(2).run(pipelines.passes, case, "interleaved", 1), strict=True)
     schedule = schedules.by_name("interleaved", 2, 2, 2)
-    expected = schedules.simulate(schedule, pipeline_steps.mean_times(step))
-    schedules.simulate(schedule, pipeline_steps.times(step))  # a time for each pass of each stage
-    lines = [pipeline_steps.timeline(each) for each in (expected.timeline, step)]
+    expected = schedules.simulate(schedule, pipelines.mean_times(step))
+    schedules.simulate(schedule, pipelines.times(step))  # a time for each pass of each stage
+    lines = [pipelines.timeline(each) for each in (expected.timeline, step)]
     simulated, measured = lines
     assert [[each[:3] for each in rank] for rank in simulated] == [
         [each[:3] for each in rank] for rank in measured
@@ -77,8 +78,8 @@ def test_a_timeline_has_what_each_rank_did(cluster_of):
 
 
 def test_a_slow_pipeline_is_timed_in_three_steps_on_all_ranks(cluster_of):
-    case = pipeline_steps.Case("byte-tiny", rows=4, micro_batches=2)
-    steps = cluster_of(2).run(pipeline_steps.passes, case, "1f1b", 9, 0.0)
+    case = pipelines.TimedCut("byte-tiny", rows=4, micro_batches=2)
+    steps = cluster_of(2).run(pipelines.passes, case, "1f1b", 9, 0.0)
     assert [len(each) for each in steps] == [3, 3]
 
 

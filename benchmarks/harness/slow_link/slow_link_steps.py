@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.slow_link import slow_wire
 from minidist.benchmarks.harness.slow_link.two_hosts import counter
-from minidist.benchmarks.harness.steps.training_steps import ADAMW, Case, plain_loop
+from minidist.benchmarks.harness.training.programs import engine, local_sgd
+from minidist.benchmarks.harness.training.work import ADAMW, Batch, Train, Work, plain_loop
 from minidist.comm import cost
 from minidist.comm.cost import LinkProfile
 from minidist.comm.cost.links import Link
@@ -36,7 +37,7 @@ from minidist.model.configs import config
 from minidist.model.data import dataset
 from minidist.parallel.engine.training_step import Engine
 
-CASE = Case("byte-small", rows=4)
+WORK = Work("byte-small", rows=4, tied=True)
 EVERY = 8
 """Steps of local SGD between two averages. They are timed together; the time is divided by their number."""
 HOSTS = 2
@@ -49,7 +50,6 @@ LINKS: dict[str, dict[str, float]] = {
 """Rate in bits per second and delay in seconds of each wire."""
 PEER, ALONE, INSIDE = "torch DDP", "no communication", "tensor parallel inside a host"
 LOCAL = f"local SGD, every {EVERY} steps"
-Train = Callable[[Tensor, Tensor], float]
 SECONDARY = "ZeRO-3, secondary shares"
 SHARDED = {
     "hybrid ZeRO-1": "dp=4,zero=1,shard=2",
@@ -63,33 +63,15 @@ SHARDED = {
 """Layouts of two ranks on each host. The hybrid ones shard the state inside a host; each host has a copy."""
 
 
-def engine(layout: str, **options: Any) -> Engine:
-    """Return our engine in this layout."""
-    return md.prepare(CASE.build(), ADAMW, md.Layout.parse(layout), rehearse=False, **options)
-
-
 def sharded(form: str) -> Engine:
     """Return our engine in a form of `SHARDED`."""
     options = {"secondary": md.size() // HOSTS} if form == SECONDARY else None
-    return engine(SHARDED[form], fully_shard=options)
+    return engine(SHARDED[form], WORK, fully_shard=options).engine
 
 
 def data_parallel(**options: Any) -> Train:
     """Return our engine's step in a form of data parallelism."""
-    return engine(f"dp={md.size()}", data_parallel=options).step
-
-
-def local_sgd() -> Train:
-    """Return a plain training step that averages the ranks' parameters every `EVERY` steps."""
-    model = md.LocalSGD(CASE.build(), every=EVERY)
-    loop = plain_loop(model, ADAMW(model.parameters()))
-
-    def step(inputs: Tensor, targets: Tensor) -> float:
-        loss = loop(inputs, targets)
-        model.synchronize()
-        return loss
-
-    return step
+    return engine(f"dp={md.size()}", WORK, data_parallel=options).train
 
 
 def alone(model: nn.Module) -> Train:
@@ -103,13 +85,11 @@ FORMS: dict[str, Callable[[], Train]] = {
     "bfloat16": partial(data_parallel, compression="bfloat16"),
     "top 1%": partial(data_parallel, compression="topk"),
     "PowerSGD, rank 4": partial(data_parallel, compression="powersgd"),
-    LOCAL: local_sgd,
-    INSIDE: lambda: engine("dp=2,tp=2").step,
-    PEER: lambda: alone(nn.parallel.DistributedDataParallel(CASE.build())),
-    ALONE: lambda: alone(CASE.build()),
+    LOCAL: lambda: local_sgd(WORK, EVERY).train,
+    INSIDE: lambda: engine("dp=2,tp=2", WORK).train,
+    PEER: lambda: alone(nn.parallel.DistributedDataParallel(WORK.build())),
+    ALONE: lambda: alone(WORK.build()),
 }
-
-
 MEASURED = {
     FAST: [*SHARDED, *FORMS],
     SLOW: [*SHARDED, *FORMS],
@@ -128,12 +108,12 @@ PROFILES = {
 }
 
 
-def rows_of(form: str) -> tuple[Tensor, Tensor]:
+def rows_of(form: str) -> Batch:
     """Return this rank's rows of a form's batch."""
-    rows = dataset("bytes", length=config(CASE.model).context, limit=CASE.rows).train
+    rows = dataset("bytes", length=config(WORK.model).context, limit=WORK.rows).train
     parts = HOSTS if form == INSIDE else md.size()  # ranks of tensor parallelism have the same rows
     part = md.rank() * parts // md.size()
-    own: tuple[Tensor, Tensor] = rows[slice(CASE.rows * part // parts, CASE.rows * (part + 1) // parts)]
+    own: Batch = rows[slice(WORK.rows * part // parts, WORK.rows * (part + 1) // parts)]
     return own
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from minidist.benchmarks.harness import formats, results
 from minidist.benchmarks.report import chapters, findings, verdicts
-from minidist.benchmarks.report.finding import Number
+from minidist.benchmarks.report.pieces import Number
 from tests.helpers import measured
 
 EVERYTHING = measured.everything()

@@ -13,12 +13,12 @@ import pytest
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.slow_link.slow_link_steps import (
-    CASE,
     HOSTS,
     PROFILES,
     SECONDARY,
     SHARDED,
     SLOW,
+    WORK,
     crossing,
     predicted,
     rows_of,
@@ -109,7 +109,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Step]]:
 def test_a_step_sends_as_many_bytes_between_hosts_as_its_formula(
     steps: list[dict[str, Step]], form: str
 ) -> None:
-    parameters = sum(4 * parameter.numel() for parameter in CASE.build().parameters())
+    parameters = sum(4 * parameter.numel() for parameter in WORK.build().parameters())
     layout = md.Layout.parse(SHARDED[form])
     share = 1.75 if form == SECONDARY else 1.0 if layout.shard else SHARES[layout.zero]
     for rank in steps:

@@ -1,0 +1,184 @@
+"""Pipelines: torch's schedules as peers, our own without an engine, and what each rank does when.
+
+This code runs inside the ranks. Models are not tied: torch's pipelining leaves tied weights to its user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.benchmarks.harness.training.programs import Program
+from minidist.benchmarks.harness.training.work import ADAMW, Work
+from minidist.kernels.measure.harness import LEAST
+from minidist.model.configs import config
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
+from minidist.parallel.pipeline.instructions import Instruction, stage_of
+from minidist.parallel.pipeline.layer_by_layer import cut, measure
+from minidist.parallel.pipeline.simulation import Event
+
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class TimedCut(Work):
+    """A training step of a pipeline whose layers are cut by time, so that the slowest part is fastest."""
+
+    micro_batches: int = 8
+
+
+def stages(work: Work, chunks: int = 1) -> dict[int, nn.Module]:
+    """Return this rank's stages by number, each some of the model's layers."""
+    layers: Any = work.build().layers
+    parts = _parts(work, chunks)
+    own = [stage_of(md.rank(), chunk, md.size()) for chunk in range(chunks)]
+    return {stage: nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own}
+
+
+@cache  # all programs of a world cut alike
+def _parts(work: Work, chunks: int) -> list[range]:
+    layers: Any = work.build().layers
+    if not isinstance(work, TimedCut):
+        return cut(layers, chunks * md.size())
+    inputs, _ = work.batches()[0]
+    seconds = torch.tensor(measure(layers, inputs[: work.rows // work.micro_batches]))
+    comm.broadcast(seconds)  # all ranks must cut alike
+    return cut(layers, chunks * md.size(), seconds.tolist())
+
+
+def micro_batches(work: Work) -> int:
+    """Return the number of a step's micro-batches."""
+    return work.micro_batches if isinstance(work, TimedCut) else MICRO_BATCHES
+
+
+def pipeline(schedule: str, work: Work) -> Program:
+    """Train with `md.Pipeline` by one of our schedules."""
+    (stage,) = stages(work).values()
+    parallel, optimizer = md.Pipeline(stage, schedule, micro_batches(work)), ADAMW(stage.parameters())
+
+    def train(inputs: Tensor, targets: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = parallel.step(inputs, targets)
+        optimizer.step()
+        return loss
+
+    return Program(train, module=stage, optimizer=optimizer)
+
+
+def torch_pipeline(name: str, work: Work) -> Program:
+    """Train by a schedule of `torch.distributed.pipelining`, on the same stages as ours."""
+    from torch.distributed import pipelining
+
+    chunks = 2 if name == "ScheduleInterleaved1F1B" else 1
+    held = stages(work, chunks)
+    modules = nn.ModuleList(held.values())
+    optimizer = ADAMW(modules.parameters())
+    device, of = torch.device("cpu"), chunks * md.size()
+    own = [pipelining.PipelineStage(each, number, of, device) for number, each in held.items()]
+    loss = nn.functional.cross_entropy
+    schedule: Any = getattr(pipelining, name)(
+        own if name.startswith("ScheduleInterleaved") else own[0],
+        micro_batches(work),
+        loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten()),
+    )
+
+    def train(inputs: Tensor, targets: Tensor) -> float | None:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        given = (inputs,) if md.rank() == 0 else ()
+        if md.rank() == md.size() - 1:
+            schedule.step(*given, target=targets, losses=losses)
+        else:
+            schedule.step(*given)
+        optimizer.step()
+        return torch.stack(losses).mean().item() if losses else None
+
+    return Program(train, module=modules, optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A timed forward or backward pass, by a clock that all ranks share."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+def passes(work: TimedCut, name: str, rounds: int, seconds: float = inf) -> list[list[Pass]]:
+    """Return when this rank ran which pass, for each of `rounds` steps; `LEAST` suffice after `seconds`."""
+    held, batch = [*stages(work, SCHEDULES[name].least_chunks).values()], work.batches()[0]
+    parallel = md.Pipeline(held, name, work.micro_batches)
+    steps: list[list[Pass]] = []
+    begun = perf_counter()
+    for number in range(rounds + 1):
+        passed = comm.all_reduce(torch.tensor(perf_counter() - begun), "max")
+        if len(steps) >= LEAST and float(passed) > seconds:
+            break
+        comm.barrier()
+        with parallel.timed() as events:
+            parallel.step(*batch)
+        if number:  # the first one finds the shapes
+            steps.append([Pass(*event) for event in events if event.instruction.computes])
+    return steps
+
+
+def message_seconds(work: TimedCut, rounds: int = 40) -> float:
+    """Return the seconds to send a micro-batch's activations to the other of two ranks: half a round trip."""
+    shape = config(work.model)
+    activations = torch.zeros(work.rows // work.micro_batches, shape.context, shape.width)
+    other, first = 1 - md.rank(), md.rank() == 0
+    moves: tuple[Callable[..., object], ...] = (comm.send, comm.recv) if first else (comm.recv, comm.send)
+    seconds = []
+    for _ in range(rounds + 10):  # the first ones connect
+        comm.barrier()
+        start = perf_counter()
+        for move in moves:
+            move(activations, other)
+        seconds.append((perf_counter() - start) / 2)
+    return median(seconds[10:])
+
+
+def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
+    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them."""
+    everything = [each.instruction for own in ranks for each in own]
+
+    def of(own: Sequence[Pass], kind: str, chunk: int) -> list[float]:
+        ordered = sorted(own, key=lambda each: each.instruction.micro_batch)
+        return [
+            each.end - each.start
+            for each in ordered
+            if (each.instruction.kind, each.instruction.chunk) == (kind, chunk)
+        ]
+
+    chunks = 1 + max(each.chunk for each in everything)
+    return {
+        kind: [of(own, kind, chunk) for chunk in range(chunks) for own in ranks]
+        for kind in {each.kind for each in everything}
+    }
+
+
+def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
+    """Return the mean seconds per kind of pass and stage, which is all that a plan can know beforehand."""
+    return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}
+
+
+def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:
+    """Return each rank's passes in order: kind, micro-batch, chunk, start and end in seconds of the step."""
+    began = min(own[0].start for own in ranks)
+
+    def box(each: Pass | Event) -> list[Any]:
+        of = each.instruction
+        return [of.kind, of.micro_batch, of.chunk, each.start - began, each.end - began]
+
+    return [[box(each) for each in own] for own in ranks]

@@ -1,0 +1,221 @@
+"""The training ladder as a table: each rung in each of its forms, and the engine's form of the same idea.
+
+Both train the ladder's own GPT on the same batches. So the ratio of their times is what the engine's
+generality costs or gains. The ideas come from the table in `minidist.plain`, and the lines are counted.
+
+The ladder's GPT is written for a page, so two small classes tell the engine what it can't read there: which
+layers a pipeline may cut, and how attention works with a part of the heads or of the tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import plain
+from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program
+from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, SEED, Batch, Work, drawn
+from minidist.model.blocks import attend
+from minidist.model.data import dataset
+from minidist.plain import pipeline
+from minidist.plain.gpt import Attention, Block, gpt
+
+
+@dataclass(frozen=True)
+class LadderWork(Work):
+    """A training step of the ladder's GPT on bytes of text."""
+
+    layers: int = 4
+    width: int = 128
+    tokens: int = 64  # in a row
+
+    def build(self) -> nn.Sequential:
+        """Build the model, the same on every rank."""
+        return gpt(self.layers, self.width, heads=4, vocabulary=256, seed=SEED)
+
+    def batches(self) -> list[Batch]:
+        """Return the global batches, the same on every rank."""
+        return drawn(dataset("bytes", length=self.tokens, limit=self.rows * BATCHES), self.rows)
+
+
+class Chain(nn.Module):
+    """The model as the chain of `layers` that a pipeline cuts."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
+        """Call one layer after the other."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OpenAttention(Attention):
+    """The ladder's attention, for any part of the heads, and with an `attend` that can be replaced."""
+
+    def __init__(self, whole: Attention) -> None:
+        nn.Module.__init__(self)
+        self.query, self.key, self.value, self.out = whole.query, whole.key, whole.value, whole.out
+        self.head_size = whole.out.in_features // whole.heads
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        """Split what the layers return into heads, attend, and map the result."""
+        projected = (project(x) for project in (self.query, self.key, self.value))
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in projected)
+        y: Tensor = self.out(self.attend(q, k, v, 0.0).transpose(1, 2).flatten(2))
+        return y
+
+
+def opened(model: nn.Sequential) -> nn.Sequential:
+    """Replace the attention of each block in place."""
+    for layer in model:
+        if isinstance(layer, Block):
+            layer.attention = OpenAttention(layer.attention)
+    return model
+
+
+CUT = {
+    "*.attention.query|key|value": "column",
+    "*.attention.out": "row",
+    "*.up": "column",
+    "*.down": "row",
+}
+"""The plan for tensor parallelism: as in the rung, embedding, norms and head stay whole."""
+
+
+def cut_along_tokens(model: nn.Sequential) -> dict[str, str]:
+    """Return the plan for sequence parallelism, which names every layer.
+
+    The engine's outputs cover all tokens, so its head is cut by the vocabulary; the rung's head is whole, and
+    sees a rank's own tokens.
+    """
+    norm, head = len(model) - 2, len(model) - 1
+    outside = {"0": "split", "*.norm1": "sequence", "*.norm2": "sequence", f"{norm}": "sequence"}
+    return {**CUT, **outside, f"{head}": "vocabulary"}
+
+
+Make = Callable[[Work], Program]
+
+
+def _engine(
+    layout: str, adapt: Callable[[Any], nn.Module] | None = None, plan: Any = None, **options: Any
+) -> Make:
+    """Return the function that makes a layout's engine.
+
+    adapt: what makes the model ready for the engine. plan: how its layers are cut, or a function from the
+    model to that. options: those of `DataParallel`.
+    """
+    return partial(_prepared, layout, adapt, plan, options)
+
+
+def _prepared(
+    layout: str, adapt: Callable[[Any], nn.Module] | None, plan: Any, options: Mapping[str, Any], work: Work
+) -> Program:
+    model: Any = work.build()
+    given: Any = {"plan": plan(model) if callable(plan) else plan, "data_parallel": options or None}
+    adapted = adapt(model) if adapt else model
+    return EngineProgram(md.prepare(adapted, ADAMW, md.Layout.parse(layout), rehearse=False, **given))
+
+
+@dataclass(frozen=True)
+class RungForm:
+    """A rung in one of its forms, and the engine's form of it."""
+
+    name: str
+    rung: str  # its module
+    engine: str = ""  # what a user of minidist writes instead; empty if the engine has no such form
+    make: Make | None = None  # makes the program of the engine's form
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `train`
+    own_idea: str = ""  # if the rung has several forms
+    ranks: int = 2
+    period: int = 1  # steps after which its communication repeats
+    exact: bool = True  # has the losses of one process, up to rounding
+    alike: bool = True  # has the losses of the engine's form, up to rounding
+    note: str = ""
+
+    @property
+    def module(self) -> ModuleType:
+        """The rung itself."""
+        return importlib.import_module(f"minidist.plain.{self.rung}")
+
+    @property
+    def lines(self) -> int:
+        """Lines of the rung's file, with its docstring."""
+        return len(inspect.getsource(self.module).splitlines())
+
+    @property
+    def idea(self) -> str:
+        """The one idea, in a few words."""
+        [idea] = re.findall(rf"\| ([^|]+) \| {self.rung}\.py \|", plain.__doc__ or "")
+        return self.own_idea or idea
+
+
+def _sharded(row: str, zero: int, idea: str) -> RungForm:
+    engine, make = f"Layout(dp=2, zero={zero})", _engine(f"dp=2,zero={zero}")
+    return RungForm(f"sharded: {row}", "sharded", engine, make, {"row": row}, idea)
+
+
+def _pipeline(name: str, schedule: str, rows: Any, idea: str) -> RungForm:
+    engine, make = f'Layout(pp=2), "{schedule}"', _engine(f"pp=2,micro_batches=4,schedule={schedule}", Chain)
+    options, note = {"schedule": rows}, "4 micro-batches"
+    return RungForm(f"pipeline: {name}", "pipeline", engine, make, options, idea, note=note)
+
+
+_bare, _in_turn = _engine("dp=2", bucket_mb=0, overlap=False), _engine("dp=2", overlap=False)
+_tokens = _engine("tp=2,sequence_parallel=True", opened, cut_along_tokens)
+_server, _local_sgd = LOOPS["asynchronous server"], LOOPS["local SGD"]
+FORMS = (
+    RungForm("one process", "one_process", "Layout()", _engine("dp=1"), ranks=1),
+    RungForm("data parallel", "data_parallel", "DataParallel, bucket_mb=0, overlap=False", _bare),
+    RungForm("buckets", "buckets", "DataParallel, overlap=False", _in_turn),
+    RungForm("overlap", "overlap", "DataParallel", _engine("dp=2")),
+    _sharded("data parallel", 0, "parameters, gradients and state stay whole"),
+    _sharded("ZeRO 1", 1, "parameters and gradients stay whole"),
+    _sharded("ZeRO 2", 2, "parameters stay whole"),
+    _sharded("ZeRO 3", 3, "nothing stays whole"),
+    RungForm(
+        "parameter server",
+        "parameter_server",
+        "ParameterServer",
+        _server,
+        ranks=3,
+        exact=False,
+        alike=False,
+        note="a server and two workers",
+    ),
+    RungForm(
+        "local SGD",
+        "local_sgd",
+        "LocalSGD",
+        _local_sgd,
+        {"k": EVERY},
+        period=EVERY,
+        exact=False,
+        note=f"an average every {EVERY} steps",
+    ),
+    RungForm("layer by layer", "layer_by_layer", "LayerByLayer", LOOPS["layer by layer"]),
+    _pipeline("GPipe", "gpipe", pipeline.gpipe, "micro-batches; all forward passes first"),
+    _pipeline("1F1B", "1f1b", pipeline.one_f_one_b, "micro-batches; a backward pass as soon as there is one"),
+    RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", _engine("tp=2", opened, CUT)),
+    RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
+    RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
+    RungForm(
+        "experts",
+        "experts",
+        exact=False,
+        note="4 experts in place of each MLP, so a larger model; the engine has none",
+    ),
+)
+"""All rungs in the order of reading."""

@@ -1,0 +1,203 @@
+"""What a page consists of: parts with pieces, such as tables, figures and cards. A piece names its template.
+
+To show something new, give a chapter or the page one more piece. `page.py` puts them into the templates;
+`terminal.py` and `documents.py` print the same tables in a terminal and as Markdown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from minidist.benchmarks.harness.columns import Entry
+from minidist.benchmarks.report.figures import Plot
+
+UNITS = {
+    "ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0,
+    "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+    "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30,
+}  # fmt: skip
+VALUE = re.compile(r"[±<]?\s?([-−+]?\d[\d,]*\.?\d*)\s?([a-zA-Zµ]*)")
+Source = tuple[str, Entry]
+"""Where a number comes from: the slug of a machine, and a result."""
+
+
+def identifier(text: str) -> str:
+    """Turn a text into an id, which can also be part of a link."""
+    return re.sub(r"[^\w-]+", "-", text)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a page. Its template takes it as `piece`."""
+
+    template: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the page, which a link can lead to."""
+
+    name: str
+    title: str
+    pieces: Sequence[Piece]
+    level: int = 2  # of its heading
+    about: str = ""
+    link: str = ""  # its words in the contents, if they differ from the title
+    strong: bool = False  # whether the contents show it as the head of what follows
+
+
+@dataclass(frozen=True)
+class Words(Piece):
+    """A heading, or a paragraph, or both. Text in `backticks` is code."""
+
+    template: ClassVar[str] = "words.html"
+    text: str = ""
+    title: str = ""
+    name: str = ""  # the heading's id
+    level: int = 4  # of the heading
+    quiet: bool = True
+
+
+@dataclass(frozen=True)
+class Bullets(Piece):
+    """A list."""
+
+    template: ClassVar[str] = "bullets.html"
+    items: Sequence[str]
+    quiet: bool = True
+
+
+@dataclass(frozen=True)
+class Card(Piece):
+    """An answer in a frame: its title and some paragraphs."""
+
+    template: ClassVar[str] = "card.html"
+    title: str
+    paragraphs: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Facts(Piece):
+    """Names and what they are; those that are empty are left out."""
+
+    template: ClassVar[str] = "facts.html"
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a sentence: its text, and the result that it comes from."""
+
+    text: str
+    entry: Entry
+
+
+Word = str | Number
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence computed from results."""
+
+    words: tuple[Word, ...]
+    rests_on: tuple[Entry, ...]  # all results that decided it, including those it does not name
+    chapter: str  # the chapter that holds these results
+    slug: str = ""  # the slug of their machine
+    machine: str = ""  # the machine's title, if the report shows several
+
+    @property
+    def text(self) -> str:
+        """The sentence as plain text."""
+        return "".join(word if isinstance(word, str) else word.text for word in self.words)
+
+
+@dataclass(frozen=True)
+class Findings(Piece):
+    """Sentences whose numbers lead to their results."""
+
+    template: ClassVar[str] = "findings.html"
+    findings: Sequence[Finding]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot with its name on the page and its heading."""
+
+    name: str
+    heading: str
+    plot: Plot
+
+
+@dataclass(frozen=True)
+class Figures(Piece):
+    """Figures next to each other, as far as there is room."""
+
+    template: ClassVar[str] = "figures.html"
+    figures: Sequence[Figure]
+
+
+@dataclass(frozen=True)
+class Folded(Piece):
+    """Pieces that are folded away under a summary."""
+
+    template: ClassVar[str] = "folded.html"
+    summary: str
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table: its text, style, and the result whose note it shows."""
+
+    text: str
+    kind: str = ""  # CSS classes: right, good, bad, undecided, wide
+    source: Source | None = None  # if it differs from its row's
+
+    @property
+    def value(self) -> float | None:
+        """The number that the text begins with, in its base unit, or None; cells sort by it.
+
+        >>> Cell("26.5 KB").value, Cell("1.02 (0.98–1.10)").value, Cell("+3.00 µs").value
+        (26500.0, 1.02, 3e-06)
+        """
+        found = VALUE.match(self.text)
+        if not found:
+            return None
+        number = float(found[1].replace(",", "").replace("−", "-"))
+        return number * UNITS.get(found[2], 1.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table, and the result whose note is marked at its head."""
+
+    head: str
+    cells: Sequence[Cell]
+    source: Source | None = None
+    own: bool = True  # whether all of the row is that result: links lead here, and all numbers show the note
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading of a table: its text, its figures' key in the JSON, and their alignment."""
+
+    text: str
+    key: str = ""
+    right: bool = True
+
+
+@dataclass(frozen=True)
+class Table(Piece):
+    """A table that readers can sort."""
+
+    template: ClassVar[str] = "table.html"
+    headings: Sequence[Heading]
+    rows: Sequence[Row]
+    told: Sequence[str] = ()  # lines below it, such as when it was measured
+    first: str = ""  # the heading of the rows' heads
+    label: str = ""  # the id of the heading on the page that says what it shows
+    fold: str = ""  # a summary, if the table is folded away

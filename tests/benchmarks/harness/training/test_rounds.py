@@ -1,0 +1,39 @@
+"""Programs that are measured in turns compute on devices of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from minidist.benchmarks.harness.training.peers import plain
+from minidist.benchmarks.harness.training.rounds import Job, measure_jobs
+from minidist.benchmarks.harness.training.work import Work
+from minidist.comm.launching.cluster import Cluster
+from minidist.kernels.measure.harness import LEAST
+
+
+class OneGpu:
+    """Stands for the ranks of a machine with one GPU: one rank alone computes on it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def run(self, fn: object, *args: object) -> list[str]:
+        assert getattr(fn, "__name__", "") == "device_kind", (
+            "a program was started before the devices were compared"
+        )
+        return ["cuda" if self.ranks == 1 else "cpu"] * self.ranks
+
+
+def test_one_gpu_is_not_compared_with_cpus() -> None:
+    work = Work("byte-tiny", 4)
+    jobs = {"one": Job(1, work, plain), "two": Job(2, work, plain)}
+    with pytest.raises(pytest.skip.Exception, match="1 on cuda, 2 on cpu; each needs a GPU"):
+        measure_jobs(OneGpu, jobs, rounds=1)  # type: ignore[arg-type] # a double
+
+
+def test_ranks_on_one_kind_of_device_are_measured(cluster_of: Callable[[int], Cluster]) -> None:
+    jobs = {"one": Job(1, Work("byte-tiny", 4), plain)}
+    assert len(measure_jobs(cluster_of, jobs, rounds=2)["one"].seconds) == 2
+    assert len(measure_jobs(cluster_of, jobs, rounds=9, each=0.0)["one"].seconds) == LEAST
