@@ -104,7 +104,7 @@ class Engine:
         )
 
     def step(self, inputs: Any, targets: Any = NOTHING) -> float:
-        """Train on one global batch, of which this rank passes its data-parallel share.
+        """Train on one global batch; each rank passes its data-parallel share of the rows.
 
         >>> engine.step(inputs, targets)
         >>> engine.step({"input_ids": tokens, "labels": tokens})  # as a loader of transformers gives
