@@ -40,12 +40,12 @@ GOALS = {
     "pp=2,micro_batches=4": Files(12, 18),  # 1F1B
 }
 LIMITS = {
-    "dp=2": Files(11, 27),
-    "dp=2,zero=1": Files(14, 30),
-    "dp=2,zero=2": Files(14, 30),
-    "dp=2,zero=3": Files(14, 31),
-    "tp=2": Files(12, 29),
-    "pp=2,micro_batches=4": Files(13, 33),
+    "dp=2": Files(11, 26),
+    "dp=2,zero=1": Files(14, 29),
+    "dp=2,zero=2": Files(14, 29),
+    "dp=2,zero=3": Files(14, 30),
+    "tp=2": Files(12, 28),
+    "pp=2,micro_batches=4": Files(13, 32),
 }
 
 

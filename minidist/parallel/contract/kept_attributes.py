@@ -40,7 +40,7 @@ def state_of(*owners: Any) -> State:
     """
     return [
         (store, name, value)
-        for store in _stores(owners)
+        for store in stores_of(owners)
         for name, value in store.items()
         if isinstance(value, Tensor | int | float | None)
     ]
@@ -85,7 +85,8 @@ def _named(owner: Any) -> Iterator[tuple[dict[str, Any], str]]:
         yield from ((known, name) for name in names if name in known)
 
 
-def _stores(owners: Iterable[Any]) -> list[dict[str, Any]]:
+def stores_of(owners: Iterable[Any]) -> list[dict[str, Any]]:
+    """The dicts of attributes and buffers of modules and their parts, and of attributes of other objects."""
     objects = [getattr(getattr(each, "func", each), "__self__", each) for each in owners]
     parts = [part for each in objects for part in (each.modules() if isinstance(each, nn.Module) else [each])]
     found = [getattr(part, name, None) for part in parts for name in ("__dict__", "_buffers")]
@@ -100,7 +101,7 @@ class KeptAttributes:
     """The state of modules and other objects (`state_of`) as it is now, to put back."""
 
     def __init__(self, *owners: Any) -> None:
-        self._stores, self._state = _stores(owners), state_of(*owners)
+        self._stores, self._state = stores_of(owners), state_of(*owners)
         self._names = [{*store} for store in self._stores]
         self._cells = [(cell, cell.cell_contents) for cell in cells_of(*owners)]
         named = [(store, name, store[name]) for owner in owners for store, name in _named(owner)]

@@ -3,8 +3,7 @@
 | File | Holds |
 |---|---|
 | compare.py | `compare`: the first layer at which two layouts differ by more than rounding |
-| recording.py | `record`: outputs, gradients and updates of an engine's layers, and what rounding changes |
-| layer_order.py | a model's layers, and the order in which they run |
+| recording.py | `record`: what layers compute in a few steps, in their order, and what rounding changes |
 | assembling.py | whole tensors from the pieces of all ranks |
 | in_sync.py | `assert_in_sync`: the ranks' copies of a model are equal |
 """

@@ -47,6 +47,9 @@ class EMA:
         decay: the average's part in its next value, from 0 to below 1; the average is then over some
             1 / (1 - decay) steps.
 
+    Attributes:
+        averages: this rank's, by the boxes of the parameters that it keeps.
+
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
@@ -58,7 +61,7 @@ class EMA:
             raise ValueError(f"decay is {decay!r}; give a number from 0 to below 1, such as 0.999")
         self.engine, self.decay = engine, decay
         self._applied = False
-        self._averages = {box: weights.clone() for box, weights in self._weights().items()}
+        self.averages = {box: weights.clone() for box, weights in self._weights().items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -70,7 +73,7 @@ class EMA:
         if self._applied:
             raise RuntimeError("the engine has the averaged weights now; update after `with ema.applied():`")
         weights = self._weights()
-        averages = self._averages = self._averages_in_boxes_of(weights)
+        averages = self.averages = self._in_boxes_of(weights)
         # In the order of the weights, which changes as parameters are thawed.
         torch._foreach_lerp_([averages[box] for box in weights], [*weights.values()], 1 - self.decay)
 
@@ -90,8 +93,8 @@ class EMA:
     @torch.no_grad()
     def _swap(self) -> None:
         weights = self._weights()
-        self._averages = self._averages_in_boxes_of(weights)
-        for box, average in self._averages.items():
+        self.averages = self._in_boxes_of(weights)
+        for box, average in self.averages.items():
             kept = weights[box].clone()
             weights[box].copy_(average)
             average.copy_(kept)
@@ -109,15 +112,15 @@ class EMA:
                 found.setdefault(box.tensor.data_ptr(), (key, box.tensor))
         return dict(found.values())
 
-    def _averages_in_boxes_of(self, weights: dict[Box, Tensor]) -> dict[Box, Tensor]:
+    def _in_boxes_of(self, weights: dict[Box, Tensor]) -> dict[Box, Tensor]:
         """The averages in the same boxes as `weights`: the first step of ZeRO 1 and 2 cuts parameters."""
-        if weights.keys() == self._averages.keys():
-            return self._averages
+        if weights.keys() == self.averages.keys():
+            return self.averages
         return {box: self._part(box) for box in weights}
 
     def _part(self, wanted: Box) -> Tensor:
         name, first, sizes = wanted
-        for (of, offsets, have), average in self._averages.items():
+        for (of, offsets, have), average in self.averages.items():
             start = [a - b for a, b in zip(first, offsets, strict=True)] if of == name else [-1]
             if min(start, default=0) >= 0 and all(
                 s + n <= h for s, n, h in zip(start, sizes, have, strict=True)

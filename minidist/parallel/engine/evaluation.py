@@ -63,14 +63,11 @@ class Evaluation:
         total = torch.zeros(len(named), 2, dtype=torch.float64, device=self.device)
         average_statistics(self.model, self.strategy.group)
         is_one = self.executor.objective.takes_model
+        loads = targets is NOTHING and is_loader(inputs)
         with evaluating([self.model]):
-            if targets is NOTHING and is_loader(inputs):
-                for batch, is_padding in aligned(inputs, self.strategy.group):
-                    for pair in pairs_of(batch, NOTHING, is_one):
-                        total += self._scores(pair, is_padding, [*named.values()])
-            else:
-                for pair in pairs_of(inputs, targets, is_one):
-                    total += self._scores(pair, False, [*named.values()])
+            for batch, is_padding in aligned(inputs, self.strategy.group) if loads else [(inputs, False)]:
+                for pair in pairs_of(batch, targets, is_one):
+                    total += self._scores(pair, is_padding, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
         if self.mesh.size("pp") > 1:
             comm.all_reduce(total, group=self.mesh.group("pp"))

@@ -36,7 +36,7 @@ from minidist.parallel.training.elementwise_optimizers import is_elementwise, re
 
 
 class Tied(NamedTuple):
-    """A parameter of which several stages of a pipeline hold a copy."""
+    """A parameter that several stages of a pipeline hold copies of."""
 
     name: str | None  # on this rank; None if it has no copy
     stages: tuple[int, ...]

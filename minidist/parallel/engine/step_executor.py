@@ -71,6 +71,7 @@ class StepExecutor(ABC):
         self.part, self.strategy, self.layout = part, strategy, layout
         self.objective, self.precision = Objective(loss, part.model), precision
         self.device = next((p.device for p in part.model.parameters()), part.placement.device)
+        self.logits_group = part.mesh.group("tp")  # the ranks that have parts of the logits, if any do
         self.has_loss = True  # a pipeline's is on its last stage
         self.is_weighted = False  # whether the loss has returned a weight
 
@@ -142,8 +143,9 @@ class StepExecutor(ABC):
         is_loss = function is None and torch.is_grad_enabled()
         function = function or self.objective.function(outputs, inputs, targets, self.layout.cp)
         if self.part.vocabulary is not None and function is cross_entropy:
-            group = self.part.mesh.group("tp")
-            result: Any = vocab_parallel_cross_entropy(outputs, targets, group, self.part.vocabulary)
+            result: Any = vocab_parallel_cross_entropy(
+                outputs, targets, self.logits_group, self.part.vocabulary
+            )
         else:
             result = function(self.whole(outputs), targets)
         self.is_weighted |= isinstance(result, tuple)
@@ -161,7 +163,7 @@ class StepExecutor(ABC):
             return outputs
         named = isinstance(outputs, Mapping) and "logits" in outputs
         logits: Tensor = outputs["logits"] if named else next(x for _, x in tensors(outputs))
-        gathered = gather_logits(logits, self.part.mesh.group("tp"), self.part.vocabulary)
+        gathered = gather_logits(logits, self.logits_group, self.part.vocabulary)
         return mapped(lambda x: gathered if x is logits else x, outputs)
 
 

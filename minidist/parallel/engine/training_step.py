@@ -86,6 +86,11 @@ class Engine:
         self.before_update: Callable[[], None] | None = None
         self._weight = 0.0  # of the last global batch's loss, the same on all ranks: its rows, as a rule
         self._is_padding = False  # in `batches`, once this rank's loader has ended
+        # Dropout is the same on ranks that tp cuts tensors over, and independent on all others.
+        parts = self.mesh.size("pp"), self.mesh.size("dp_cp")
+        stream = self.mesh.rank("pp") * parts[1] + self.mesh.rank("dp_cp")
+        self._random_stream = stream if max(parts) > 1 else None
+        self._stages = self.mesh.group("pp")
         # Whether the last stage of a pipeline has to tell the others the weight; the first step finds out.
         self._is_weighted = None if layout.pp > 1 else False
         self._activations = ActivationPeaks(self.model)
@@ -99,7 +104,7 @@ class Engine:
         )
 
     def step(self, inputs: Any, targets: Any = NOTHING) -> float:
-        """Train on one global batch, of which this rank passes its data-parallel share.
+        """Train on one global batch; each rank passes its data-parallel share of the rows.
 
         >>> engine.step(inputs, targets)
         >>> engine.step({"input_ids": tokens, "labels": tokens})  # as a loader of transformers gives
@@ -178,7 +183,8 @@ class Engine:
         # so that sums are means. The global weight is taken from the last step, because this step's would
         # cost a message, and dividing the gradients later would cost a pass over them.
         expected, scale = self._weight, self.precision.scale
-        with self._random_state(), self.within or nullcontext():
+        draws = nullcontext() if self._random_stream is None else random_state_of(self._random_stream)
+        with draws, self.within or nullcontext():
             self.executor.train(batches, lambda weight: scale * weight / expected)
         all_weight, all_loss = strategy.synchronize()
         self.executor.summed()
@@ -228,19 +234,12 @@ class Engine:
         self.executor.updated()
         return losses[0]
 
-    def _random_state(self) -> AbstractContextManager[None]:
-        """Make dropout the same on ranks that tp cuts tensors over, and independent on all others."""
-        mesh, shares = self.mesh, self.mesh.size("dp_cp")
-        if mesh.size("pp") * shares == 1:
-            return nullcontext()
-        return random_state_of(mesh.rank("pp") * shares + mesh.rank("dp_cp"))
-
     def _on_all_stages(self, value: float) -> float:
         """Give all stages the value of the last one; the others pass 0."""
-        if self.mesh.size("pp") == 1:
+        if self.layout.pp == 1:
             return value
         known = torch.tensor(value, dtype=torch.float64, device=self.device)
-        return float(comm.all_reduce(known, group=self.mesh.group("pp")))
+        return float(comm.all_reduce(known, group=self._stages))
 
     # Batches and metrics without training.
 

@@ -89,6 +89,12 @@ RIGHT: dict[Any, Recording] = {}
 """Of layouts without faults, kept for the tests that follow."""
 
 
+def first(found: Comparison) -> tuple[int, str | None, str]:
+    """Step, layer and description of the first difference."""
+    assert found.first is not None
+    return found.first.step, found.first.layer, found.first.what
+
+
 # Layouts that train alike.
 
 
@@ -214,8 +220,7 @@ def test_a_fault_is_named_exactly(
     cluster_of: Clusters, plant: Plant, layer: str, what: str, dtype: torch.dtype
 ) -> None:
     found = compared(cluster_of, "dp=1", "dp=2", dtype, plant=plant)
-    assert found.first is not None
-    assert (found.first.step, found.first.layer, found.first.what) == (1, layer, what)
+    assert first(found) == (1, layer, what)
     assert found.first.difference > 5 * found.first.explained
     assert f"First {layer}: {what} differs in step 1" in str(found)
 
@@ -249,15 +254,13 @@ def test_a_fault_is_named_where_a_model_is_divided(
     cluster_of: Clusters, layout: str, plant: Plant, layer: str, what: str
 ) -> None:
     found = compared(cluster_of, "dp=1", layout, plant=plant)
-    assert found.first is not None
-    assert (found.first.step, found.first.layer, found.first.what) == (1, layer, what)
+    assert first(found) == (1, layer, what)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=2"])
 def test_a_wrong_sign_is_named_where_gradients_are_sharded(cluster_of: Clusters, layout: str) -> None:
     found = compared(cluster_of, "dp=1", layout, plant=negate_weight_gradient, optimizer=ADAMW)
-    assert found.first is not None
-    assert found.first.what == "the update of layers.2.mlp.up.weight"
+    assert first(found) == (1, "layers.2", UP)
     assert found.first.difference == pytest.approx(2, rel=0.02)  # AdamW's decay is left out
 
 
@@ -276,9 +279,7 @@ def uneven(parameters: Any) -> torch.optim.Optimizer:
 
 def test_copies_that_drift_apart_are_seen(cluster_of: Clusters) -> None:
     found = compared(cluster_of, "dp=1", "dp=2", optimizer=uneven)
-    assert found.first is not None
-    assert (found.first.step, found.first.layer) == (1, "layers.3")
-    assert found.first.what == "the update of layers.3.norm.weight"
+    assert first(found) == (1, "layers.3", "the update of layers.3.norm.weight")
     assert found.first.difference == pytest.approx(0.01, rel=0.02)
 
 
@@ -288,8 +289,7 @@ def scaled_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def test_a_fault_of_the_loss_is_nobody_elses(cluster_of: Clusters) -> None:
     found = compared(cluster_of, "dp=1", "dp=2", loss=scaled_loss)
-    assert found.first is not None
-    assert (found.first.layer, found.first.what) == (None, "the loss's gradient")
+    assert first(found) == (1, None, "the loss's gradient")
     assert str(found.first).startswith("the model: the loss's gradient differs in step 1, by 0.0")
 
 
@@ -299,8 +299,7 @@ def poison(model: nn.Module) -> None:
 
 def test_nan_is_a_difference(cluster_of: Clusters) -> None:
     found = compared(cluster_of, "dp=1", "dp=1", plant=poison)
-    assert found.first is not None
-    assert (found.first.layer, found.first.what) == ("layers.1", "its output")
+    assert first(found) == (1, "layers.1", "its output")
     assert "not finite" in str(found)
     poisoned = recording_of(cluster_of, "dp=1", torch.float64, plant=poison)
     assert differences(poisoned, poisoned).agree
@@ -312,8 +311,7 @@ def stop_gradient(model: nn.Module) -> None:
 
 def test_a_gradient_that_never_comes_is_a_difference(cluster_of: Clusters) -> None:
     found = compared(cluster_of, "dp=1", "dp=1", plant=stop_gradient)
-    assert found.first is not None
-    assert (found.first.layer, found.first.what) == ("layers.2", "the gradient of its input")
+    assert first(found) == (1, "layers.2", "the gradient of its input")
     assert "lacks it" in str(found)
 
 
@@ -333,9 +331,7 @@ def test_two_engines_of_the_same_ranks_are_compared(cluster_of: Clusters) -> Non
     assert found[0] == found[1]
     assert found[0].agree
     assert (found[0].a, found[0].b) == ("dp=2", "dp=2,zero=2")
-    first = cluster_of(2).run(both, 1)[0].first
-    assert first is not None
-    assert (first.step, first.layer, first.what) == (0, "layers.0", "its layers.0.token.weight")
+    assert first(cluster_of(2).run(both, 1)[0]) == (0, "layers.0", "its layers.0.token.weight")
 
 
 # Putting together.
@@ -480,9 +476,8 @@ class ScaledBias(nn.Module):
 @pytest.mark.parametrize("name", ["dampened", "ASGD"])  # others divide a gradient by its size
 def test_no_optimizer_hides_a_gradient(name: str) -> None:
     engines = [md.prepare(ScaledBias(factor), OPTIMIZERS[name]) for factor in (1.0, 1.2)]
-    first = md.compare(*engines, mlp(torch.float32)[1]).first
-    assert first is not None
-    assert (first.step, first.what) == (1, "the update of layers.1.linear.bias")
+    found = md.compare(*engines, mlp(torch.float32)[1])
+    assert first(found) == (1, "layers.1", "the update of layers.1.linear.bias")
 
 
 # Mistakes, and the command.
@@ -530,9 +525,7 @@ def test_batches_may_be_dicts(cluster_of: Clusters) -> None:
         return md.compare(*engines, batches)
 
     assert cluster_of(2).run(compare, False)[0].agree
-    found = cluster_of(2).run(compare, True)[0]
-    assert found.first is not None
-    assert found.first.layer == "layers.1"
+    assert first(cluster_of(2).run(compare, True)[0])[:2] == (1, "layers.1")
 
 
 def test_mistakes_are_refused() -> None:
@@ -633,23 +626,15 @@ def scale(name: str, model: nn.Module) -> None:
 
 
 def tower(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
     return Tower().to(dtype), mlp(dtype)[1]
 
 
-@pytest.mark.parametrize(
-    ("plant", "layer"),
-    [(partial(scale, name), name) for name in ("body.blocks.1", "enter")],
-)
-def test_a_fault_is_named_in_a_list_of_any_name(cluster_of: Clusters, plant: Plant, layer: str) -> None:
-    def seeded(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-        torch.manual_seed(0)
-        return tower(dtype)
-
+@pytest.mark.parametrize("layer", ["body.blocks.1", "enter"])
+def test_a_fault_is_named_in_a_list_of_any_name(cluster_of: Clusters, layer: str) -> None:
     right, wrong = (
-        recording_of(cluster_of, layout, torch.float64, make=seeded, plant=fault)
-        for layout, fault in (("dp=1", None), ("dp=2", plant))
+        recording_of(cluster_of, layout, torch.float64, make=tower, plant=fault)
+        for layout, fault in (("dp=1", None), ("dp=2", partial(scale, layer)))
     )
     assert right.layers == ["enter", "body.blocks.0", "body.blocks.1", "body.blocks.2", "head"]
-    first = differences(right, wrong).first
-    assert first is not None
-    assert (first.layer, first.what) == (layer, "its output")
+    assert first(differences(right, wrong)) == (1, layer, "its output")

@@ -171,7 +171,7 @@ def test_shares_are_averaged_and_masters_in_their_precision(cluster_of: Clusters
         model = GPT(config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8), seed=0)
         engine = md.prepare(model, SGD, md.Layout(dp=2, zero=3, precision="bf16"))
         ema = md.EMA(engine)
-        kept = ema._averages.values()
+        kept = ema.averages.values()
         whole = sum(p.numel() for p in model.parameters())
         return sum(average.numel() for average in kept), whole, {average.dtype for average in kept}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.contract import batch as batches
+from minidist.parallel.engine import evaluation, training_step
 from tests.helpers.contract import of_outputs, own_rows, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
@@ -173,13 +174,17 @@ def test_loaders_that_end_at_different_times(
 def test_a_rank_that_waits_counts_nothing(cluster_of: Clusters) -> None:
     """A planted fault: a batch that is repeated counts again."""
 
+    def counted(*loader: Any) -> Iterator[tuple[Any, bool]]:
+        return ((batch, False) for batch, _ in evaluation.aligned(*loader))
+
     def train(fault: bool) -> dict[str, Tensor]:
         engine = md.prepare(Model(md.rank()), SGD, md.Layout(dp=2), loss)
         loader = [rows(2, step)[:1] * 2 for step in range(3 if md.rank() else 1)]
-        for batch in engine.batches(loader):
+        with pytest.MonkeyPatch.context() as patch:
             if fault:
-                engine._is_padding = False
-            engine.step(batch)
+                patch.setattr(training_step, "aligned", counted)
+            for batch in engine.batches(loader):
+                engine.step(batch)
         return engine.full_state_dict()
 
     right, wrong = (cluster_of(2).run(train, fault)[0] for fault in (False, True))

@@ -10,8 +10,7 @@ import torch
 
 import minidist as md
 from minidist.parallel.debugging.compare import differences
-from minidist.parallel.debugging.layer_order import in_order
-from minidist.parallel.debugging.recording import Recording, record
+from minidist.parallel.debugging.recording import Recording, in_order, record
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, case
 
 Clusters = Callable[[int], md.Cluster]
