@@ -14,7 +14,7 @@ it keeps its share, an n-th:
 An engine has one strategy for all of them, `Sharded`. A bucket's gradients are complete when the last of
 them has arrived (`Reducer`) or, where parameters are not whole, when the backward pass has left a unit of the
 model (`UnitRuntime`). Then the bucket is reduced (`Bucket.reduce`), the optimizer updates this rank's slices
-(`SharedParameters.update`), and the shares are published (`Bucket.gather`). With hybrid sharding n is the
+(`OptimizerSlices.update`), and the shares are published (`Bucket.gather`). With hybrid sharding n is the
 size of a group, and each share has an owner in every group (`GradientComm.hybrid`).
 
 Where memory is given back:
@@ -27,7 +27,7 @@ Where memory is given back:
 |---|---|
 | residency.py | the table, and what follows from a row |
 | sharded.py | `Sharded`: the strategy for an engine |
-| shared_parameters.py | `SharedParameters`: parameters that are shared in one way; update and clip |
+| shared_parameters.py | `SharedParameters`: parameters that are shared in one way; clipping |
 | whole_parameters.py | `WholeParameters`: whole on every rank; dealt to buckets as gradients come |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
 | gradient_rounds.py | `GradientRounds`: gradients come to buckets, are reduced and let go |
