@@ -69,7 +69,15 @@ class OutOfSync(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A call was not completed: a peer is gone, did not make the call in time, or made a different one."""
+    """A call was not completed: a peer is gone, did not make the call in time, or made a different one.
+
+    Attributes:
+        peer_ended: whether the process of another rank has ended, rather than, say, being late.
+    """
+
+    def __init__(self, message: str, peer_ended: bool = False) -> None:
+        super().__init__(message)
+        self.peer_ended = peer_ended
 
 
 out_of_step: list[str] = []
@@ -102,7 +110,7 @@ def failed(
     """
     import torch.distributed as dist
 
-    text = str(error)
+    text, peer_ended = str(error), False
     if "imed out" in text:
         reason = (
             "the other ranks did not all make this call within the time limit; one may have skipped it, "
@@ -112,13 +120,13 @@ def failed(
         if here.isdigit() and dist.is_initialized() and int(here) < dist.get_world_size():
             reason += "; or their hosts may no longer reach each other: try ping from one to the other"
     elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "refused")):
-        reason = "another rank's process has ended; its own error says why"
+        reason, peer_ended = f"another rank's process has ended{FOLLOWS}", True
     else:
         reason = text
     text = f"{what} on rank {dist.get_rank()} with ranks {', '.join(map(str, ranks))}: {reason}"
     if leaves_traces:
         note_out_of_step(text)
-    return CollectiveError(text)
+    return CollectiveError(text, peer_ended)
 
 
 def described(x: torch.Tensor) -> str:

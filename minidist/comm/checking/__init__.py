@@ -180,7 +180,7 @@ class Checker:
             self._ended = True  # each further use of the store would only write a warning
             self.watch.closing.set()
             text = f"rank {self.rank}, {call}: another rank's process has ended{FOLLOWS}"
-            raise CollectiveError(text) from error
+            raise CollectiveError(text, peer_ended=True) from error
 
 
 class Note(NamedTuple):

@@ -137,7 +137,7 @@ class Serving:
 
     def _worker_died(self, worker: int, error: BaseException) -> None:
         """Go on without a worker that has died; raise any other error that ended its thread."""
-        if not is_death(error):
+        if not (isinstance(error, comm.CollectiveError) and error.peer_ended):
             raise error
         self.died.append(worker)
         self.connected.remove(worker)
@@ -167,7 +167,7 @@ class Serving:
         try:
             self._sending[worker] = comm.send(values, worker, Tag.VALUES, async_op=True)
         except comm.CollectiveError as error:
-            if not is_death(error):
+            if not error.peer_ended:
                 raise
 
     def _exchange(self) -> None:
@@ -179,8 +179,3 @@ class Serving:
             self.parts[rank].load_values(comm.recv(self.parts[rank].empty_values(), rank, Tag.VALUES))
         for work in sending:
             work.wait()
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether an error says that the peer's process has ended, rather than, say, that it was late."""
-    return isinstance(error, comm.CollectiveError) and "process has ended" in str(error)
