@@ -17,14 +17,15 @@ import math
 import mmap
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
 
 LARGE = 2**20
 """Nothing is computed with a tensor of more elements, whatever it holds."""
@@ -132,7 +133,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = self._kinds[func] = OperationKind(func)
         if kind.is_view:
             return func(*args, **kwargs)
-        operands = [*tensors_in(args), *tensors_in(kwargs.values())]
+        operands = tensors_in((args, kwargs))
         if str(kwargs.get("device")) == "meta" or any(x.is_meta for x in operands):
             return func(*args, **kwargs)  # takes no memory as it is
         if not any(x.numel() > LARGE or self.lacks_data(x) for x in operands):
@@ -165,32 +166,31 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is None:
             try:
                 with self._fake:
-                    found = described(func(*fakes(args), **fakes(kwargs)))
+                    fakes = tree_map_only(Tensor, _fake, (args, kwargs))
+                    found = tree_map_only(Tensor, TensorShape.of, func(*fakes[0], **fakes[1]))
             except (RuntimeError, NotImplementedError) as error:
                 raise NoData(
                     f"the shape of the model's operation {func} depends on values ({_first_line(error)}), "
                     "so it cannot be run dry"
                 ) from error
             self._known[key] = found
-        results = found if isinstance(found, list) else [found]
+        several = isinstance(found, list | tuple)
+        results = found if several else [found]
         made = [
             named[name] if name is not None else self._new(each)
             for each, name in zip(results, kind.outputs(len(results)), strict=True)
         ]
-        if not isinstance(found, list):
-            return made[0]
-        return made if kind.gives_list else tuple(made)
+        return type(found)(made) if several else made[0]
 
     def _new(self, described: Any) -> Any:
-        if isinstance(described, list):
+        if isinstance(described, list | tuple):
             return [self._new(each) for each in described]
         if not isinstance(described, TensorShape):
             return described
-        shape, strides, dtype = described
         # The program may read a single number, such as a loss or a norm; it gets 0.
-        if shape.numel() == 1:
-            return torch.zeros(shape, dtype=dtype)
-        return self._empty(shape, strides, dtype)
+        if described.shape.numel() == 1:
+            return torch.zeros(described.shape, dtype=described.dtype)
+        return self._empty(described.shape, described.strides, described.dtype)
 
 
 def _dense(shape: torch.Size) -> tuple[int, ...]:
@@ -204,12 +204,18 @@ def _first_line(error: Exception) -> str:
 # What torch's schemas say about operations, and their arguments as a cache key or as fake tensors.
 
 
-class TensorShape(NamedTuple):
+@dataclass(frozen=True)
+class TensorShape:
     """Shape, strides and dtype of a tensor that does not exist yet."""
 
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorShape:
+        """Those of a tensor."""
+        return cls(torch.Size(x.shape), tuple(x.stride()), x.dtype)
 
 
 class OperationKind:
@@ -238,13 +244,9 @@ class OperationKind:
         return [None] * count if self.gives_list else self._outputs
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     """The tensors among arguments, including those in lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+    return [value for value in tree_iter(values) if isinstance(value, Tensor)]
 
 
 def signature(value: Any) -> Any:
@@ -256,22 +258,9 @@ def signature(value: Any) -> Any:
     return type(value), str(value) if isinstance(value, torch.Generator) else value
 
 
-def fakes(value: Any) -> Any:
-    """Arguments with fake tensors in place of real ones; call this inside torch's fake mode."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    if isinstance(value, list | tuple):
-        return type(value)(map(fakes, value))
-    if isinstance(value, dict):
-        return {key: fakes(each) for key, each in value.items()}
-    return value
-
-
-def described(value: Any) -> Any:
-    """Results with a `TensorShape` in place of each tensor."""
-    if isinstance(value, Tensor):
-        return TensorShape(torch.Size(value.shape), tuple(value.stride()), value.dtype)
-    return [described(each) for each in value] if isinstance(value, list | tuple) else value
+def _fake(x: Tensor) -> Tensor:
+    """A fake tensor like `x`, inside torch's fake mode."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 # Reserved addresses without memory, and ranges of bytes that hold no data.

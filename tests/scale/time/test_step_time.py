@@ -447,43 +447,25 @@ def test_ranks_that_share_cores() -> None:
 def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
     name: str, ranks: int, micro_batches: int
 ) -> None:
-    chunks = 2 if name == "interleaved" else 1
-    drawn = random.Random(f"{name} {ranks}")
+    chunks, drawn = 2 if name == "interleaved" else 1, random.Random(f"{name} {ranks}")
     seconds = {
         kind: [[drawn.random() for _ in range(micro_batches)] for _ in range(ranks * chunks)]
         for kind in ("forward", "backward", "backward_input", "backward_weight")
     }
     schedule = schedules.by_name(name, ranks, micro_batches, chunks)
+    passes = pipeline_time.passes_of(name, ranks, micro_batches, chunks)
     for message in (0.0, 0.3):
         expected = schedules.simulate(schedule, {**seconds, "message": message}).seconds
-        passes = pipeline_time.passes_of(name, ranks, micro_batches, chunks)
         assert pipeline_time.seconds_of(passes, ranks, seconds, message) == expected
-
-
-@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
-def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
-    chunks = 2 if name == "interleaved" else 1
-    schedule = schedules.by_name(name, 3, 5, chunks)
-    kinds = ("forward", "backward", "backward_input", "backward_weight")
-    seconds = {
-        kind: [[1.0 + 0.3 * k + 0.1 * stage + 0.01 * i for i in range(5)] for stage in range(3 * chunks)]
-        for k, kind in enumerate(kinds)
-    }
-    expected = schedules.simulate(schedule, {**seconds, "message": 0.25}).seconds
-    passes = pipeline_time.passes_of(name, 3, 5, chunks)
-    found = pipeline_time.seconds_on_shared_cores(passes, 3, seconds, 0.25, lambda _: 1.0)
-    assert found == pytest.approx(expected)
+        # With a core each, shared cores are none.
+        found = pipeline_time.seconds_on_shared_cores(passes, ranks, seconds, message, lambda _: 1.0)
+        assert found == pytest.approx(expected)
     # On one core all passes run one after the other.
-    one = pipeline_time.seconds_on_shared_cores(passes, 3, seconds, 0.0, lambda working: working / 3)
-    ran = [each for own in schedule for each in own if each.computes]
-    total = sum(
-        seconds[each.kind][each.chunk * 3 + rank][each.micro_batch]
-        for rank, own in enumerate(schedule)
-        for each in own
-        if each.computes
-    )
-    assert len(ran) >= 15 * chunks * 2
-    assert one == pytest.approx(total / 3)
+    one = pipeline_time.seconds_on_shared_cores(passes, ranks, seconds, 0.0, lambda working: working / ranks)
+    ran = [(rank, each) for rank, own in enumerate(schedule) for each in own if each.computes]
+    total = sum(seconds[each.kind][each.chunk * ranks + rank][each.micro_batch] for rank, each in ran)
+    assert len(ran) >= ranks * micro_batches * chunks * 2
+    assert one == pytest.approx(total / ranks)
 
 
 def test_a_machine_is_kept_in_a_file(tmp_path: Any) -> None:
