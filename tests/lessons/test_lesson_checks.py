@@ -16,18 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-LESSONS = Path(__file__).parents[2] / "lessons"
-sys.path.insert(0, str(LESSONS))
-
-import minidist as md  # noqa: E402
-from checks import answers, figures, progress, ranks  # noqa: E402
-from checks.animations import Scene  # noqa: E402
-from checks.answers import Answer  # noqa: E402
-from checks.counted import Cache, Counted  # noqa: E402
-from checks.exercises import Lesson  # noqa: E402
-from checks.ranks import Case, on_ranks  # noqa: E402
-from checks.unanswered import is_unanswered  # noqa: E402
-from checks.verdicts import (  # noqa: E402
+import minidist as md
+from checks import answers, figures, progress, ranks
+from checks.animations import Scene
+from checks.answers import Answer
+from checks.counted import Cache, Counted
+from checks.exercises import Lesson
+from checks.ranks import Case, on_ranks
+from checks.unanswered import is_unanswered
+from checks.verdicts import (
     Interrupted,
     NeedsMore,
     NotAnswered,
@@ -37,8 +34,9 @@ from checks.verdicts import (  # noqa: E402
     WrongAnswer,
     compare,
 )
-from checks.words import number  # noqa: E402
-from minidist import comm  # noqa: E402
+from checks.words import number
+from minidist import comm
+from tests.lessons import LESSONS
 
 
 @pytest.fixture(autouse=True)
