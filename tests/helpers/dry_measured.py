@@ -39,38 +39,25 @@ class Case:
     secondary: int | None = None
 
     @property
-    def fully_shard(self) -> dict[str, Any] | None:
-        return None if self.secondary is None else {"secondary": self.secondary}
+    def options(self) -> dict[str, Any]:
+        shard = None if self.secondary is None else {"secondary": self.secondary}
+        return {"clip_norm": self.clip_norm, "fully_shard": shard}
 
     @property
     def shape(self) -> TransformerConfig:
         if self.model:
             return config(self.model)
-        return GPTConfig(
-            vocabulary=61,
-            context=self.tokens,
-            layers=self.blocks,
-            heads=self.heads,
-            width=self.width,
-            tied=self.tied,
-            dropout=self.dropout,
-        )
+        sizes = {"layers": self.blocks, "heads": self.heads, "width": self.width}
+        rest = {"tied": self.tied, "dropout": self.dropout}
+        return GPTConfig(vocabulary=61, context=self.tokens, **sizes, **rest)
 
     @property
     def parsed(self) -> md.Layout:
         return md.Layout.parse(self.layout)
 
     def dry(self, rank: int) -> DryRun:
-        return dryrun(
-            self.shape,
-            self.parsed,
-            (self.rows, self.tokens),
-            rank,
-            self.optimizer,
-            clip_norm=self.clip_norm,
-            fully_shard=self.fully_shard,
-            way=self.way,
-        )
+        batch = self.rows, self.tokens
+        return dryrun(self.shape, self.parsed, batch, rank, self.optimizer, way=self.way, **self.options)
 
 
 @dataclass(frozen=True)
@@ -90,13 +77,8 @@ def measure(case: Case) -> Measured:
     with comm.using(case.way):
         found = []
         with comm.ledger() as ledger:
-            engine = md.prepare(
-                GPT(case.shape),
-                OPTIMIZERS[case.optimizer],
-                case.parsed,
-                clip_norm=case.clip_norm,
-                fully_shard=case.fully_shard,
-            )
+            make = OPTIMIZERS[case.optimizer]
+            engine = md.prepare(GPT(case.shape), make, case.parsed, **case.options)
         found.append(plain(ledger.calls))
         own = range(engine.data_rank, case.rows, engine.data_ranks)
         generator = torch.Generator().manual_seed(engine.data_rank)

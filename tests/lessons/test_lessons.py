@@ -5,7 +5,6 @@ make lessons-check      # also those marked `lessons` and `browser`: every noteb
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import json
@@ -23,17 +22,16 @@ from typing import Any
 
 import pytest
 
-LESSONS = Path(__file__).parents[2] / "lessons"
-sys.path.insert(0, str(LESSONS))
-
-from checks import notebooks  # noqa: E402
-from checks.catalogue import TITLES  # noqa: E402
-from checks.exercises import Lesson  # noqa: E402
-from checks.unanswered import is_unanswered  # noqa: E402
-from checks.verdicts import NotAnswered, Right, WrongAnswer  # noqa: E402
-from tests.helpers import warm_python  # noqa: E402
-from tests.helpers.patches import changed  # noqa: E402
-from tests.lessons.wrong_answers import Wrong, wrong_answers  # noqa: E402
+from checks import notebooks
+from checks.catalogue import TITLES
+from checks.exercises import Lesson
+from checks.unanswered import is_unanswered
+from checks.verdicts import NotAnswered, Right, WrongAnswer
+from minidist.cli.lessons_export import definitions
+from tests.helpers import warm_python
+from tests.helpers.patches import changed
+from tests.lessons import LESSONS
+from tests.lessons.wrong_answers import Wrong, wrong_answers
 
 SOURCES = notebooks.sources()
 STEMS = [source.stem for source in SOURCES]
@@ -51,21 +49,11 @@ def exercise_cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if "exercise" in cell.metadata.get("tags", ())]
 
 
-def names_in(cell: Any) -> list[str]:
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return [node.name for node in ast.parse(cell.source).body if isinstance(node, kinds)]
-
-
 def solved(notebook: Any, stem: str) -> Any:
     """The notebook with each exercise's stub replaced by the solution's text."""
-    text = (LESSONS / "solutions" / f"{stem}.py").read_text()
-    lines, answers = text.splitlines(), {}
-    for node in ast.parse(text).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            answers[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    answers = definitions((LESSONS / "solutions" / f"{stem}.py").read_text())
     for cell in exercise_cells(notebook):
-        cell.source = "\n\n\n".join(answers[name] for name in names_in(cell))
+        cell.source = "\n\n\n".join(answers[name] for name in definitions(cell.source))
     return notebook
 
 
@@ -111,7 +99,7 @@ def test_exercises_stand_in_the_lesson_and_are_open(source: Path) -> None:
     lesson, made = lesson_of(source.stem), notebooks.notebook(source)
     found: list[str] = []
     for cell in exercise_cells(made):
-        (name,) = [each for each in names_in(cell) if each in lesson.exercises]
+        (name,) = [each for each in definitions(cell.source) if each in lesson.exercises]
         found.append(name)
         scope: dict[str, Any] = {}
         plain = re.sub(r"^@.*\n", "", cell.source, flags=re.MULTILINE)  # no compiler is needed for this

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-LESSONS = Path(__file__).parents[2] / "lessons"
-sys.path.insert(0, str(LESSONS))
-
-import minidist as md  # noqa: E402
-from checks import slow_link  # noqa: E402
-from checks.rounds import rounds_of  # noqa: E402
-from checks.slow_link import Link  # noqa: E402
-from minidist import comm  # noqa: E402
-from tests.helpers.clocks import Clock  # noqa: E402
+import minidist as md
+from checks import slow_link
+from checks.rounds import rounds_of
+from checks.slow_link import Link
+from minidist import comm
+from tests.helpers.clocks import Clock
 
 
 def test_a_chain_takes_a_round_for_each_rank_and_a_ring_takes_one() -> None:

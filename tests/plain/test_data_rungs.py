@@ -19,7 +19,6 @@ import minidist as md
 from minidist import comm
 from minidist.plain import one_process
 from minidist.plain.gpt import Batch, MakeOptimizer, gpt, loss_of
-from tests.helpers import plain_rungs
 from tests.helpers.clocks import HANG
 from tests.helpers.plain_rungs import (
     ADAMW,
@@ -32,6 +31,7 @@ from tests.helpers.plain_rungs import (
     module_of,
     parameters_of,
     small,
+    train,
 )
 
 Clusters = Callable[[int], md.Cluster]
@@ -43,17 +43,6 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("overlap", {}),
     *(("sharded", {"row": row}) for row in SHARDED),
 ]
-
-
-def train(
-    rung: str,
-    options: dict[str, Any],
-    batches: list[Batch],
-    make: MakeOptimizer = ADAMW,
-    mistake: tuple[str, str] = ("", ""),
-) -> Trained:
-    """Train on this rank. Ranks start from different seeds, so a missing broadcast shows."""
-    return plain_rungs.train(small(comm.rank()), rung, options, batches, make, mistake)
 
 
 @functools.cache

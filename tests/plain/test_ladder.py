@@ -19,8 +19,7 @@ import minidist as md
 from minidist import comm, plain
 from minidist.plain import experts, one_process
 from minidist.plain.gpt import Block, loss_of
-from tests.helpers import plain_rungs
-from tests.helpers.plain_rungs import ADAMW, EXACT, Parameters, draw_batches, parameters_of, small
+from tests.helpers.plain_rungs import ADAMW, EXACT, Parameters, draw_batches, parameters_of, small, train
 
 Clusters = Callable[[int], md.Cluster]
 ROOT = Path(__file__).parents[2]
@@ -79,7 +78,7 @@ class Returned:
 def trained_again(rung: str, options: dict[str, Any], mistake: tuple[str, str] = ("", "")) -> Returned:
     model, [(inputs, targets)] = small(), draw_batches(1)
     one_process.train(model, draw_batches(1), ADAMW)  # leaves gradients, which the rung has to ignore
-    plain_rungs.train(model, rung, options, draw_batches(2), mistake=mistake)
+    train(rung, options, draw_batches(2), mistake=mistake, model=model)
     with comm.ledger() as ledger:
         with torch.no_grad():
             loss = loss_of(model(inputs), targets).item()

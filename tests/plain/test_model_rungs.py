@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
-from minidist import comm
 from minidist.comm import ledgers
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.plain import experts, one_process, pipeline, ring_attention, sequence_parallel
 from minidist.plain.gpt import Block
-from tests.helpers import plain_rungs
 from tests.helpers.plain_rungs import (
     ADAMW,
     LAYERS,
@@ -28,12 +26,12 @@ from tests.helpers.plain_rungs import (
     STEPS,
     Parameters,
     T,
-    Trained,
     assert_equal,
     draw_batches,
     module_of,
     parameters_of,
     small,
+    train,
 )
 
 Clusters = Callable[[int], md.Cluster]
@@ -86,13 +84,6 @@ MISTAKES = [
 
 
 # Equal to one process.
-
-
-def train(
-    rung: str, options: dict[str, Any], steps: int = STEPS, mistake: tuple[str, str] = ("", "")
-) -> Trained:
-    """Train on this rank. Ranks start from different seeds, so missing weights of rank 0 show."""
-    return plain_rungs.train(small(comm.rank()), rung, options, draw_batches(steps), mistake=mistake)
 
 
 class AllExperts(experts.ExpertBlock):
@@ -168,7 +159,7 @@ def check(
     steps: int = STEPS,
     mistake: tuple[str, str] = ("", ""),
 ) -> None:
-    found = cluster.run(train, rung, options, steps, mistake)
+    found = cluster.run(train, rung, options, draw_batches(steps), ADAMW, mistake)
     losses, model = train_alone(options.get("E", 4) if rung == "experts" else 0, steps)
     whole, start, n = parameters_of(model), parameters_of(small()), len(found)
     assert not any(torch.equal(p, start[name]) for name, p in whole.items() if name in start)

@@ -20,9 +20,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from minidist.cli.lessons_export import definitions
 from tests.helpers.patches import Mistake, changed, mistakes_in
-
-SOLUTIONS = Path(__file__).parents[3] / "lessons" / "solutions"
+from tests.lessons import LESSONS
 
 
 @dataclass
@@ -55,32 +55,20 @@ class Wrong:
     @functools.cached_property
     def text(self) -> str:
         """The lesson's solutions, one of them with this mistake."""
-        lines = (SOLUTIONS / f"{self.stem}.py").read_text().splitlines()
-        parts = {
-            each.name: each
-            for each in ast.parse("\n".join(lines)).body
-            if isinstance(each, (ast.FunctionDef, ast.ClassDef))
-        }
-
-        def body_of(name: str) -> list[str]:
-            documented = ast.get_docstring(parts[name]) is not None
-            return lines[parts[name].body[documented].lineno - 1 : parts[name].end_lineno]
-
-        def first_line(name: str) -> int:
-            return min(each.lineno for each in (parts[name], *parts[name].decorator_list)) - 1
-
-        begin, end = first_line(self.exercise), parts[self.exercise].end_lineno
-        top = first_line(next(iter(parts)))
-        own, changes = lines[begin:end], self.mistake.changes
-        whole = [f"    {line[1:]}" for line in takewhile(lambda line: line[0] == "+", changes)]
+        whole = (LESSONS / "solutions" / f"{self.stem}.py").read_text()
+        parts = definitions(whole)
+        own, changes = parts[self.exercise], self.mistake.changes
         if changes[0][0] in "+=":
-            body = whole or body_of(changes[0][1:])
-            own, changes = own[: -len(body_of(self.exercise))] + body, changes[len(whole) or 1 :]
+            body = [f"    {line[1:]}" for line in takewhile(lambda line: line[0] == "+", changes)]
+            own = "\n".join([*halves(own)[0], *(body or halves(parts[changes[0][1:]])[1])])
+            changes = changes[len(body) or 1 :]
         try:
-            mine = changed("\n".join(own), changes)
+            mine = changed(own, changes)
         except ValueError as error:
             raise ValueError(f"{self.stem}, {self.exercise}, {self.mistake.name}: it {error}") from None
-        return "\n".join([*lines[:top], *self.shared, *lines[top:begin], mine, *lines[end:], ""])
+        first = next(iter(parts.values()))
+        whole = whole.replace(first, "\n".join([*self.shared, first]))
+        return whole.replace(parts[self.exercise], mine)
 
     @functools.cached_property
     def answer(self) -> Any:
@@ -90,6 +78,14 @@ class Wrong:
         names: dict[str, Any] = {"__name__": f"cell {self.name}"}
         exec(compile(self.text, file, "exec"), names)
         return names[self.exercise]
+
+
+def halves(part: str) -> tuple[list[str], list[str]]:
+    """The lines of a function or class as far as its docstring, and the others."""
+    [node] = ast.parse(part).body
+    assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    body = node.body[ast.get_docstring(node) is not None].lineno - 1
+    return part.split("\n")[:body], part.split("\n")[body:]
 
 
 def wrong_answers(stem: str) -> list[Wrong]:
