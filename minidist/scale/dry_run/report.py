@@ -20,7 +20,6 @@ from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.step_time import HIDDEN, StepTime
 
 NO_TIME = "The time of a step is not predicted where tp, pp or cp cut a model of your own."
-NAMES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "world": "all ranks"}
 
 
 def heading(found: DryRun) -> str:
@@ -50,7 +49,8 @@ def calls_table(found: DryRun) -> Table:
             table.add_section()
         axis = line.axis
         counts = (f"{line.ranks:,}", f"{line.calls:,}", f"{line.bytes_sent:,}")
-        table.add_row(NAMES[line.axis], line.phase, line.name, line.dtype, *counts)
+        over = "all ranks" if line.axis == "world" else line.axis
+        table.add_row(over, line.phase, line.name, line.dtype, *counts)
     table.add_section()
     table.add_row("all", "", "", "", "", f"{sum(x.calls for x in found.lines):,}", f"{found.bytes_sent:,}")
     return table
