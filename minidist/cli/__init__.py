@@ -9,13 +9,32 @@ Modules with a command import torch only when the command runs.
 | lessons_export.py | the lessons as assignments for nbgrader and Otter-Grader |
 | own_model.py | the functions of a model of your own, which options name |
 | options.py, output.py | options that commands share; what they print |
-| train_config.py | the description of a training, its model and its data |
+| train_config.py | the description of a training, its model, data and engine |
 | train.py, resuming.py | the training that `minidist train` runs; its checkpoints |
-| compare_layouts.py, traced_step.py | what `minidist compare` and `minidist trace` run |
-| doctor.py | what `minidist doctor` looks at, and its table |
-| doctor_probe.py, doctor_parts.py | what it loads in another process; what it says of that |
-| doctor_gpu.py | `minidist doctor --gpu`: whether the CUDA ladder will run |
+| layout_runs.py | what `minidist compare` and `minidist trace` run |
+| doctor.py | what `minidist doctor` finds, and what it prints of that |
+| doctor_probe.py | what it loads in another process |
 """
 
-from minidist.cli.commands import app as app
-from minidist.cli.commands import main as main
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from minidist._lazy import lazy
+
+if TYPE_CHECKING:
+    from minidist.cli.commands import app as app
+
+__getattr__, __dir__, __all__ = lazy(__name__, {"minidist.cli.commands": ("app",)})
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit. `arguments` are the words after `minidist`; None for the process's own."""
+    try:
+        from minidist.cli import commands
+    except KeyboardInterrupt:  # the libraries of the command line take a tenth of a second to load
+        print("minidist: stopped", file=sys.stderr)
+        sys.exit(130)
+    commands.main(arguments)

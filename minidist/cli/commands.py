@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import math
 import sys
@@ -33,12 +34,13 @@ from minidist.cli.options import (
     Debug,
     Dtype,
     Json,
+    Optimizer,
     OwnLoss,
     Seed,
     Timeout,
 )
 from minidist.cli.output import console, explain, print_json, say, show, speaks
-from minidist.cli.own_model import is_own, require_data
+from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
 from minidist.cli.report import report
 from minidist.cli.trace import trace
@@ -90,7 +92,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
     batch: BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
     dtype: Dtype = "float32",
     seed: Seed = 0,
@@ -110,27 +112,30 @@ def train(
     """Train a model on one or several ranks. With --save, a run that was stopped or killed can continue.
 
     SIGTERM saves at the end of a step and exits with code 143. If ranks may be killed at any time:
+
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 -m minidist train --save FOLDER
     """
     from minidist._stopping import STOPPED, give_up, termination
 
     # SIGTERM may come while torch loads and the ranks start, which takes seconds.
     with termination(give_up) if save is not None else contextlib.nullcontext():
-        from minidist.cli.train import TrainConfig, run
-        from minidist.comm.launching.supervisor import preload_optimizers
         from minidist.parallel.contract.layout import Layout
 
-        preload_optimizers()
         found = started()  # torchrun, mpirun or srun may have started the ranks already
         chosen = Layout(dp=ranks or (found.ranks if found else 1)) if layout is None else Layout.parse(layout)
         if ranks is not None and chosen.ranks != ranks:
             raise ValueError(
                 f"--layout {layout} needs {chosen.ranks} ranks and --ranks is {ranks}; leave --ranks out"
             )
-        if is_own(model):
-            require_data(str(model), data)
+        if sys.stderr.isatty() and speaks() and not as_json:
+            many = "1 rank" if chosen.ranks == 1 else f"{chosen.ranks} ranks"
+            say(f"loading torch for {many}; the first step is some seconds away")
+        from minidist.cli.train import TrainConfig, run
+        from minidist.comm.launching.supervisor import preload_optimizers
+
+        preload_optimizers()
         config = TrainConfig(
-            data=data or "digits",
+            data=data or ("" if is_own(model) else "digits"),
             model=model,
             loss=loss,
             layout=chosen,
@@ -194,14 +199,13 @@ def doctor(
 ) -> None:
     """List what this machine has for parallel training, and how to install what is missing."""
     from minidist.cli import doctor as examination
-    from minidist.cli import doctor_gpu
 
     parts = examination.examine()
-    parts = doctor_gpu.needed(parts) if gpu else parts
+    parts = examination.needed_for_cuda(parts) if gpu else parts
     if as_json:
         print_json({"parts": [dataclasses.asdict(part) for part in parts]})
     else:
-        (doctor_gpu if gpu else examination).show(console(), parts)
+        (examination.show_cuda if gpu else examination.show)(console(), parts)
     if any((part.required or gpu) and not part.ok for part in parts):
         raise typer.Exit(1)
 
@@ -217,18 +221,21 @@ for command, example in (
     (lessons, "lessons --progress. From a wheel: minidist lessons --to my-lessons"),
     (doctor, "doctor --json. On a GPU: minidist doctor --gpu"),
 ):
-    app.command(epilog=f"Example: minidist {example}")(command)
+    # A docstring's lines end at 110 columns; a terminal wraps each paragraph itself.
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(help=text, epilog=f"Example: minidist {example}")(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit. `arguments` are the words after `minidist`; None for the process's own."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a C locale has no "…" and no "×"
     from minidist._stopping import STOPPED, Stopped
 
-    command = typer.main.get_command(app)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a C locale has no "…" and no "×"
+        command = typer.main.get_command(app)
         code = command.main(words or ["--help"], prog_name="minidist", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130

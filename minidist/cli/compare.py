@@ -20,10 +20,10 @@ def compare(
     lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
     dtype: Dtype = "float32",
     seed: Seed = 0,
-    timeout: Timeout = None,
-    as_json: Json = False,
     data: OwnData = None,
     loss: OwnLoss = None,
+    timeout: Timeout = None,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Check whether two layouts train alike; if not, find the first layer at which they differ.
@@ -31,25 +31,29 @@ def compare(
     Both train on the same batches from the same weights, each on as many new ranks as it needs. The exit code
     is 1 if activations, gradients or updates differ by more than rounding explains.
     """
-    from minidist.cli.compare_layouts import compare_layouts
+    from minidist.cli.layout_runs import compare_layouts
+    from minidist.cli.train_config import config_of
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
 
     preload_optimizers()
-    with waiting(f"{a} and {b} take {steps} steps", as_json):
-        found = compare_layouts(
-            Layout.parse(a),
-            Layout.parse(b),
+    first, second = (
+        config_of(
             model,
+            Layout.parse(layout),
+            data,
+            loss=loss,
             steps=steps,
             batch=batch,
             learning_rate=lr,
+            optimizer="sgd",
             dtype=dtype,
             seed=seed,
-            timeout=timeout,
-            data=data,
-            loss=loss,
         )
+        for layout in (a, b)
+    )
+    with waiting(f"{a} and {b} take {steps} steps", as_json):
+        found = compare_layouts(first, second, timeout)
     if as_json:
         print_json({**dataclasses.asdict(found), "agree": found.agree})
     else:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from minidist.cli.options import ClipNorm, Debug, Json, OwnData, OwnLoss
+from minidist.cli.options import ClipNorm, Debug, Json, Optimizer, OwnData, OwnLoss
 from minidist.cli.output import HERE, check_here, console, measured, print_json
 from minidist.cli.own_model import model_or_name
 
@@ -27,7 +27,7 @@ def dryrun(
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens in a row; default: the model's context.")] = None,
     rank: Annotated[str, typer.Option(help="A rank's number, or kinds: one rank of each kind.")] = "0",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum or sgd.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     clip_norm: ClipNorm = None,
     data: OwnData = None,
     loss: OwnLoss = None,

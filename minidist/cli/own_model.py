@@ -61,8 +61,8 @@ def own_model(model: str, data: str | None, loss: str | None) -> OwnModel:
 
 def require_data(model: str, data: str | None) -> str:
     """The name of the function with the data. ValueError if it is missing."""
-    if data is None or not is_own(data):
-        given = "is missing" if data is None else f"is {data!r}"
+    if not data or not is_own(data):
+        given = f"is {data!r}" if data else "is missing"
         raise ValueError(
             f"--model is {model}, and --data {given}; give a function that returns inputs and targets, two "
             "tensors with an entry for each row, such as --data my.module:rows"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minidist.cli.options import Debug, Json, OwnData, OwnLoss
+from minidist.cli.options import Debug, Json, Optimizer, OwnData, OwnLoss
 from minidist.cli.output import HERE, check_here, console, measured, print_json, show, waiting
 from minidist.cli.own_model import model_or_name
 
@@ -38,7 +38,7 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
     data: OwnData = None,
     loss: OwnLoss = None,
-    optimizer: Annotated[str, typer.Option(help="adam, momentum or sgd.")] = "adam",
+    optimizer: Optimizer = "adamw",
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the best three on this machine, in turns.")
     ] = False,
@@ -63,6 +63,7 @@ def plan(
     from minidist.scale.time.hardware import hardware as hardware_of
 
     chosen = model_or_name(model, data, loss)
+    optimizer = "adam" if optimizer == "adamw" else optimizer  # the same memory and time
     budget = None if memory is None else parse_bytes(memory)
     if measure:
         if profile not in (None, HERE):

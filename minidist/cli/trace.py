@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from minidist._files import check_file
-from minidist.cli.options import BatchOption, Debug, Dtype, GPTOrMLP, Json, OwnData, OwnLoss, Seed, Timeout
+from minidist.cli.options import (
+    BatchOption,
+    Debug,
+    Dtype,
+    GPTOrMLP,
+    Json,
+    Optimizer,
+    OwnData,
+    OwnLoss,
+    Seed,
+    Timeout,
+)
 from minidist.cli.output import print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -21,7 +32,7 @@ def trace(
     plot: Annotated[Path | None, typer.Option(help="A picture to draw as well: trace.svg.")] = None,
     steps: Annotated[int, typer.Option(help="Steps before the one that is traced.")] = 3,
     batch: BatchOption = 32,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     dtype: Dtype = "float32",
     seed: Seed = 0,
     data: OwnData = None,
@@ -44,25 +55,28 @@ def trace(
         if plot.absolute() == out.absolute():
             raise ValueError(f"--plot and --out are both {out}; give two different files")
         require("trace --plot", "matplotlib")
-    from minidist.cli.traced_step import trace_layout
+    from minidist._arguments import check_whole
+    from minidist.cli.layout_runs import trace_layout
+    from minidist.cli.train_config import config_of
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
 
     preload_optimizers()
+    check_whole("steps", steps, 0)
     chosen = Layout.parse(layout)
+    config = config_of(
+        model,
+        chosen,
+        data,
+        loss=loss,
+        steps=steps + 1,
+        batch=batch,
+        optimizer=optimizer,
+        dtype=dtype,
+        seed=seed,
+    )
     with waiting(f"{chosen} takes {steps + 1} steps on {chosen.ranks} ranks", as_json):
-        found = trace_layout(
-            chosen,
-            model,
-            steps=steps,
-            batch=batch,
-            optimizer=optimizer,
-            dtype=dtype,
-            seed=seed,
-            data=data,
-            loss=loss,
-            timeout=timeout,
-        )
+        found = trace_layout(config, timeout)
     if not speaks():
         return
     found.save(out)

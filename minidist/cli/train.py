@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,14 +22,13 @@ from minidist import comm
 from minidist._stopping import Stopped, give_up, termination
 from minidist.checkpoint import checkpoints
 from minidist.cli.resuming import Resuming, reserved
-from minidist.cli.train_config import OPTIMIZERS, build, example_of, loss_of
 from minidist.cli.train_config import TrainConfig as TrainConfig
+from minidist.cli.train_config import build, engine_of
 from minidist.comm.errors import RankDied
 from minidist.comm.launchers import started as started_by
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.launch import launch
 from minidist.model import Rows, Sampler, accuracy, masked_accuracy
-from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
 
 TEST_ROWS = 512
@@ -94,24 +92,25 @@ def train(config: TrainConfig, progress: bool = False) -> TrainResult:
             for checkpoints cannot be written, or another run saves there.
         RuntimeError: the ranks read different data, or end with different weights.
     """
-    if config.save is None:
-        return _train(config, progress, lambda: False)
-    with termination() as asked, reserved(os.path.abspath(config.save)):
-        return _train(config, progress, asked)
+    with _progress(config, progress and comm.rank() == 0) as advance:
+        if config.save is None:
+            return _train(config, advance, lambda: False)
+        with termination() as asked, reserved(os.path.abspath(config.save)):
+            return _train(config, advance, asked)
 
 
-def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> TrainResult:
-    """Train; `asked` returns whether this rank was asked to stop."""
+def _train(
+    config: TrainConfig, advance: Callable[[float, int], None], asked: Callable[[], bool]
+) -> TrainResult:
+    """Train; `advance` is called after each step, and `asked` returns whether this rank was asked to stop."""
     model, data = build(config)
     _require_equal("data set", data.fingerprint(), "install the same Python and scikit-learn on all machines")
     if config.batch > len(data.train):
         raise ValueError(
             f"batch is {config.batch}, and {config.data} has {len(data.train)} rows; give at most so many"
         )
-    optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before `prepare` divides it
-    loss, example = loss_of(config), example_of(config, data)
-    engine = prepare(model, optimizer, config.layout, loss, clip_norm=config.clip_norm, example=example)
+    engine = engine_of(config, model, data)
     sampler = Sampler(
         len(data.train),
         config.batch,
@@ -124,10 +123,7 @@ def _train(config: TrainConfig, progress: bool, asked: Callable[[], bool]) -> Tr
     if config.save is not None:
         folder = os.path.abspath(config.save)
         resuming = Resuming(engine, sampler, folder, config.save_every, config.keep, config.description)
-    with (
-        _progress(config, progress and comm.rank() == 0) as advance,
-        comm.ledger() as ledger,
-    ):
+    with comm.ledger() as ledger:
         if resuming is not None:
             losses = resuming.losses(config.resume)
         resumed_at = len(losses)
@@ -191,7 +187,10 @@ def _require_equal(what: str, fingerprint: str, remedy: str) -> None:
 
 @contextmanager
 def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, int], None]]:
-    """A function to call with each step's loss; it moves a progress bar if standard error is a terminal."""
+    """A function to call with each step's loss; it moves a progress bar if standard error is a terminal.
+
+    The bar is there from the start, since to build and rehearse a model takes seconds.
+    """
     if not wanted or not os.isatty(2):
         yield lambda loss, done: None
         return
@@ -200,11 +199,13 @@ def _progress(config: TrainConfig, wanted: bool) -> Iterator[Callable[[float, in
 
     # Write to the descriptor, since a rank's sys.stderr forwards whole lines to the caller.
     with os.fdopen(os.dup(2), "w", errors="replace") as terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(
-            *columns, TextColumn("loss {task.fields[loss]:.4f}"), console=Console(file=terminal)
-        ) as bar:
-            task = bar.add_task(
-                f"{config.model_name} on {config.data}", total=config.steps, loss=float("nan")
-            )
-            yield lambda loss, done: bar.update(task, completed=done, loss=loss)
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[told]}"),
+        )
+        name = f"{config.model_name} on {config.data}"
+        with Progress(TextColumn(name), *columns, console=Console(file=terminal)) as bar:
+            task = bar.add_task(name, total=config.steps, told="preparing")
+            yield lambda loss, done: bar.update(task, completed=done, told=f"loss {loss:.4f}")

@@ -23,12 +23,11 @@ from minidist.model import config as shape_of
 from minidist.model.loss import cross_entropy, masked_cross_entropy
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.user_functions import Loss
+from minidist.parallel.engine.prepare import prepare
+from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.clipping import check_max_norm
+from minidist.scale.dry_run.run import OPTIMIZERS
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULT_MODEL = {"digits": "mlp", "bytes": "byte-tiny"}
 MODELS = ("mlp", *(name for name, shape in CONFIGS.items() if shape.generates))
@@ -125,7 +124,8 @@ class TrainConfig:
         names = ("data", "batch", "learning_rate", "optimizer", "rung", "dtype", "seed", "clip_norm")
         described = {name: getattr(self, name) for name in names}
         own = {} if self.loss is None else {"loss": self.loss}
-        return {"model": self.model_name, "precision": self.layout.precision, **described, **own}
+        plain = {"momentum": 0.0} if self.optimizer == "sgd" else {}  # tells it from what "sgd" was before
+        return {"model": self.model_name, "precision": self.layout.precision, **described, **plain, **own}
 
     @property
     def masks(self) -> bool:
@@ -185,9 +185,12 @@ def loss_of(config: TrainConfig) -> Loss:
     return masked_cross_entropy if config.masks else cross_entropy
 
 
-def example_of(config: TrainConfig, data: Dataset) -> Tensor:
-    """A row of inputs, on which a pipeline runs a model once to find its layers."""
-    return config.converted(data.train[:1][0])
+def engine_of(config: TrainConfig, model: nn.Module, data: Dataset, **more: Any) -> Engine:
+    """Make the engine; `more` are further arguments of `prepare`."""
+    optimizer: Any = partial(OPTIMIZERS[config.optimizer], lr=config.learning_rate)  # type: ignore[call-arg]
+    example = config.converted(data.train[:1][0])  # a pipeline runs the model on it once to find its layers
+    loss, clip_norm = loss_of(config), config.clip_norm
+    return prepare(model, optimizer, config.layout, loss, clip_norm=clip_norm, example=example, **more)
 
 
 def _own(config: TrainConfig) -> tuple[nn.Module, Dataset]:

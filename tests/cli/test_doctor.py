@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from minidist.cli import commands, doctor, doctor_gpu, doctor_probe
+from minidist.cli import commands, doctor, doctor_probe
 from minidist.parallel.training import bf16_on_cpu
 from tests.helpers.clocks import HANG
 
@@ -171,7 +171,7 @@ def test_what_a_slow_machine_has_not_looked_at_is_not_called_missing(slow_look, 
     assert "NVVM: this machine was too slow to look within 5 s." in told
     assert not re.search("NVVM is missing|pip install 'minidist.cuda|Nothing is missing", told)
     stream = io.StringIO()
-    doctor_gpu.show(Console(file=stream), [part for part in slow_look if part.ok or not part.looked])
+    doctor.show_cuda(Console(file=stream), [part for part in slow_look if part.ok or not part.looked])
     assert stream.getvalue().startswith("It is not known whether the CUDA ladder will run here.\n")
 
 
@@ -286,7 +286,7 @@ def test_command_fails_only_where_a_required_part_is_missing(monkeypatch, capsys
 def test_one_block_says_whether_the_cuda_ladder_will_run() -> None:
     def printed(*parts: doctor.MachinePart) -> str:
         stream = io.StringIO()
-        doctor_gpu.show(Console(file=stream, width=60), doctor_gpu.needed(list(parts)))
+        doctor.show_cuda(Console(file=stream, width=60), doctor.needed_for_cuda(list(parts)))
         return stream.getvalue()
 
     ladder = doctor.ladder({"backend": "gpu", "toolkit": 13, "gpu": "NVIDIA H100", "driver": "13.0"})

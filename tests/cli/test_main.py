@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from minidist import benchmarks
 from minidist.benchmarks.harness import results
 from minidist.cli import commands
 from minidist.comm.errors import RankError
-from tests.helpers import warm_python
+from tests.helpers import measured, warm_python
 from tests.helpers.clocks import HANG, until
 
 COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()"]
@@ -38,6 +39,21 @@ def one_line(err):
     return err
 
 
+def in_a_terminal(command, **more):
+    """Run a command whose stderr is a terminal; return its exit code and what the terminal got."""
+    ours, terminal = os.openpty()
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = warm_python.Popen(command, stderr=terminal, stdout=subprocess.PIPE, env=variables, **more)
+    os.close(terminal)
+    told = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while read := os.read(ours, 4096):
+            told += read
+    os.close(ours)
+    process.communicate(timeout=HANG)
+    return process.returncode, told.decode()
+
+
 def test_help_imports_nothing_heavy():
     program = (
         "import sys\nfrom minidist.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
@@ -51,12 +67,34 @@ def test_help_imports_nothing_heavy():
     )
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "bench", "report", "plan", "lessons", "doctor"])
-def test_help_of_a_command_has_an_example(capfd, command):
+@pytest.mark.parametrize(
+    "command", ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "lessons", "doctor"]
+)
+def test_help_of_a_command_has_an_example_and_whole_sentences(capfd, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "400")
     code, out, _ = run(capfd, command, "--help")
     assert code == 0
     assert f"minidist {command}" in out.partition("Example:")[2]
     assert "--json" in out
+    words = [line.strip() for line in re.split("╭", out)[0].splitlines() if line.strip()][1:]
+    for line in words:  # planted: a docstring's line ends in the middle of a terminal's line
+        assert line.endswith((".", ":", "FOLDER")), line
+
+
+def test_optimizers_have_the_same_names_in_all_commands(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    for command in ("train", "trace", "plan", "dryrun"):
+        assert "adamw, adam, momentum (SGD with momentum) or sgd." in run(capfd, command, "--help")[1]
+    plans = ("plan", "--model", "byte-tiny", "--memory", "1GB", "--ranks", "2", "--json", "--optimizer")
+    assert run(capfd, *plans, "adamw") == run(capfd, *plans, "adam")
+    assert run(capfd, *plans, "momentum") != run(capfd, *plans, "sgd")
+
+
+def test_a_dry_runs_table_has_the_layouts_own_names(capfd):
+    words = ("dryrun", "--model", "byte-tiny", "--layout", "dp=2,tp=2,pp=2,micro_batches=2")
+    axes = {line.split()[0] for line in run(capfd, *words)[1].splitlines() if "float32" in line}
+    assert axes <= {"dp", "tp", "pp", "all"}
+    assert {"dp", "tp", "pp"} <= axes
 
 
 def test_no_words_are_a_call_for_help(capfd):
@@ -78,7 +116,7 @@ def test_the_version_is_the_packages(capfd):
         (["train", "--ranks", "0"], "--ranks"),
         (["train", "--data", "digit"], "'digits'"),
         (["train", "--data", "bytes", "--model", "byte-tinny"], "'byte-tiny'"),
-        (["train", "--optimizer", "adamv"], "'adamw'"),
+        (["train", "--optimizer", "adammw"], "'adamw'"),
         (["train", "--dtype", "float23"], "'float32'"),
         (["train", "--layout", "dq=2"], "'dp'"),
         (["train", "--ranks", "2", "--layout", "dp=4"], "needs 4 ranks and --ranks is 2"),
@@ -191,7 +229,7 @@ def test_a_batch_larger_than_the_data_is_refused(capfd):
 
 
 def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch, tmp_path):
-    from minidist.cli import traced_step, train
+    from minidist.cli import layout_runs, train
 
     monkeypatch.setenv("RANK", "1")
     code, out, _ = run(capfd, "train", "--steps", "1")  # a variable that was left in a shell
@@ -203,7 +241,7 @@ def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch, tmp_path):
 
     found = train.run(train.TrainConfig(steps=1))
     monkeypatch.setattr(train, "run", lambda *given, **options: found)
-    monkeypatch.setattr(traced_step, "trace_layout", lambda *given, **options: None)
+    monkeypatch.setattr(layout_runs, "trace_layout", lambda *given, **options: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     assert run(capfd, "train", "--steps", "1")[:2] == (0, "")
     assert run(capfd, *traced)[:2] == (0, "")
@@ -236,6 +274,29 @@ def test_ctrl_c_ends_a_training_with_one_line():
     _, err = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert one_line(err) == "minidist: stopped\n"
+
+
+def test_ctrl_c_ends_a_command_that_still_loads_with_one_line(tmp_path):
+    """Planted: a library of the command line during whose import Ctrl-C comes."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from minidist.cli import main; main()", "doctor"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(md.__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert one_line(done.stderr) == "minidist: stopped\n"
+
+
+def test_train_in_a_terminal_says_at_once_what_takes_so_long():
+    code, told = in_a_terminal([*COMMAND, "train", "--steps", "2", "--ranks", "2"])
+    assert code == 0
+    assert told.startswith("minidist: loading torch for 2 ranks; the first step is some seconds away")
+    assert told.index("preparing") < told.index("2/2")
+    assert re.search(r"loss \d", told)
+    assert "nan" not in told
 
 
 FAKE_SUITE = '''"""A suite of the tests.
@@ -397,21 +458,9 @@ def test_bench_of_nothing_says_so_and_writes_nothing(suite, words, told):
 
 def test_bench_in_a_terminal_says_what_was_wrong(suite):
     """Its bar is gone by then, and has left stderr as it was."""
-    ours, terminal = os.openpty()
-    process = warm_python.Popen(
-        [*BENCH, str(suite), "bench", "-k", "zzz"],
-        stderr=terminal,
-        cwd=suite,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(terminal)
-    told = b""
-    with contextlib.suppress(OSError):  # the end of a terminal
-        while read := os.read(ours, 4096):
-            told += read
-    os.close(ours)
-    assert process.wait(HANG) == 2
-    assert b"no benchmark matches -k 'zzz'" in told
+    code, told = in_a_terminal([*BENCH, str(suite), "bench", "-k", "zzz"], cwd=suite)
+    assert code == 2
+    assert "no benchmark matches -k 'zzz'" in told
 
 
 def test_bench_that_sigterm_stops_leaves_nothing_behind(suite):
@@ -505,6 +554,26 @@ def test_report_prints_json_and_nothing_else(capfd, suite):
     assert found["machines"]["out"]["sections"][0]["title"] == "things"
     assert (found["cuda_ladder"]["machine"], len(found["cuda_ladder"]["rows"])) == (None, 10)
     assert not (suite / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "limit"), [("new", [], 50_000), ("there", [], 50_000), ("there", ["--markdown"], 2000)]
+)
+def test_report_on_a_full_disk_leaves_what_was_there(capfd, tmp_path, name, more, limit):
+    """Planted: no file may be larger than the limit, and the report is."""
+    (tmp_path / "there").write_text("the old report")
+    results.save(measured.machine(*measured.strategies()), tmp_path / "results" / "made-up.json")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        words = ("--results", str(tmp_path / "results"), "--out", str(tmp_path / name), *more)
+        code, _, err = run(capfd, "report", *words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    assert one_line(err) == f"minidist: {tmp_path / name}: File too large\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "results"}
+    assert (tmp_path / "there").read_text() == "the old report"
 
 
 def test_another_cpus_kernel_is_not_what_numpy_is_measured_with():

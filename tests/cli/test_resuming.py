@@ -165,6 +165,29 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
         assert "has checkpoints, and the training must not continue from them" in said
 
 
+@pytest.mark.parametrize(("name", "goes_on"), [("momentum", True), ("sgd", False)])
+def test_sgd_of_an_older_version_is_sgd_with_momentum(
+    cluster_of: Clusters, tmp_path: Path, name: str, goes_on: bool
+) -> None:
+    config = replace(CONFIG, steps=2, save=str(tmp_path), optimizer="momentum", layout=md.Layout())
+
+    def of_older_version() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            described = {**config.description, "optimizer": "sgd"}
+            patch.setattr(TrainConfig, "description", property(lambda self: described))
+            train(config)
+
+    def resumed() -> int | str:
+        try:
+            return train(replace(config, steps=4, optimizer=name)).resumed_at
+        except ValueError as error:
+            return str(error)
+
+    cluster_of(1).run(of_older_version)
+    (found,) = cluster_of(1).run(resumed)
+    assert found == 2 if goes_on else "with optimizer='momentum', and this one has 'sgd'" in found
+
+
 def signalled(
     process: Any, config: TrainConfig, number: signal.Signals, everyone: bool = False
 ) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import minidist as md
 from minidist import comm
 from minidist.cli import train
 from minidist.cli.train import TrainConfig, TrainResult
-from minidist.cli.train_config import build
+from minidist.cli.train_config import build, engine_of
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -81,6 +81,13 @@ def test_any_layout_learns_the_same(cluster_of: Clusters, config: TrainConfig, l
         assert result.parameters == alone.parameters
 
 
+@pytest.mark.parametrize(("name", "momentum"), [("momentum", 0.9), ("sgd", 0)])
+def test_sgd_is_plain_and_momentum_is_not(name: str, momentum: float) -> None:
+    config = TrainConfig(optimizer=name, learning_rate=0.5)
+    (group,) = engine_of(config, *build(config)).optimizer.param_groups
+    assert (group["momentum"], group["lr"]) == (momentum, 0.5)
+
+
 def test_run_launches_the_layout() -> None:
     result = train.run(TrainConfig(steps=2, layout=md.Layout(dp=2)))
     assert isinstance(result, TrainResult)
@@ -122,7 +129,7 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
         ({"model": "byte-tiny"}, "the model byte-tiny cannot train on digits; give the mlp"),
         ({"data": "bytes", "model": "mlp"}, "the model mlp cannot train on bytes"),
         ({"data": "bytes", "model": "bert-tiny"}, "unknown model 'bert-tiny'"),
-        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"optimizer": "adammw"}, "did you mean 'adamw'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
         ({"rung": "s9"}, "unknown rung .s9.: the ladder is"),
         ({"data": "bytes", "rung": "s4"}, "a rung .s4. is for the mlp's layers"),

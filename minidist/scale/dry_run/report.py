@@ -25,7 +25,6 @@ HELD = (
     "losses and temporaries within an operation come on top"
 )
 NO_TIME = "The time of a step is not predicted where tp, pp or cp cut a model of your own."
-NAMES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "world": "all ranks"}
 
 
 def heading(found: DryRun) -> str:
@@ -49,7 +48,15 @@ def calls_table(found: DryRun) -> Table:
     """A line for each kind of call in a step."""
     sections = [
         [
-            (NAMES[x.axis], x.phase, x.name, x.dtype, f"{x.ranks:,}", f"{x.calls:,}", f"{x.bytes_sent:,}")
+            (
+                "all ranks" if x.axis == "world" else x.axis,
+                x.phase,
+                x.name,
+                x.dtype,
+                f"{x.ranks:,}",
+                f"{x.calls:,}",
+                f"{x.bytes_sent:,}",
+            )
             for x in own
         ]
         for _, own in groupby(found.lines, key=lambda line: line.axis)

@@ -251,7 +251,9 @@ def test_the_formulas_of_hybrid_sharding_and_secondary_shares() -> None:
 def test_buckets_are_those_of_the_reducer() -> None:
     shape = config("gpt2-small", layers=3, vocabulary=9001)
     parameters = [*GPT(shape, device="meta").parameters()]
-    parts = joined_messages.deal_to_buckets(parameters, reversed(range(len(parameters))), parameter_sizes.BUCKET)
+    parts = joined_messages.deal_to_buckets(
+        parameters, reversed(range(len(parameters))), parameter_sizes.BUCKET
+    )
     expected = [sum(parameters[place].numel() for place in places) for places in parts]
     assert len(expected) > 3
     assert parameter_sizes.on_rank(shape).buckets(4) == expected
