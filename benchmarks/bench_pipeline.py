@@ -78,20 +78,22 @@ def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> 
     """The share of time in which ranks wait, and what each rank did when in the median step."""
     message = max(worlds(RANKS).run(message_seconds, CASE))
     ranks = worlds(RANKS).run(passes, CASE, name, *((30, math.inf) if full else (8, 3.0)))
-    schedule = schedules.by_name(name, RANKS, CASE.micro_batches, SCHEDULES[name].least_chunks)
+    chunks = SCHEDULES[name].least_chunks
+    schedule = schedules.by_name(name, RANKS, CASE.micro_batches, chunks)
+    placement = SCHEDULES[name].placement(RANKS, chunks)
     steps, waited, simulated, shares = [*zip(*ranks, strict=True)], [], [], []
     for step in steps:
         first, last = min(own[0].start for own in step), max(own[-1].end for own in step)
         seconds = RANKS * (last - first)
         waited.append(seconds - sum(each.end - each.start for own in step for each in own))
-        expected = schedules.simulate(schedule, {**mean_times(step), "message": message})
+        expected = schedules.simulate(schedule, {**mean_times(step, placement), "message": message})
         simulated.append(expected.bubble * RANKS * expected.seconds)
-        uneven = schedules.simulate(schedule, {**times(step), "message": message})
+        uneven = schedules.simulate(schedule, {**times(step, placement), "message": message})
         shares.append((waited[-1] / seconds, expected.bubble, uneven.bubble))
     record(benchmark, waited, simulated, "the simulation")
     measured, planned, known = (float(share) for share in np.median(shares, axis=0))
     middle = min(range(len(steps)), key=lambda i: abs(shares[i][0] - measured))
-    plan = schedules.simulate(schedule, {**mean_times(steps[middle]), "message": message})
+    plan = schedules.simulate(schedule, {**mean_times(steps[middle], placement), "message": message})
     benchmark.extra_info |= {
         "label": name,
         "ranks": RANKS,

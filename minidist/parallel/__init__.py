@@ -32,7 +32,7 @@ To add a strategy:
 4. Add its layouts to tests/parallel/test_layouts.py. These tests hold it to the contract in
    tests/helpers/contract.py: in float64, every parameter equals single-process training to 1e-10.
 
-To add a pipeline schedule, write a function from ranks, micro-batches and chunks to instruction lists in
-pipeline/schedules.py, and add it to `SCHEDULES` in contract/schedule_kinds.py. `Layout`, `Pipeline`, the
-planner, the models of memory and time and the pipeline benchmark read that record.
+To add a pipeline schedule, write a function from ranks, micro-batches and chunks to each rank's passes in
+pipeline/schedules.py, and its record in `SCHEDULES`, contract/schedule_kinds.py. `Layout`, `Pipeline`, the
+planner, the models of memory and time, benchmarks, tests, docs and the playground read that record.
 """

@@ -24,13 +24,13 @@ from minidist.kernels.measure.harness import LEAST, time_in_turns
 from minidist.model.configs import GPTConfig, config
 from minidist.model.data import dataset
 from minidist.model.gpt import GPT
-from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.parallel.pipeline.instructions import Instruction, stage_of
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement, round_robin
+from minidist.parallel.pipeline.instructions import Instruction
 from minidist.parallel.pipeline.layer_by_layer import cut, measure
 from minidist.parallel.pipeline.simulation import Event
 
-PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-"""Our schedules that torch's pipelining also has, with the names of its classes."""
+PEERS = {n: kind.torch_name for n, kind in SCHEDULES.items() if kind.torch_name and not kind.splits_backward}
+"""Our schedules that torch's pipelining also has, and its classes. Its zero bubble is another one."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,18 @@ class Case:
         data = dataset("bytes", length=config(self.model).context, limit=self.rows * steps)
         return [data.train[step * self.rows : (step + 1) * self.rows] for step in range(steps)]
 
-    def stages(self, chunks: int = 1) -> list[nn.Module]:
+    def stages(self, name: str = DEFAULT_SCHEDULE) -> list[nn.Module]:
         """Return this rank's layers, a module per chunk, cut so that the slowest part is fastest."""
+        placement = SCHEDULES[name].placement(md.size(), SCHEDULES[name].least_chunks)
         shape = config(self.model)
         assert isinstance(shape, GPTConfig)
         layers = GPT(replace(shape, tied=False), seed=SEED).layers
         inputs, _ = self.batches(1)[0]
         seconds = torch.tensor(measure(layers, inputs[: self.rows // self.micro_batches]))
         comm.broadcast(seconds)  # all ranks must cut alike
-        parts = cut(layers, chunks * md.size(), seconds.tolist())
-        own = [parts[stage_of(md.rank(), chunk, md.size())] for chunk in range(chunks)]
-        return [nn.Sequential(*(layers[i] for i in part)) for part in own]
+        parts = cut(layers, len(placement.ranks), seconds.tolist())
+        own = placement.stages[md.rank()]
+        return [nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _ours(name: str, stage: nn.Module, micro_batches: int) -> Callable[[Tensor, 
 
 def passes(case: Case, name: str, rounds: int, seconds: float = inf) -> list[list[Pass]]:
     """Return when this rank ran which pass, for each of `rounds` steps; `LEAST` suffice after `seconds`."""
-    stages, (batch,) = case.stages(SCHEDULES[name].least_chunks), case.batches(1)
+    stages, (batch,) = case.stages(name), case.batches(1)
     pipeline = md.Pipeline(stages, name, case.micro_batches)
     steps: list[list[Pass]] = []
     begun = perf_counter()
@@ -188,27 +189,34 @@ def message_seconds(case: Case, rounds: int = 40) -> float:
     return median(seconds[10:])
 
 
-def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
-    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them."""
+def times(
+    ranks: Sequence[Sequence[Pass]], placement: StagePlacement | None = None
+) -> dict[str, list[list[float]]]:
+    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them.
+
+    placement: where the stages are; None for round robin.
+    """
     everything = [each.instruction for own in ranks for each in own]
-    chunks = 1 + max(each.chunk for each in everything)
+    if placement is None:
+        placement = round_robin(len(ranks), 1 + max(each.chunk for each in everything))
     return {
         kind: [
             [
                 each.end - each.start
-                for each in sorted(own, key=lambda each: each.instruction.micro_batch)
-                if each.instruction.kind == kind and each.instruction.chunk == chunk
+                for each in sorted(ranks[rank], key=lambda each: each.instruction.micro_batch)
+                if each.instruction.kind == kind and placement.stages[rank][each.instruction.chunk] == stage
             ]
-            for chunk in range(chunks)
-            for own in ranks
+            for stage, rank in enumerate(placement.ranks)
         ]
         for kind in {each.kind for each in everything}
     }
 
 
-def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
+def mean_times(
+    ranks: Sequence[Sequence[Pass]], placement: StagePlacement | None = None
+) -> dict[str, list[float]]:
     """Return the mean seconds per kind of pass and stage, which is all that a plan can know beforehand."""
-    return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}
+    return {kind: [fmean(own) for own in each] for kind, each in times(ranks, placement).items()}
 
 
 def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:

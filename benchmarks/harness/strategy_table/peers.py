@@ -26,6 +26,7 @@ from minidist.benchmarks.harness.strategy_table.peers_model_parallel import (
 )
 from minidist.benchmarks.harness.strategy_table.programs import Program
 from minidist.benchmarks.harness.strategy_table.strategies import EVERY, OUTSIDE, Work
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 
 Make = Callable[[Work], Program]
 
@@ -129,10 +130,9 @@ PEERS: dict[str, Make] = {
     "torch parallelize_module": parallelized,
     "torch parallelize_module, SequenceParallel": sequence_parallelized,
     "torch fully_shard and tensor": fully_sharded_and_cut,
-    "torch ScheduleGPipe": partial(pipelined, "ScheduleGPipe"),
-    "torch Schedule1F1B": partial(pipelined, "Schedule1F1B"),
-    "torch ScheduleInterleaved1F1B": partial(pipelined, "ScheduleInterleaved1F1B"),
-    "torch ScheduleInterleavedZeroBubble": partial(pipelined, "ScheduleInterleavedZeroBubble"),
+    **{
+        f"torch {kind.torch_name}": partial(pipelined, kind) for kind in SCHEDULES.values() if kind.torch_name
+    },
     "Accelerate": accelerated,
     **{f"DeepSpeed ZeRO-{stage}": partial(deep_speed, stage) for stage in (1, 2, 3)},
 }

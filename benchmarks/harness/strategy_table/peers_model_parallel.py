@@ -12,6 +12,7 @@ from minidist.benchmarks.harness.steps.tensor_steps import cut_blocks
 from minidist.benchmarks.harness.steps.training_steps import ADAMW, plain_loop
 from minidist.benchmarks.harness.strategy_table.programs import Program
 from minidist.benchmarks.harness.strategy_table.strategies import Work
+from minidist.parallel.contract.schedule_kinds import ScheduleKind
 from minidist.parallel.pipeline.layer_by_layer import cut
 
 
@@ -103,14 +104,14 @@ def _loop(model: nn.Module, share: tuple[int, int] = (0, 1)) -> Program:
     return Program(plain_loop(model, optimizer), share, model, optimizer)
 
 
-def pipelined(name: str, work: Work) -> Program:
+def pipelined(kind: ScheduleKind, work: Work) -> Program:
     """Run a schedule of `torch.distributed.pipelining`, on the same stages as our own rows."""
-    chunks = 2 if name == "ScheduleInterleaved1F1B" else 1
+    placement = kind.placement(md.size(), kind.least_chunks)
     layers: Any = work.build().layers
-    parts = cut(layers, chunks * md.size())
-    own = [md.rank() + md.size() * chunk for chunk in range(chunks)]
+    parts = cut(layers, len(placement.ranks))
+    own = placement.stages[md.rank()]
     stages = {stage: nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own}
     modules = nn.ModuleList(stages.values())
     optimizer = ADAMW(modules.parameters())
-    train = torch_loop(name, {**stages}, len(parts), 4, optimizer)
+    train = torch_loop(kind.torch_name, {**stages}, len(parts), 4, optimizer)
     return Program(train, module=modules, optimizer=optimizer)

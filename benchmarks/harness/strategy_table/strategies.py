@@ -19,6 +19,7 @@ from minidist.model.gpt import GPT
 from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
 YARDSTICK = "plain torch"
 """Training in one process with all cores of the machine: every row is measured in turns with it."""
@@ -105,9 +106,10 @@ def _data_parallel(form: str, peer: str = "torch DDP", exact: bool = True, **opt
     )
 
 
-def _pipeline(name: str, peer: str, **fields: Any) -> Row:
-    layout = ",".join(f"{key}={value}" for key, value in {"pp": 2, "micro_batches": 4, **fields}.items())
-    return Row(f"pipeline, {name}", layout, "pipeline", (peer,))
+def _pipeline(name: str, kind: ScheduleKind) -> Row:
+    layout = Layout(pp=2, micro_batches=4, schedule=name, chunks=kind.least_chunks)
+    peers = (f"torch {kind.torch_name}",) if kind.torch_name else ()
+    return Row(f"pipeline, {kind.title}", str(layout), "pipeline", peers)
 
 
 ROWS = (
@@ -146,10 +148,7 @@ ROWS = (
         exact=False,
     ),
     Row("layer by layer", "pp=2", "pipeline", loop="layer by layer"),
-    _pipeline("GPipe", "torch ScheduleGPipe", schedule="gpipe"),
-    _pipeline("1F1B", "torch Schedule1F1B"),
-    _pipeline("interleaved", "torch ScheduleInterleaved1F1B", schedule="interleaved", chunks=2),
-    _pipeline("zero bubble", "torch ScheduleInterleavedZeroBubble", schedule="zero_bubble"),
+    *(_pipeline(name, kind) for name, kind in SCHEDULES.items()),
     Row("tensor parallel", "tp=2", "tensor", ("torch parallelize_module",)),
     Row(
         "tensor and sequence parallel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from minidist._names import unknown
-from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, schedule_kind
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, chunked_kinds, schedule_kind
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -81,11 +81,10 @@ class Layout:
                 f"schedule is {self.schedule!r} and chunks {self.chunks} with pp=1, where there is no "
                 "pipeline; give pp of 2 or more, or leave them out"
             )
-        if (self.chunks > 1) != schedule.chunked:
-            chunked = " or ".join(name for name, kind in SCHEDULES.items() if kind.chunked)
+        if not schedule.takes_chunks(self.chunks):
             raise ValueError(
-                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or more "
-                f"with the schedule {chunked}, and 1 with any other"
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of "
+                f"{chunked_kinds()}, and 1 with any other"
             )
         if self.recompute and not schedule.allows_recompute:
             raise ValueError(

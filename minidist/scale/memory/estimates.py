@@ -16,7 +16,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.pipeline.schedules import Schedule, by_name
 from minidist.scale.memory.arguments import check, check_secondary, check_types, rows_and_tokens
-from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
+from minidist.scale.memory.parameter_sizes import ModelPart, own_parts, share
 from minidist.scale.memory.saved_activations import Saved
 from minidist.scale.memory.state_bytes import BYTES, by_formula, held
 
@@ -129,20 +129,20 @@ def _one(
     tensor_rank: int,
 ) -> Estimate:
     """Estimate for the rank with these coordinates."""
-    part = ModelPart(layout.tp, layout.pp, layout.chunks, tensor_rank, stage)
+    part = ModelPart(layout.tp, layout.pp, layout.chunks, tensor_rank, stage, layout.schedule)
     states = held(config, layout.owners, layout.zero, precision, optimizer, part, secondary)
     own, tokens = share(batch[0], layout.dp, data_rank), zigzag_order.size(batch[1], layout.cp, context_rank)
     options = BYTES[precision], attention, part, layout.sequence_parallel, layout.cp > 1
     activations = logits = 0
     if own:
         count, whole = min(layout.micro_batches, own), Saved(config, own, tokens, *options)
-        activations, logits = _activations(whole, count, layout.schedule, layout.recompute)
+        activations, logits = _activations(whole, count, layout.recompute)
     temporary = max(logits + states.gathered, states.update - activations)
     return Estimate(states.parameters, states.gradients, states.optimizer, activations, 0, temporary)
 
 
 @lru_cache(maxsize=16384)
-def _activations(whole: Saved, count: int, schedule: str, recompute: bool) -> tuple[int, int]:
+def _activations(whole: Saved, count: int, recompute: bool) -> tuple[int, int]:
     """Peak bytes that `count` micro-batches of the `whole` rows save on a stage, and the transient logits.
 
     The result does not depend on ZeRO's stage, so a planner asks for each four times.
@@ -150,13 +150,14 @@ def _activations(whole: Saved, count: int, schedule: str, recompute: bool) -> tu
     part = whole.part
     longer = whole.rows % count  # so many micro-batches, the first ones, have an additional row
     saved = [replace(whole, rows=share(whole.rows, count, each)) for each in sorted({0, longer})]
-    logits = saved[0].transient_logits if part.stage == part.pp - 1 else 0
-    chunks = parts(whole.config, part.pp, part.chunks)[part.stage :: part.pp]
+    chunks = own_parts(whole.config, part)
+    last = whole.config.layers + 1
+    logits = saved[0].transient_logits if any(last in chunk for chunk in chunks) else 0
     kept = [_kept(each, layers, recompute) for each in saved for layers in chunks]
     if part.pp == 1:  # each backward pass follows its forward pass
         return max(map(max, kept)), logits
     peak = 0
-    for live, computing in _moments(schedule, part.pp, count, part.chunks, longer)[part.stage]:
+    for live, computing in _moments(part.schedule, part.pp, count, part.chunks, longer)[part.stage]:
         waiting = sum(number * each for number, (each, _) in zip(live, kept, strict=False))
         between, at_most = kept[computing]
         peak = max(peak, waiting, waiting - between + at_most)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
 
@@ -33,7 +34,8 @@ class ModelPart:
     pp: int = 1  # pipeline ranks
     chunks: int = 1  # parts of the model on each pipeline rank
     tp_rank: int = 0
-    stage: int = 0
+    stage: int = 0  # its rank in the pipeline
+    schedule: str = DEFAULT_SCHEDULE  # which places the parts on the ranks
 
     def own(self, count: int) -> int:
         """How many of `count` heads, columns or vocabulary entries this tensor-parallel rank has."""
@@ -47,11 +49,19 @@ ALONE = ModelPart()
 def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     """The layer numbers of each part of a pipeline; the embeddings are layer 0 and the head is the last.
 
-    Part i is on stage i % pp. The parts have as equal numbers of parameters as possible; see `cut`.
+    The parts have as equal numbers of parameters as possible; see `cut`.
     """
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
     return cut_by_weights(whole, pp * chunks)
+
+
+@lru_cache(maxsize=4096)
+def own_parts(config: TransformerConfig, part: ModelPart) -> list[range]:
+    """The layer numbers of each of a rank's chunks."""
+    placement = schedule_kind(part.schedule).placement(part.pp, part.chunks)
+    found = parts(config, part.pp, part.chunks)
+    return [found[stage] for stage in placement.stages[part.stage]]
 
 
 def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:
@@ -60,7 +70,7 @@ def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:
     If the output matrix is tied and the two ends lie on different stages, the last stage has a copy.
     """
     found, last = [], config.layers + 1
-    own = [i for chunk in parts(config, part.pp, part.chunks)[part.stage :: part.pp] for i in chunk]
+    own = [i for chunk in own_parts(config, part) for i in chunk]
     for i in own:
         if i == 0:
             found.append(embeddings(config, part))

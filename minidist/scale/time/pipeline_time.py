@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import Schedule, StageMessage, message_of, stage_of
-from minidist.parallel.pipeline.replay import replay
+from minidist.parallel.pipeline.instructions import Schedule, StageMessage, moved, placement_of
+from minidist.parallel.pipeline.schedule_proof import replay
 from minidist.scale.memory.estimates import schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
@@ -52,12 +52,13 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
     Relies on `with_messages`, which puts each message next to the pass that it belongs to.
     """
     schedule = schedule_of(name, ranks, micro_batches, chunks)
+    stages = placement_of(schedule).stages
     waits, latest = [NONE] * ranks, [NONE] * ranks  # each rank's message to wait for; its last pass
     made: dict[StageMessage, int] = {}
     found: list[TimedPass] = []
     for rank, each, message in replay(schedule):
         if message is None:
-            stage = stage_of(rank, each.chunk, ranks)
+            stage = stages[rank][each.chunk]
             latest[rank] = len(found)
             found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
             waits[rank] = NONE
@@ -79,7 +80,7 @@ def seconds_on_shared_cores(
     seconds: of each pass while all ranks compute. message: seconds from a send to its arrival. pace: from how
     many ranks compute to the seconds of a pass, over those while all compute.
     """
-    ranks = len(schedule)
+    ranks, placement = len(schedule), placement_of(schedule)
     steps, left = [0] * ranks, [0.0] * ranks  # each rank's next instruction, and the rest of its pass
     arrivals: dict[StageMessage, float] = {}
     now = 0.0
@@ -90,9 +91,9 @@ def seconds_on_shared_cores(
         while not left[rank] and steps[rank] < len(schedule[rank]):
             each = schedule[rank][steps[rank]]
             if each.computes:
-                left[rank] = seconds[each.kind][stage_of(rank, each.chunk, ranks)][each.micro_batch]
+                left[rank] = seconds[each.kind][placement.stages[rank][each.chunk]][each.micro_batch]
             else:
-                _, what = message_of(each, rank, ranks)
+                what = moved(each, rank, placement)
                 if each.kind.startswith("send"):
                     arrivals[what] = now + message
                 elif arrivals.get(what, float("inf")) > now:

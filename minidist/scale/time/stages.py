@@ -15,7 +15,7 @@ from typing import Any
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.schedule_kinds import SCHEDULES
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.estimates import schedule_of
 from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
@@ -97,6 +97,7 @@ class StepStages:
         self.rates = self.crowd.rates
         self.wires = Wires(hardware, self.crowd, layout, secondary)
         self.chunks = parts(shape, layout.pp, layout.chunks)
+        self.placement = schedule_kind(layout.schedule).placement(layout.pp, layout.chunks)
         self._form = replace(layout, zero=0, shard=0), tokens  # passes and pipelines do not depend on ZeRO
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
@@ -129,14 +130,15 @@ class StepStages:
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
         fullest = max(range(layout.pp), key=self._parameters)
-        shape, part = self.shape, self.part(fullest)
+        shape, part, ranks = self.shape, self.part(fullest), self.placement.ranks
+        tied = shape.shares_matrix and ranks[0] != ranks[-1]
         gradients = GradientTime(
             [size for layer in parameter_sizes.layers(shape, part) for size in layer],
             parameter_sizes.units(shape, part),
             self.wires,
             len(self.micro_rows),
             self.optimizer,
-            part.own(shape.vocabulary) * shape.width if shape.shares_matrix else 0,
+            part.own(shape.vocabulary) * shape.width if tied else 0,
         )
         found |= gradients.parts(done[-1].whole_backward, passes)
         found["pp"] += gradients.tied
@@ -148,12 +150,13 @@ class StepStages:
 
     def part(self, stage: int = 0) -> ModelPart:
         """The part of the model of the rank that has the most work on a stage."""
-        return ModelPart(self.layout.tp, self.layout.pp, self.layout.chunks, self.layout.tp - 1, stage)
+        layout = self.layout
+        return ModelPart(layout.tp, layout.pp, layout.chunks, layout.tp - 1, stage, layout.schedule)
 
     def _on(self, stage: int) -> list[StageTimes]:
         """Times of each micro-batch through each chunk of a stage's rank."""
-        chunks = range(stage, len(self.chunks), self.layout.pp)
-        return [self.times(chunk, rows) for rows in self.micro_rows for chunk in chunks]
+        own = self.placement.stages[stage]
+        return [self.times(chunk, rows) for rows in self.micro_rows for chunk in own]
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""

@@ -45,7 +45,7 @@ def test_a_schedule_in_the_record_is_known_everywhere(added: str) -> None:
 
 def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by = f"{__name__}:late_backward"
-    monkeypatch.setitem(SCHEDULES, "wide", ScheduleKind("wide", made_by, chunked=True))
+    monkeypatch.setitem(SCHEDULES, "wide", ScheduleKind("wide", made_by, chunks=(2, None)))
     monkeypatch.setitem(
         SCHEDULES, "split", ScheduleKind("split", made_by, splits_backward=True, planned=False)
     )
@@ -56,6 +56,15 @@ def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
         md.Layout(pp=2, schedule="split", recompute=True)
     planned = plan(SHAPE, ranks=2, memory=10**9, batch=(8, 16), hardware="cpu-xeon-8480")
     assert "split" not in {each.layout.schedule for each in planned.fitting}
+
+
+def test_the_pages_table_is_what_the_records_make() -> None:
+    from docs import schedule_table
+
+    (found,) = schedule_table.TABLE.findall(schedule_table.PAGE.read_text())
+    made = schedule_table.table().splitlines()
+    assert len(found.splitlines()) > 4
+    assert {*found.splitlines()} <= {*made}, "run: python docs/schedule_table.py"
 
 
 def test_an_unknown_schedule_is_named() -> None:

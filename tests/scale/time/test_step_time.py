@@ -20,6 +20,7 @@ from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.pipeline import schedules
+from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory import parameter_sizes
@@ -449,7 +450,7 @@ def test_ranks_that_share_cores() -> None:
 def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
     name: str, ranks: int, micro_batches: int
 ) -> None:
-    chunks = 2 if name == "interleaved" else 1
+    chunks = schedules.SCHEDULES[name].least_chunks
     drawn = random.Random(f"{name} {ranks}")
     seconds = {
         kind: [[drawn.random() for _ in range(micro_batches)] for _ in range(ranks * chunks)]
@@ -464,7 +465,7 @@ def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
 
 @pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
 def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
-    chunks = 2 if name == "interleaved" else 1
+    chunks = schedules.SCHEDULES[name].least_chunks
     schedule = schedules.by_name(name, 3, 5, chunks)
     kinds = ("forward", "backward", "backward_input", "backward_weight")
     seconds = {
@@ -479,7 +480,7 @@ def test_with_a_core_each_shared_cores_are_none(name: str) -> None:
     one = pipeline_time.seconds_on_shared_cores(schedule, seconds, 0.0, lambda working: working / 3)
     ran = [each for own in schedule for each in own if each.computes]
     total = sum(
-        seconds[each.kind][each.chunk * 3 + rank][each.micro_batch]
+        seconds[each.kind][placement_of(schedule).stages[rank][each.chunk]][each.micro_batch]
         for rank, own in enumerate(schedule)
         for each in own
         if each.computes
