@@ -135,11 +135,9 @@ def links(page: Path) -> list[Path]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead the links to the pages of what they name; make the table of schedules of their records."""
+    """Lead the links to the pages of what they name; make the tables of schedules and policies anew."""
     place = page.file.src_uri
-    if place == "strategies/pipeline.md":
-        schedules = runpy.run_path(os.fspath(DOCS / "schedule_table.py"))
-        markdown = schedules["TABLE"].sub(schedules["table"](), markdown)
+    markdown = runpy.run_path(os.fspath(DOCS / "tables.py"))["renewed"](place, markdown)
     source = ROOT / place if page.file.generated_by else DOCS / place
 
     def lead(link: re.Match[str]) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
+from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.parallel.engine import parameter_placement, partition_model, staged_passes, training_step
 from minidist.parallel.sharding import data_parallel_strategy
@@ -71,7 +72,8 @@ def layouts(ranks: int) -> Iterator[md.Layout]:
             schedule = [*SCHEDULES][number % len(SCHEDULES)] if pp > 1 else DEFAULT_SCHEDULE
             kind = SCHEDULES[schedule]
             more |= {"schedule": schedule, "chunks": kind.least_chunks}
-            more["recompute"] = number % 5 == 0 and kind.allows_recompute
+            policy = [*POLICIES][number // 5 % len(POLICIES)]
+            more["recompute"] = policy if number % 5 == 0 and kind.allows_recompute else False
             yield md.Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, **more)
 
 

@@ -14,6 +14,7 @@ from minidist.model.configs import config as config_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
+from minidist.parallel.contract.recompute_policies import recomputed_parts
 from minidist.parallel.pipeline.schedules import Schedule, by_name
 from minidist.scale.memory.arguments import check, check_secondary, check_types, rows_and_tokens
 from minidist.scale.memory.parameter_sizes import ModelPart, own_parts, share
@@ -142,7 +143,7 @@ def _one(
 
 
 @lru_cache(maxsize=16384)
-def _activations(whole: Saved, count: int, recompute: bool) -> tuple[int, int]:
+def _activations(whole: Saved, count: int, recompute: bool | str) -> tuple[int, int]:
     """Peak bytes that `count` micro-batches of the `whole` rows save on a stage, and the transient logits.
 
     The result does not depend on ZeRO's stage, so a planner asks for each four times.
@@ -187,15 +188,19 @@ def schedule_of(name: str, ranks: int, micro_batches: int, chunks: int) -> Sched
     return by_name(name, ranks, micro_batches, chunks)
 
 
-def _kept(saved: Saved, layers: range, again: bool) -> tuple[int, int]:
+def _kept(saved: Saved, layers: range, recompute: bool | str) -> tuple[int, int]:
     """Bytes of a micro-batch in a part of the model: between its two passes, and the peak during them."""
     count = saved.config.layers
-    blocks, first, last = len([i for i in layers if 1 <= i <= count]), 0 in layers, count + 1 in layers
-    if not again:
-        ends = first * saved.embedding() + last * (saved.head() + saved.loss())
-        return (blocks * saved.block() + ends,) * 2
-    # Every layer keeps its input; one layer at a time keeps everything.
-    inputs = (blocks + last) * saved.stream
-    at_the_end = inputs + last * max(saved.loss(), saved.head() - saved.stream)
-    in_the_last_block = blocks and blocks * saved.stream + saved.block() - saved.stream
-    return inputs, max(at_the_end, in_the_last_block)
+    again, known = (
+        recomputed_parts(recompute, count),
+        dict[tuple[bool, bool, frozenset[str]], tuple[int, int]](),
+    )
+    between = peak = 0
+    for i in layers:
+        key = i == 0, i > count, again[i]  # a large model has many layers, of few kinds
+        known[key] = known.get(key) or saved.layer(i, again[i])
+        kept, most = known[key]
+        between, peak = between + kept, max(peak, between + most)
+    if count + 1 in layers:
+        between += saved.loss()
+    return between, max(between, peak)

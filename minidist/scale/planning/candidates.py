@@ -19,6 +19,7 @@ from typing import Any
 
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.own_prediction import check_any, estimate_any, predict_any
@@ -61,10 +62,9 @@ class Question:
         given = self.shape, layout, self.batch, self.hardware
         return predict_any(*given, self.optimizer, secondary, self.simulated)
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether the model has layers that can be recomputed."""
-        return not isinstance(self.shape, OwnModel) or self.shape.recomputes
+    def recomputes(self, policy: bool | str) -> bool:
+        """Whether the model has the parts that a policy recomputes."""
+        return not isinstance(self.shape, OwnModel) or self.shape.recomputes(policy)
 
     @property
     def grids(self) -> list[tuple[int, int, int, int]]:
@@ -141,7 +141,7 @@ def frugal(question: Question) -> Iterator[Layout]:
             continue
         for zero in (0, 3 if pp == 1 else 1) if dp * cp > 1 else (0,):
             try:
-                again = question.recomputes
+                again = question.recomputes(True)
                 layout = Layout(dp, tp, pp, zero, 1, question.precision, again, cp, sequence_parallel=tp > 1)
                 require_supported(question, layout)
             except ValueError:
@@ -163,8 +163,9 @@ def _of_one_form(
             yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
-    if SCHEDULES[layout.schedule].allows_recompute and question.recomputes:
-        forms.append(replace(layout, recompute=True))
+    if SCHEDULES[layout.schedule].allows_recompute:
+        planned = [name for name, policy in POLICIES.items() if policy.planned and question.recomputes(name)]
+        forms += [replace(layout, recompute=name) for name in planned]
     most, last, found = share(question.rows, layout.dp), None, False
     for form in forms:
         least = 0  # the fewest micro-batches that fit

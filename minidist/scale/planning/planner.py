@@ -134,7 +134,7 @@ def effort(candidate: Candidate) -> tuple[float, ...]:
     """How complex a candidate is: axes besides dp; ZeRO's stage and other options; micro-batches."""
     layout = candidate.layout
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
-    more = layout.recompute + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
+    more = bool(layout.recompute) + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     more += (layout.shard > 0) + (candidate.secondary > 0)
     return axes, layout.zero + more, layout.micro_batches
 

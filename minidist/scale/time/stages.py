@@ -15,6 +15,7 @@ from typing import Any
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.recompute_policies import WHOLE, share_recomputed
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
 from minidist.scale.memory import parameter_sizes
 from minidist.scale.memory.estimates import schedule_of
@@ -175,7 +176,11 @@ class StepStages:
         passes = of.layers(layers)
         blocks = len([i for i in layers if 1 <= i <= self.shape.layers])
         tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
-        again = rates.seconds(passes.again, precision) if layout.recompute else 0.0
+        again = rates.seconds(of.again(layers, layout.recompute), precision)
+        whole, attention = (
+            share_recomputed(layout.recompute, self.shape.layers, layers, part)
+            for part in (WHOLE, "attention")
+        )
         backward = rates.seconds(passes.backward, precision, backward=True)
         if SCHEDULES[layout.schedule].splits_backward:
             backward *= 1 + SPLIT
@@ -184,17 +189,16 @@ class StepStages:
         if self.hardware.overlaps:
             products = passes.backward.products / rates.flops[precision]
             hidden = min(tp_backward, OVERLAPPED * products)
-        if layout.recompute:
-            tp_backward += tp_forward
+        # Attention alone repeats no all-reduce, but one of four collectives with sequence parallelism.
+        tp_backward += (whole + (attention - whole) / 4 * layout.sequence_parallel) * tp_forward
         keys = of.stream * of.part.own(self.shape.heads) / self.shape.heads
         cp_forward, cp_backward = (blocks * each for each in self.wires.ring(keys, self.element))
         cp_hidden = [0.0, 0.0]
         if self.hardware.overlaps and layout.cp > 1:
-            attention = passes.forward.attention / (rates.flops[precision] * rates.attention)
-            cp_hidden = [min(cp_forward, attention), min(cp_backward, 2.5 * attention)]
-        if layout.recompute:
-            cp_backward += cp_forward
-            cp_hidden[1] += cp_hidden[0]
+            attended = passes.forward.attention / (rates.flops[precision] * rates.attention)
+            cp_hidden = [min(cp_forward, attended), min(cp_backward, 2.5 * attended)]
+        cp_backward += attention * cp_forward
+        cp_hidden[1] += attention * cp_hidden[0]
         return StageTimes(
             rates.seconds(passes.forward, precision),
             backward,
