@@ -49,7 +49,7 @@ def test_spaces_and_trailing_commas_do_not_matter() -> None:
         ("precision=fp8", "unknown precision 'fp8'"),
         (
             "recompute=maybe",
-            "recompute is 'maybe'; give True or False, or the name of a policy: attention alo",
+            "recompute is 'maybe'; give True or False, or the name of a policy: ",
         ),
         (
             "pp=2,schedule=zero_bubble,recompute=attention alone",

@@ -81,26 +81,27 @@ def test_every_policy_meets_the_contract(cluster_of: Clusters, form: str, policy
     contract.check(cluster_of(layout.ranks), contract.Case(gpt, tokens), layout)
 
 
-def test_policies_choose_by_name() -> None:
-    layers = ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
-    found = [
+CHOSEN = {
+    "every layer": (["encoder.0", "encoder.1", "decoder.0", "decoder.1"], [f"layers.{i}" for i in range(4)]),
+    "every second layer": (["encoder.1", "decoder.1"], ["layers.1", "layers.3"]),
+    "attention alone": (
+        [f"{name}.self_attn" for name in ("encoder.0", "encoder.1", "decoder.0", "decoder.1")],
+        ["layers.1.attention", "layers.2.attention"],
+    ),
+}
+"""What policies choose of an encoder and a decoder, and of a GPT."""
+
+
+@pytest.mark.parametrize("policy", CHOSEN)
+def test_policies_choose_by_name(policy: str) -> None:
+    (layers, _), (expected, of_gpt) = CHOSEN["every layer"], CHOSEN[policy]
+    parts = [
         f"{name}.{part}" for name in layers for part in ("self_attn", "self_attn.out", "attn_norm", "mlp")
     ]
-    chosen = {name: list(policy.chooses(layers, [*layers, *found])) for name, policy in POLICIES.items()}
-    assert chosen == {
-        "every layer": layers,
-        "every second layer": ["encoder.1", "decoder.1"],
-        "attention alone": [f"{name}.self_attn" for name in layers],
-    }
-    for policy in POLICIES:
-        model = recompute_by(gpt(0), policy)
-        names = {part: name for name, part in model.named_modules()}
-        expected = {
-            "every layer": [f"layers.{i}" for i in range(4)],
-            "every second layer": ["layers.1", "layers.3"],
-            "attention alone": ["layers.1.attention", "layers.2.attention"],
-        }[policy]
-        assert [names[part] for part in recomputed_in(model)] == expected
+    assert [*POLICIES[policy].chooses(layers, [*layers, *parts])] == expected
+    model = recompute_by(gpt(0), policy)
+    names = {part: name for name, part in model.named_modules()}
+    assert [names[part] for part in recomputed_in(model)] == of_gpt
     assert not recomputes(recompute_by(gpt(0), False))
 
 
