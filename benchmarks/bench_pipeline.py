@@ -33,8 +33,8 @@ RANKS, WORK = 2, TimedCut("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
 NAMES = [name for name, kind in SCHEDULES.items() if not kind.chunked]
-PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-"""Our schedules that torch's pipelining also has, with the names of its classes."""
+PEERS = {n: kind.torch_name for n, kind in SCHEDULES.items() if kind.torch_name and not kind.splits_backward}
+"""Our schedules that torch's pipelining also has, and its classes. Its zero bubble is another one."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def timed(full: bool, worlds: Worlds) -> Measured:
     for name in NAMES:
         jobs[name] = Job(RANKS, WORK, partial(pipeline, name))
         if name in PEERS:
-            jobs[PEERS[name]] = Job(RANKS, WORK, partial(torch_pipeline, PEERS[name]), ours=False)
+            jobs[PEERS[name]] = Job(RANKS, WORK, partial(torch_pipeline, name), ours=False)
     return measure_jobs(worlds, jobs, 40 if full else 6)
 
 
@@ -72,20 +72,22 @@ def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> 
     """The share of time in which ranks wait, and what each rank did when in the median step."""
     message = max(worlds(RANKS).run(message_seconds, WORK))
     ranks = worlds(RANKS).run(passes, WORK, name, *((30, math.inf) if full else (8, 3.0)))
-    schedule = schedules.by_name(name, RANKS, WORK.micro_batches, SCHEDULES[name].least_chunks)
+    chunks = SCHEDULES[name].least_chunks
+    schedule = schedules.by_name(name, RANKS, WORK.micro_batches, chunks)
+    placement = SCHEDULES[name].placement(RANKS, chunks)
     steps, waited, simulated, shares = [*zip(*ranks, strict=True)], [], [], []
     for step in steps:
         first, last = min(own[0].start for own in step), max(own[-1].end for own in step)
         seconds = RANKS * (last - first)
         waited.append(seconds - sum(each.end - each.start for own in step for each in own))
-        expected = schedules.simulate(schedule, {**mean_times(step), "message": message})
+        expected = schedules.simulate(schedule, {**mean_times(step, placement), "message": message})
         simulated.append(expected.bubble * RANKS * expected.seconds)
-        uneven = schedules.simulate(schedule, {**times(step), "message": message})
+        uneven = schedules.simulate(schedule, {**times(step, placement), "message": message})
         shares.append((waited[-1] / seconds, expected.bubble, uneven.bubble))
     record(benchmark, waited, simulated, "the simulation")
     measured, planned, known = (float(share) for share in np.median(shares, axis=0))
     middle = min(range(len(steps)), key=lambda i: abs(shares[i][0] - measured))
-    plan = schedules.simulate(schedule, {**mean_times(steps[middle]), "message": message})
+    plan = schedules.simulate(schedule, {**mean_times(steps[middle], placement), "message": message})
     benchmark.extra_info |= {
         "label": name,
         "ranks": RANKS,

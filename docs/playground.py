@@ -4,7 +4,8 @@ The page runs this file in the browser, by Pyodide, with the library's own sourc
 what `schedules.simulate` says, which checks it first.
 
 In the page's text each line is a rank's list: F0 is the forward pass of micro-batch 0, and F0.1 that through
-chunk 1. The other letters, and the messages (recv F0, send F0), are those of `str(Instruction)`.
+chunk 1. The other letters, and the messages (recv F0, send F0), are those of `str(Instruction)`. Where stages
+are not placed round robin, a first line names those of each rank: "stages 0 3, 1 2".
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import re
 from functools import cache
 
 from minidist.parallel import schedules
-from minidist.parallel.pipeline.instructions import KINDS, sizes
-from minidist.parallel.pipeline.schedule_plot import DRAWN
-from minidist.parallel.schedules import Instruction, Schedule
+from minidist.parallel.pipeline.instructions import KINDS, PlacedSchedule, sizes
+from minidist.parallel.pipeline.simulation import DRAWN
+from minidist.parallel.schedules import Instruction, Schedule, StagePlacement
 
 SHORT = {kind: str(Instruction(kind, 0))[:-1] for kind in KINDS}  # "forward": "F", "recv_forward": "recv F"
 KINDS_BY_SHORT = {short: kind for kind, short in SHORT.items()}
@@ -71,7 +72,11 @@ def answer(request: str) -> str:
 def read(text: str) -> Schedule:
     """The schedule of a text. Where it has no message, the messages that it needs are put in."""
     schedule: list[list[Instruction]] = []
-    for rank, line in enumerate(text.rstrip().split("\n")):
+    first, _, rest = text.partition("\n")
+    placement = None
+    if first.startswith("stages"):
+        placement = StagePlacement([[*map(int, re.findall(r"\d+", own))] for own in first.split(",")])
+    for rank, line in enumerate((rest if placement else text).rstrip().split("\n")):
         schedule.append([])
         for word in WORD.findall(line):
             found = instruction(word)
@@ -82,6 +87,8 @@ def read(text: str) -> Schedule:
                 )
             schedule[-1].append(found)
     passes = all(each.computes for own in schedule for each in own)
+    if placement is not None:
+        schedule = PlacedSchedule(schedule, placement)
     return schedules.with_messages(schedule) if passes else schedule
 
 
@@ -97,7 +104,9 @@ def instruction(word: str) -> Instruction | None:
 
 def write(schedule: Schedule, messages: bool) -> str:
     """A schedule as text, with its messages or with its passes alone."""
-    return "\n".join(
+    stages = schedule.placement.stages if isinstance(schedule, PlacedSchedule) else ()
+    first = "stages " + ", ".join(" ".join(map(str, own)) for own in stages) + "\n" if stages else ""
+    return first + "\n".join(
         " ".join(
             f"{SHORT[each.kind]}{each.micro_batch}" + (f".{each.chunk}" if each.chunk else "")
             for each in own

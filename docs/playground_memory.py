@@ -12,6 +12,7 @@ from dataclasses import replace
 from minidist.model.configs import CONFIGS, GPTConfig
 from minidist.parallel.contract.layout import PRECISIONS, Layout, check_available
 from minidist.parallel.contract.memory_report import PARTS, size
+from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.scale.memory.bar_chart import COLORS
 from minidist.scale.memory.estimates import Estimate, estimate
@@ -21,7 +22,7 @@ SHOWN = [part for part in PARTS if part != "buffers"]  # a GPT has no buffers
 
 
 def choices() -> str:
-    """The models, precisions and schedules to choose from, and the parts of memory with their colours."""
+    """Models, precisions, schedules and policies to choose from; the parts of memory with their colours."""
     models = {
         name: [f"{name}, {count(shape.parameters())}", shape.context]
         for name, shape in CONFIGS.items()
@@ -29,7 +30,8 @@ def choices() -> str:
     }
     schedules = {name: [kind.title, kind.least_chunks] for name, kind in SCHEDULES.items()}
     colors = {part: COLORS[part] for part in SHOWN}
-    return json.dumps({"models": models, "precisions": PRECISIONS, "schedules": schedules, "colors": colors})
+    known = {"models": models, "precisions": PRECISIONS, "schedules": schedules, "policies": [*POLICIES]}
+    return json.dumps({**known, "colors": colors})
 
 
 def answer(request: str) -> str:

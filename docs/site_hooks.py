@@ -18,6 +18,7 @@ import json
 import os
 import posixpath
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -134,8 +135,9 @@ def links(page: Path) -> list[Path]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead the links to the pages of what they name."""
+    """Lead the links to the pages of what they name; make the tables of schedules and policies anew."""
     place = page.file.src_uri
+    markdown = runpy.run_path(os.fspath(DOCS / "tables.py"))["renewed"](place, markdown)
     source = ROOT / place if page.file.generated_by else DOCS / place
 
     def lead(link: re.Match[str]) -> str:

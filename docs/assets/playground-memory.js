@@ -21,7 +21,7 @@
     const pipeline = number("pp") > 1;
     const schedule = pipeline ? fields.schedule.value : "1f1b";
     const layout = { schedule, chunks: choices.schedules[schedule][1] };
-    layout.recompute = fields.recompute.checked;
+    layout.recompute = fields.recompute.value || false;
     layout.precision = fields.precision.value;
     for (const name of [...powers, "zero", "micro_batches"]) layout[name] = number(name);
     const asked = { model: fields.model.value, memory: fields.memory.value, layout };
@@ -85,7 +85,9 @@
   for (const [name, [title]] of Object.entries(choices.models)) fields.model.append(new Option(title, name));
   for (const name of choices.precisions) fields.precision.append(new Option(name));
   for (const [name, [title]] of Object.entries(choices.schedules)) fields.schedule.append(new Option(title, name));
+  fields.recompute.append(new Option("nothing", ""), ...choices.policies.map((name) => new Option(name)));
   fields.model.value = "gpt2-xl";
+  fields.recompute.value = "every layer";
   fields.precision.value = "bf16";
   fields.schedule.value = "1f1b";
   form.addEventListener("input", ({ target }) => {

@@ -9,9 +9,9 @@ A package imports only from the floors below it:
 | 4 | sharding/ | data parallelism and ZeRO 1 to 3 |
 | 4 | pipeline/ | schedules (the order of 1F1B is made in schedules.py), their proof and their execution |
 | 4 | tensor/ | layers cut by columns, rows or vocabulary; the plans that say how |
-| 3 | training/ | precision, master weights, clipping, recomputation (its policies: recompute.py), memory |
+| 3 | training/ | precision, master weights, clipping, recomputation, memory |
 | 3 | averaging/ | parameter server, local SGD |
-| 2 | contract/ | `Layout`, `Strategy`, what is true of each schedule, the training state |
+| 2 | contract/ | `Layout`, `Strategy`, records of schedules and recomputation policies, the training state |
 | 2 | compression/ | float16, top-k, PowerSGD, sparse rows |
 | 1 | context/ | ring attention, a share of a sequence |
 | 1 | flat/ | parameters in flat buckets, and ranges of them |
@@ -32,7 +32,8 @@ To add a strategy:
 4. Add its layouts to tests/parallel/test_layouts.py. These tests hold it to the contract in
    tests/helpers/contract.py: in float64, every parameter equals single-process training to 1e-10.
 
-To add a pipeline schedule, write a function from ranks, micro-batches and chunks to instruction lists in
-pipeline/schedules.py, and add it to `SCHEDULES` in contract/schedule_kinds.py. `Layout`, `Pipeline`, the
-planner, the models of memory and time and the pipeline benchmark read that record.
+To add a pipeline schedule, write a function from ranks, micro-batches and chunks to each rank's passes in
+pipeline/schedules.py, and its record in `SCHEDULES`, contract/schedule_kinds.py. `Layout`, `Pipeline`, the
+planner, the models of memory and time, benchmarks, tests, docs and the playground read that record. A
+recomputation policy is a function and a record too, in contract/recompute_policies.py.
 """

@@ -9,6 +9,7 @@ from typing import Any
 from minidist.model.configs import CONFIGS, GPTConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import size
+from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.engine.prepare_checks import check_available
 from minidist.scale.memory import estimate, fits
@@ -31,7 +32,7 @@ def cases(count: int) -> list[dict[str, Any]]:
             "zero": draw.choice([0, 1] if pp > 1 and draw.random() < 0.8 else range(4)),
             "micro_batches": draw.choice([1, 2, 7, 16]),
             "precision": draw.choice(["fp32", "bf16", "fp16"]),
-            "recompute": draw.random() < 0.5,
+            "recompute": draw.choice([True, *POLICIES]) if draw.random() < 0.5 else False,
             "schedule": schedule,
             "chunks": SCHEDULES[schedule].least_chunks,
         }

@@ -566,7 +566,7 @@ def _layout(rng: random.Random, mesh: dict[str, int], layers: int, blocks: list[
     if (pp := mesh.get("pp", 1)) > 1:
         known = [name for name, kind in SCHEDULES.items() if not kind.chunked or 2 * pp <= layers]
         more["schedule"] = rng.choice(known)
-        more["chunks"] = 2 if SCHEDULES[more["schedule"]].chunked else 1
+        more["chunks"] = SCHEDULES[more["schedule"]].least_chunks
         more["recompute"] &= SCHEDULES[more["schedule"]].allows_recompute
     if mesh.get("tp", 1) > mesh.get("cp", 1) and blocks[0] == "gpt":
         more["sequence_parallel"] = rng.random() < 0.5

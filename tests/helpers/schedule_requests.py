@@ -6,12 +6,17 @@ import random
 from typing import Any
 
 from minidist.parallel import schedules
+from minidist.parallel.pipeline.instructions import PlacedSchedule, only
 from minidist.parallel.schedules import Instruction, Schedule
 
 
 def written(schedule: Schedule) -> str:
     """A schedule as a person types it."""
-    return "\n".join(" ".join(str(each).replace(" of chunk ", ".") for each in own) for own in schedule)
+    stages = schedule.placement.stages if isinstance(schedule, PlacedSchedule) else ()
+    first = f"stages {', '.join(' '.join(map(str, own)) for own in stages)}\n" if stages else ""
+    return first + "\n".join(
+        " ".join(str(each).replace(" of chunk ", ".") for each in own) for own in schedule
+    )
 
 
 def changed(schedule: list[list[Instruction]], draw: random.Random) -> None:
@@ -42,13 +47,14 @@ def cases(count: int) -> list[tuple[dict[str, Any], Schedule, dict[str, float]]]
         draw = random.Random(seed)
         name = draw.choice([*schedules.SCHEDULES])
         ranks, micro_batches = draw.randint(1, 6), draw.randint(1, 9)
-        chunks = draw.randint(2, 3) if name == "interleaved" else 1
+        least, most = schedules.SCHEDULES[name].chunks
+        chunks = draw.randint(least, most or least + 1) if least > 1 else 1
         schedule = schedules.by_name(name, ranks, micro_batches, chunks)
         text = ""
         if typed := draw.random() < 0.7:
             name = ""
             if draw.random() < 0.5:  # without messages; the page puts them in
-                schedule = [[each for each in own if each.computes] for own in schedule]
+                schedule = only(schedule, lambda each: each.computes)
             if draw.random() < 0.8:
                 changed(schedule, draw)
             text = written(schedule)

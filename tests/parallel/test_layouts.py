@@ -25,6 +25,8 @@ from torch import Tensor
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
+from minidist.parallel.contract.recompute_policies import POLICIES
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.parallel.engine import (
     parameter_placement,
     partition_model,
@@ -73,11 +75,11 @@ def layouts(ranks: int) -> Iterator[md.Layout]:
                 "micro_batches": 1 + number % 2,
                 "sequence_parallel": tp > 1 and number % 4 > 1,
             }
-            if pp > 1:
-                more["schedule"] = ("1f1b", "zero_bubble", "gpipe", "interleaved")[number % 4]
-            if more.get("schedule") == "interleaved":
-                more["chunks"] = 2
-            more["recompute"] = number % 5 == 0 and more.get("schedule") != "zero_bubble"
+            schedule = [*SCHEDULES][number % len(SCHEDULES)] if pp > 1 else DEFAULT_SCHEDULE
+            kind = SCHEDULES[schedule]
+            more |= {"schedule": schedule, "chunks": kind.least_chunks}
+            policy = [*POLICIES][number // 5 % len(POLICIES)]
+            more["recompute"] = policy if number % 5 == 0 and kind.allows_recompute else False
             yield md.Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, **more)
 
 

@@ -23,6 +23,7 @@ from minidist.benchmarks.harness.training.pipelines import torch_pipeline
 from minidist.benchmarks.harness.training.programs import EVERY, Program, adamw_for
 from minidist.benchmarks.harness.training.work import ADAMW, Work, cross_entropy, plain_loop
 from minidist.model.blocks import Block
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 
 Make = Callable[[Work], Program]
 OUTSIDE = {"Accelerate": "accelerate", "DeepSpeed": "deepspeed"}
@@ -308,10 +309,11 @@ PEERS: dict[str, Make] = {
     "torch parallelize_module, loss_parallel": all_parallelized,
     "torch parallelize_module, SequenceParallel": sequence_parallelized,
     "torch fully_shard and tensor": fully_sharded_and_cut,
-    "torch ScheduleGPipe": partial(torch_pipeline, "ScheduleGPipe"),
-    "torch Schedule1F1B": partial(torch_pipeline, "Schedule1F1B"),
-    "torch ScheduleInterleaved1F1B": partial(torch_pipeline, "ScheduleInterleaved1F1B"),
-    "torch ScheduleInterleavedZeroBubble": partial(torch_pipeline, "ScheduleInterleavedZeroBubble"),
+    **{
+        f"torch {kind.torch_name}": partial(torch_pipeline, name)
+        for name, kind in SCHEDULES.items()
+        if kind.torch_name
+    },
     "Accelerate": accelerated,
     **{f"DeepSpeed ZeRO-{stage}": partial(deep_speed, stage) for stage in (1, 2, 3)},
 }

@@ -22,8 +22,8 @@ from minidist.benchmarks.harness.training.programs import Program
 from minidist.benchmarks.harness.training.work import ADAMW, Work
 from minidist.kernels.measure.harness import LEAST
 from minidist.model.configs import config
-from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.parallel.pipeline.instructions import Instruction, stage_of
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement, round_robin
+from minidist.parallel.pipeline.instructions import Instruction
 from minidist.parallel.pipeline.layer_by_layer import cut, measure
 from minidist.parallel.pipeline.simulation import Event
 
@@ -37,11 +37,12 @@ class TimedCut(Work):
     micro_batches: int = 8
 
 
-def stages(work: Work, chunks: int = 1) -> dict[int, nn.Module]:
-    """Return this rank's stages by number, each some of the model's layers."""
+def stages(work: Work, name: str = DEFAULT_SCHEDULE) -> dict[int, nn.Module]:
+    """Return this rank's stages by number, as a schedule places them, each some of the model's layers."""
     layers: Any = work.build().layers
-    parts = _parts(work, chunks)
-    own = [stage_of(md.rank(), chunk, md.size()) for chunk in range(chunks)]
+    chunks = SCHEDULES[name].least_chunks
+    parts, placement = _parts(work, chunks), SCHEDULES[name].placement(md.size(), chunks)
+    own = placement.stages[md.rank()]
     return {stage: nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own}
 
 
@@ -76,18 +77,18 @@ def pipeline(schedule: str, work: Work) -> Program:
 
 
 def torch_pipeline(name: str, work: Work) -> Program:
-    """Train by a schedule of `torch.distributed.pipelining`, on the same stages as ours."""
+    """Train by torch.distributed.pipelining's form of one of our schedules, on the same stages as ours."""
     from torch.distributed import pipelining
 
-    chunks = 2 if name == "ScheduleInterleaved1F1B" else 1
-    held = stages(work, chunks)
+    kind = SCHEDULES[name]
+    held = stages(work, name)
     modules = nn.ModuleList(held.values())
     optimizer = ADAMW(modules.parameters())
-    device, of = torch.device("cpu"), chunks * md.size()
+    device, of = torch.device("cpu"), kind.least_chunks * md.size()
     own = [pipelining.PipelineStage(each, number, of, device) for number, each in held.items()]
     loss = nn.functional.cross_entropy
-    schedule: Any = getattr(pipelining, name)(
-        own if name.startswith("ScheduleInterleaved") else own[0],
+    schedule: Any = getattr(pipelining, kind.torch_name)(
+        own if kind.torch_name.startswith("ScheduleInterleaved") else own[0],
         micro_batches(work),
         loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten()),
     )
@@ -117,7 +118,7 @@ class Pass:
 
 def passes(work: TimedCut, name: str, rounds: int, seconds: float = inf) -> list[list[Pass]]:
     """Return when this rank ran which pass, for each of `rounds` steps; `LEAST` suffice after `seconds`."""
-    held, batch = [*stages(work, SCHEDULES[name].least_chunks).values()], work.batches()[0]
+    held, batch = [*stages(work, name).values()], work.batches()[0]
     parallel = md.Pipeline(held, name, work.micro_batches)
     steps: list[list[Pass]] = []
     begun = perf_counter()
@@ -149,28 +150,36 @@ def message_seconds(work: TimedCut, rounds: int = 40) -> float:
     return median(seconds[10:])
 
 
-def times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[list[float]]]:
-    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them."""
+def times(
+    ranks: Sequence[Sequence[Pass]], placement: StagePlacement | None = None
+) -> dict[str, list[list[float]]]:
+    """Return the seconds per kind of pass, stage and micro-batch, as `schedules.simulate` takes them.
+
+    placement: where the stages are; None for round robin.
+    """
     everything = [each.instruction for own in ranks for each in own]
 
-    def of(own: Sequence[Pass], kind: str, chunk: int) -> list[float]:
-        ordered = sorted(own, key=lambda each: each.instruction.micro_batch)
+    if placement is None:
+        placement = round_robin(len(ranks), 1 + max(each.chunk for each in everything))
+
+    def of(kind: str, stage: int, rank: int) -> list[float]:
         return [
             each.end - each.start
-            for each in ordered
-            if (each.instruction.kind, each.instruction.chunk) == (kind, chunk)
+            for each in sorted(ranks[rank], key=lambda each: each.instruction.micro_batch)
+            if each.instruction.kind == kind and placement.stages[rank][each.instruction.chunk] == stage
         ]
 
-    chunks = 1 + max(each.chunk for each in everything)
     return {
-        kind: [of(own, kind, chunk) for chunk in range(chunks) for own in ranks]
+        kind: [of(kind, stage, rank) for stage, rank in enumerate(placement.ranks)]
         for kind in {each.kind for each in everything}
     }
 
 
-def mean_times(ranks: Sequence[Sequence[Pass]]) -> dict[str, list[float]]:
+def mean_times(
+    ranks: Sequence[Sequence[Pass]], placement: StagePlacement | None = None
+) -> dict[str, list[float]]:
     """Return the mean seconds per kind of pass and stage, which is all that a plan can know beforehand."""
-    return {kind: [fmean(own) for own in each] for kind, each in times(ranks).items()}
+    return {kind: [fmean(own) for own in each] for kind, each in times(ranks, placement).items()}
 
 
 def timeline(ranks: Sequence[Sequence[Pass | Event]]) -> list[list[list[Any]]]:

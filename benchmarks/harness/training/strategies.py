@@ -13,6 +13,7 @@ from typing import Any
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
 YARDSTICK = "plain torch"
 """Training in one process with all cores of the machine: every row is measured in turns with it."""
@@ -63,9 +64,10 @@ def _server(kind: str, exact: bool) -> Row:
     return Row(name, layout, loop=f"{kind} server", loop_ranks=3, exact=exact)
 
 
-def _pipeline(name: str, peer: str, **fields: Any) -> Row:
-    layout = ",".join(f"{key}={value}" for key, value in {"pp": 2, "micro_batches": 4, **fields}.items())
-    return Row(f"pipeline, {name}", layout, peers=(peer,))
+def _pipeline(name: str, kind: ScheduleKind) -> Row:
+    layout = Layout(pp=2, micro_batches=4, schedule=name, chunks=kind.least_chunks)
+    peers = (f"torch {kind.torch_name}",) if kind.torch_name else ()
+    return Row(f"pipeline, {kind.title}", str(layout), peers=peers)
 
 
 def _row(strategy: str, layout: str, *peers: str, **more: Any) -> Row:
@@ -101,10 +103,7 @@ FAMILIES = {
     ),
     "pipeline": (
         _row("layer by layer", "pp=2", loop="layer by layer"),
-        _pipeline("GPipe", "torch ScheduleGPipe", schedule="gpipe"),
-        _pipeline("1F1B", "torch Schedule1F1B"),
-        _pipeline("interleaved", "torch ScheduleInterleaved1F1B", schedule="interleaved", chunks=2),
-        _pipeline("zero bubble", "torch ScheduleInterleavedZeroBubble", schedule="zero_bubble"),
+        *(_pipeline(name, kind) for name, kind in SCHEDULES.items()),
     ),
     "tensor": (
         _row("tensor parallel", "tp=2", "torch parallelize_module"),

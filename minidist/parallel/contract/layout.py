@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from minidist._names import unknown
-from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, schedule_kind
+from minidist.parallel.contract.recompute_policies import EVERY_LAYER, POLICIES
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, chunked_kinds, schedule_kind
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -28,7 +29,8 @@ class Layout:
             parameters.
         micro_batches: into how many parts a rank's rows are cut, over which gradients add up.
         precision: "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix it with float32.
-        recompute: recompute activations in the backward pass instead of keeping them.
+        recompute: recompute activations in the backward pass instead of keeping them: True for those of every
+            layer, or the name of a policy, such as "every second layer" or "attention alone".
         cp: context parallel: ranks that share the tokens of each row.
         sequence_parallel: with tp: norms and dropout work on a share of the tokens.
         schedule: with pp: the order of forward and backward passes.
@@ -46,7 +48,7 @@ class Layout:
     zero: int = 0
     micro_batches: int = 1
     precision: str = "fp32"
-    recompute: bool = False
+    recompute: bool | str = False
     cp: int = 1
     sequence_parallel: bool = False
     schedule: str = DEFAULT_SCHEDULE
@@ -54,10 +56,17 @@ class Layout:
     shard: int = 0
 
     def __post_init__(self) -> None:
+        if self.recompute == EVERY_LAYER:
+            object.__setattr__(self, "recompute", True)
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
-            if type(value) is not kind:
+            if type(value) is not kind and not (field.name == "recompute" and isinstance(value, str)):
                 raise TypeError(f"{field.name} is {value!r}; give {_KINDS[kind]}")
+        if isinstance(self.recompute, str) and self.recompute not in POLICIES:
+            raise ValueError(
+                f"recompute is {self.recompute!r}; give True or False, or the name of a policy: "
+                f"{', '.join(POLICIES)}"
+            )
         for name in ("dp", "tp", "pp", "cp", "micro_batches", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
@@ -81,17 +90,16 @@ class Layout:
                 f"schedule is {self.schedule!r} and chunks {self.chunks} with pp=1, where there is no "
                 "pipeline; give pp of 2 or more, or leave them out"
             )
-        if (self.chunks > 1) != schedule.chunked:
-            chunked = " or ".join(name for name, kind in SCHEDULES.items() if kind.chunked)
+        if not schedule.takes_chunks(self.chunks):
             raise ValueError(
-                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of 2 or more "
-                f"with the schedule {chunked}, and 1 with any other"
+                f"chunks is {self.chunks} with schedule={self.schedule!r}; a layout has chunks of "
+                f"{chunked_kinds()}, and 1 with any other"
             )
         if self.recompute and not schedule.allows_recompute:
             raise ValueError(
-                f"recompute is True with schedule={self.schedule!r}: recomputed activations are kept for one "
-                "backward pass, so that none is left to fill the bubble; give another schedule, or "
-                "recompute=False"
+                f"recompute is {self.recompute!r} with schedule={self.schedule!r}: recomputed activations "
+                "are kept for one backward pass, so that none is left to fill the bubble; give another "
+                "schedule, or recompute=False"
             )
 
     @property
@@ -147,10 +155,10 @@ _KINDS = {int: "a whole number", str: "a name", bool: "True or False"}
 
 
 def _read(name: str, value: str, kind: type) -> int | str | bool:
-    if kind is str:
-        return value
     if kind is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
+    if kind is str or name == "recompute":
+        return value
     if kind is int and value.isascii() and value.removeprefix("-").isdigit():
         return int(value)
     raise ValueError(f"{name} is {value!r}; give {_KINDS[kind]}")

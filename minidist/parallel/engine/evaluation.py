@@ -91,7 +91,8 @@ class Evaluation:
                 found = self.executor.predict(own.inputs)
         found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
         if self.mesh.size("pp") > 1:
-            found = gather_values(found, self.mesh.group("pp"))[-1]
+            stages = gather_values(found, self.mesh.group("pp"))
+            found = next((each for each in stages if each is not None), None)  # that of the last stage
         if (share := self.executor.part.token_share) is not None:
             parts = gather_values(found, share.group)
             found = None if found is None else _restored(parts, found, share.length or 0)

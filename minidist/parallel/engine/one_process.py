@@ -34,7 +34,7 @@ from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_off import RandomOff
-from minidist.parallel.training.recompute import recompute
+from minidist.parallel.training.recompute import recompute_by
 
 Tensors = Mapping[str, Tensor]
 Inside = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -114,8 +114,7 @@ class OneProcess:
         model = self._filled(start)
         precision.convert(model)
         precision.convert_calls(model)
-        if self._layout.recompute:
-            recompute(model)
+        recompute_by(model, self._layout.recompute)
         make = by_parameters(self._make, model, {})
         masters: dict[Tensor, Tensor] = {}
         if precision.master is None:

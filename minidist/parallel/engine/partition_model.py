@@ -21,6 +21,7 @@ from minidist.comm.mesh import Mesh
 from minidist.parallel.context import sequence_share, transformers_models
 from minidist.parallel.context.sequence_share import SequenceShare
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.schedule_kinds import schedule_kind
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.parameter_placement import Placement, WholeModel
@@ -148,17 +149,18 @@ def _keep_own_layers(
             for number in needed_by[name]:
                 sizes[number] += whole.tensors[name].numel()
     found = cut([*layers], layout.pp * layout.chunks, weights=sizes)
-    stage_of_layer = {i: part % layout.pp for part, layers_of in enumerate(found) for i in layers_of}
-    mine = [layers_of for part, layers_of in enumerate(found) if part % layout.pp == own]
+    placement = schedule_kind(layout.schedule).placement(layout.pp, layout.chunks)
+    holder = {i: rank for rank, layers_of in zip(placement.ranks, found, strict=True) for i in layers_of}
+    mine = [found[stage] for stage in placement.stages[own]]
     stages: tuple[nn.Module, ...]
     if trace is None:
         stages = tuple(nn.Sequential(*(layers[i] for i in layers_of)) for layers_of in mine)
     else:
         stages = tuple(ModelStage(model, trace, layers_of) for layers_of in mine)
-    for i, stage in stage_of_layer.items():
-        if stage != own:
-            layers[i] = RemoteLayer(stage)
-    held_by = {name: sorted({stage_of_layer[i] for i in numbers}) for name, numbers in needed_by.items()}
+    for i, rank in holder.items():
+        if rank != own:
+            layers[i] = RemoteLayer(rank)
+    held_by = {name: sorted({holder[i] for i in numbers}) for name, numbers in needed_by.items()}
     return stages, held_by
 
 

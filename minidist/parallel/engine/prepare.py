@@ -24,7 +24,7 @@ from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
-from minidist.parallel.training.recompute import recompute
+from minidist.parallel.training.recompute import parts_to_recompute, recompute_parts
 
 REHEARSE = "MINIDIST_REHEARSE"
 """A variable of the environment; 0 has no engine rehearse that is not asked to."""
@@ -56,7 +56,7 @@ def prepare(
     The model stays on its device and is changed in place to this rank's part. Ranks need not start from the
     same weights: rank 0 sends its own to all. With precision "bf16" or "fp16" a float32 model is converted,
     and the optimizer updates master weights that start from its float32 values (training/precision.py). With
-    `recompute` layers keep only their inputs (training/recompute.py).
+    `recompute` parts of the model, such as its layers, keep only their inputs (training/recompute.py).
 
     | Axis | What it needs |
     |---|---|
@@ -154,11 +154,11 @@ def prepare(
             if (data_parallel or {}).get("compression") is not None:
                 rehearsal.why_not = "compression changes the gradients"
         exact = precision.convert(model)
+        recomputed = parts_to_recompute(model, layout.recompute)
         part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
-        if layout.recompute:
-            recompute(model)
+        recompute_parts(model, recomputed)
         strategy = _strategy(
             part,
             by_parameters(optimizer, model, part.placement.first),

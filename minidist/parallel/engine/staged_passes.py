@@ -39,7 +39,6 @@ class StagedPasses(StepExecutor):
     ) -> None:
         super().__init__(part, strategy, layout, loss, precision)
         self.group = part.mesh.group("pp")
-        self.has_loss = part.mesh.rank("pp") == layout.pp - 1
         self._token_fraction, self._is_padding = 1.0, False
         self._total: Weight = 0.0  # of the losses so far
         self.pipeline = Pipeline(
@@ -50,6 +49,7 @@ class StagedPasses(StepExecutor):
             group=self.group,
             reduction="sum",
         )
+        self.has_loss = self.pipeline.rank == self.pipeline.loss_rank
 
     def _product(self, outputs: Any, targets: Any) -> Tensor:
         """A micro-batch's loss times its weight, on the last stage."""

@@ -7,14 +7,12 @@ A schedule is data: it is made, proved, simulated and drawn without a process, a
 |---|---|
 | schedules.py | the order of passes in GPipe, 1F1B, interleaved 1F1B and zero bubble |
 | instructions.py | `Instruction` and `Schedule`, their messages and channels |
-| replay.py | executes a schedule without a process, or reports a deadlock |
-| schedule_proof.py | `check`: every rank can execute a schedule |
-| simulation.py | `simulate`: seconds, bubbles and live activations |
-| schedule_plot.py | `plot`: a Gantt chart |
-| send_completion.py | which receive tells a rank that its sends have arrived |
-| execution.py, arguments.py | `Pipeline`: executes a schedule; checks of its arguments |
-| stage_passes.py, split_backward.py | forward and backward passes; a backward pass in two parts |
-| stage_messages.py, stage_outputs.py | messages between stages, of one tensor or several; the loss to all |
+| schedule_proof.py | `check`: ranks can execute a schedule; when they know that what they sent has arrived |
+| simulation.py | `simulate`: seconds, bubbles and live activations; `plot`: a Gantt chart |
+| execution.py | `Pipeline`: executes a schedule, pass by pass |
+| pipeline_checks.py | checks of `Pipeline`'s arguments |
+| stage_messages.py | messages between stages, of one tensor or several; the loss to all |
+| split_backward.py | a backward pass in two parts |
 | tied_parameters.py | parameters that several stages share |
 | balanced_cut.py | where to cut a chain of layers with given weights; without torch |
 | layer_by_layer.py | `LayerByLayer`: one batch at a time; `cut`: where to cut a model |

@@ -12,28 +12,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
-from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split
+from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split, to_device
 from minidist.parallel.contract.kept_attributes import evaluating
-from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
 from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.guards.refusals import gradients_are_off, require_metric
 from minidist.parallel.pipeline import schedules
-from minidist.parallel.pipeline.arguments import check_arguments, check_stages
-from minidist.parallel.pipeline.instructions import Instruction, Schedule
-from minidist.parallel.pipeline.send_completion import CompletedSends, completed_sends
+from minidist.parallel.pipeline.instructions import Instruction, Schedule, placement_of
+from minidist.parallel.pipeline.pipeline_checks import check_arguments, check_stages
 from minidist.parallel.pipeline.simulation import Event
-from minidist.parallel.pipeline.stage_messages import StageMessages, agree_on_runs, broadcast_loss
-from minidist.parallel.pipeline.stage_passes import StagePasses
+from minidist.parallel.pipeline.split_backward import SplitBackward, split_backward
+from minidist.parallel.pipeline.stage_messages import (
+    RankPlan,
+    StageMessages,
+    Tensors,
+    agree_on_runs,
+    broadcast_loss,
+    tensors_to_send,
+)
 from minidist.parallel.pipeline.tied_parameters import start_equal, sum_tied
+from minidist.parallel.training.recompute import recomputes
 
 COMPLETE = ("backward", "backward_weight")
 """Instructions that complete a micro-batch's weight gradients."""
@@ -48,11 +57,12 @@ class Pipeline:
     >>> loss = pipeline.step(inputs, targets)  # fills .grad
     >>> optimizer.step()
 
-    Stage s is chunk s // p of rank s % p. One floating-point tensor goes from stage to stage, or a tuple of
-    several, such as a hidden state and a mask; the first run finds their shapes. The gradients equal those of
-    one process on the whole batch if the model is its stages one after the other;
-    `layer_chain.require_chain` tells whether a model's `forward` does more. All ranks construct it together:
-    each sends 16 (p - 1) + 16 (p - 1) / p bytes to check that they agree, and tied copies.
+    Stage s is chunk s // p of rank s % p, unless the schedule places it elsewhere. One floating-point tensor
+    goes from stage to stage, or a tuple of several, such as a hidden state and a mask; the first run finds
+    their shapes. The gradients equal those of one process on the whole batch if the model is its stages one
+    after the other; `layer_chain.require_chain` tells whether a model's `forward` does more. All ranks
+    construct it together: each sends 16 (p - 1) + 16 (p - 1) / p bytes to check that they agree, and tied
+    copies.
 
     If a step fails on one rank, it also fails on the ranks of the same host that wait for it, and all may go
     on with another batch. Ranks that wait for messages of more than 4 MiB, over sockets or NCCL, or for tied
@@ -92,8 +102,13 @@ class Pipeline:
         chunks = len(self.stages)
         self.micro_batches = check_arguments(schedule, micro_batches, chunks, loss, reduction, tied, group)
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
-        self._plans: dict[tuple[int, bool], tuple[Sequence[Instruction], CompletedSends]] = {}
+        self._plans: dict[tuple[int, bool], RankPlan] = {}
         self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
+        if isinstance(schedule, str):
+            self.placement = schedule_kind(schedule).placement(self.ranks, chunks)
+        else:
+            self.placement = placement_of(schedule)
+        self.loss_rank = self.placement.ranks[-1]  # which has the last stage
         self._timed: list[list[Event]] = []
         agree_on_runs(group)
         self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
@@ -122,7 +137,7 @@ class Pipeline:
         for parameter, _, _ in held:
             if parameter is not None:
                 parameter.grad = None
-        with broadcast_loss(self.group, self.device) as tell:
+        with broadcast_loss(self.group, self.loss_rank, self.device) as tell:
             total = self.run(inputs, targets, lambda own: own / rows if self.reduction == "mean" else 1.0)
             for parameter, ranks, before in held:
                 sum_tied(parameter, self.group, ranks)
@@ -139,7 +154,7 @@ class Pipeline:
         require_metric(metric)
         rows = len(inputs)
         self._parts(rows)
-        with broadcast_loss(self.group, self.device) as tell:
+        with broadcast_loss(self.group, self.loss_rank, self.device) as tell:
             total = tell(self.run(inputs, targets, train=False, loss=metric))
         if metric is None and self.reduction == "sum":
             return total
@@ -174,24 +189,16 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:
             return total
+        by_rows = loss is not None or self.reduction == "mean"
         passes = StagePasses(
-            self.stages,
-            self.rank,
-            self.ranks,
-            self.device,
-            split(inputs, parts),
-            split(targets, parts),
-            loss or self.loss,
-            total,
-            weight,
-            by_rows=loss is not None or self.reduction == "mean",
+            self, split(inputs, parts), split(targets, parts), loss or self.loss, total, weight, by_rows
         )
-        instructions, completed = self._plan(parts, train)
-        last = next((e for e in reversed(instructions) if e.kind in COMPLETE), None)
+        plan = self._plan(parts, train)
+        last = next((e for e in reversed(plan.instructions) if e.kind in COMPLETE), None)
         with nullcontext() if train else evaluating(self.stages):
-            self._messages.begin(instructions, completed, [(shapes(x), train) for x in passes.inputs])
+            self._messages.begin(plan, [(shapes(x), train) for x in passes.inputs])
             try:
-                for each in instructions:
+                for each in plan.instructions:
                     if before_last is not None and each is last:
                         before_last(total)
                     start = time.perf_counter()
@@ -213,18 +220,16 @@ class Pipeline:
             )
         return min(self.micro_batches, rows)
 
-    def _plan(self, micro_batches: int, train: bool) -> tuple[Sequence[Instruction], CompletedSends]:
-        """This rank's instructions, and which sends its receives acknowledge; made on the first call."""
-        found = self._plans.get((micro_batches, train))
-        if found is None:
+    def _plan(self, micro_batches: int, train: bool) -> RankPlan:
+        """What this rank does; made on the first call."""
+        if (micro_batches, train) not in self._plans:
             schedule = self._schedule
             if isinstance(schedule, str):
                 schedule = schedules.by_name(schedule, self.ranks, micro_batches, len(self.stages))
             if not train:
                 schedule = schedules.forward_only(schedule)
-            found = schedule[self.rank], completed_sends(schedule)[self.rank]
-            self._plans[micro_batches, train] = found
-        return found
+            self._plans[micro_batches, train] = RankPlan.of(schedule, self.rank)
+        return self._plans[micro_batches, train]
 
     @contextmanager
     def timed(self) -> Iterator[list[Event]]:
@@ -248,4 +253,139 @@ class Pipeline:
 
     @cached_property
     def _messages(self) -> StageMessages:
-        return StageMessages(self.group, self.rank, self.device)
+        return StageMessages(self.group, self.device)
+
+
+class _Changeable(torch.autograd.Function):
+    """The identity, in the same memory, with an output that is neither a leaf nor a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Detach: a view of a leaf could not be written to either."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Pass the gradient on."""
+        return gradients[0]
+
+
+def changeable(x: Tensor) -> Tensor:
+    """A stage's input as a tensor that a layer may change in place, as `nn.ReLU(inplace=True)` does.
+
+    torch refuses to change a leaf that requires a gradient, which a received input is. Nobody else needs that
+    input, so it is not copied.
+    """
+    if not x.requires_grad:
+        return x
+    result: Tensor = _Changeable.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass
+class StagePass:
+    """A micro-batch in a stage, between its forward and its backward pass."""
+
+    xs: list[Tensor]  # the stage's inputs that need a gradient
+    roots: list[GradientEdge | None]  # where the backward pass begins; None for what no weight leads to
+    split: SplitBackward | None = None
+
+
+class StagePasses:
+    """One execution of a schedule on this rank: the batch, and the tensors that wait between two passes.
+
+    Args:
+        inputs, targets: for each micro-batch.
+        total: the sum of the losses so far, each times its rows.
+        weight: the factor on a loss before its backward pass, from its rows; None for 1.
+        by_rows: whether the loss is a mean over rows; a sum is added without a factor.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        loss: Loss,
+        total: Tensor,
+        weight: Callable[[int], float] | None,
+        by_rows: bool,
+    ) -> None:
+        self.modules, self.device, self.placement = pipeline.stages, pipeline.device, pipeline.placement
+        self.stages = self.placement.stages[pipeline.rank]
+        self.inputs, self.targets, self.loss, self.total = inputs, targets, loss, total
+        self.weight, self.by_rows = weight, by_rows
+        self.live: dict[tuple[int, int], StagePass] = {}
+        self.arrived: dict[tuple[str, int, int], Tensors] = {}  # inputs, and gradients of outputs
+        self.leaving: dict[tuple[str, int, int], Tensors] = {}  # outputs, and gradients of inputs
+
+    def execute(self, each: Instruction, messages: StageMessages) -> None:
+        """Carry out one instruction."""
+        role, _, kind = each.kind.partition("_")
+        which = (each.micro_batch, each.chunk)
+        key = (kind, *which)
+        if role == "recv":
+            self.arrived[key] = messages.receive(each)
+        elif role == "send":
+            messages.send(each, self.leaving.pop(key))
+            messages.post()
+        elif role == "forward":
+            self._forward(*which)
+        elif kind == "weight":
+            split = self.live.pop(which).split
+            if split is not None:
+                split.weight_gradients()
+        else:
+            self._backward(*which, split=kind == "input")
+
+    def _forward(self, micro_batch: int, chunk: int) -> None:
+        stage, module = self.stages[chunk], self.modules[chunk]
+        received = self.arrived.pop(("forward", micro_batch, chunk)) if stage else []
+        train = torch.is_grad_enabled()
+        xs = [x.requires_grad_() for x in received if train and x.is_floating_point()]
+        given = [changeable(x) for x in received]
+        if getattr(module, "takes_batch", False):
+            outputs = module(given, self._batch(micro_batch))
+        elif stage:
+            outputs = module(given[0] if len(given) == 1 else tuple(given))
+        else:
+            outputs = module(self._batch(micro_batch))
+        if stage == len(self.placement.ranks) - 1:
+            rows = rows_of(self.inputs[micro_batch])
+            loss = self.loss(outputs, to_device(self.targets[micro_batch], self.device))
+            self.total += loss.detach().double() * (rows if self.by_rows else 1)
+            factor = 1.0 if self.weight is None else self.weight(rows)
+            roots = [get_gradient_edge(loss * factor) if loss.requires_grad else None]
+        else:
+            sent = tensors_to_send(stage, outputs)
+            # Keep the edges alone: then an output's memory is free once it is sent, unless a layer saved it.
+            roots = [get_gradient_edge(x) if x.requires_grad else None for x in sent if x.is_floating_point()]
+            self._leave("forward", micro_batch, chunk, [x.detach() for x in sent])
+        if train:
+            self.live[micro_batch, chunk] = StagePass(xs, roots)
+
+    def _batch(self, micro_batch: int) -> Any:
+        return to_device(self.inputs[micro_batch], self.device)
+
+    def _backward(self, micro_batch: int, chunk: int, split: bool) -> None:
+        """The whole backward pass, or with `split` its first part, after which the pass stays live."""
+        one = self.live[micro_batch, chunk] if split else self.live.pop((micro_batch, chunk))
+        gradients = self.arrived.pop(("backward", micro_batch, chunk), [None])
+        pairs = [(root, g) for root, g in zip(one.roots, gradients, strict=True) if root is not None]
+        found: Sequence[Tensor | None] = [None] * len(one.xs)
+        if pairs and split:
+            one.split, found = split_backward(pairs, one.xs, recomputes(self.modules[chunk]))
+        elif pairs:
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            found = [x.grad for x in one.xs]
+        if one.xs:
+            zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(one.xs, found, strict=True))
+            self._leave("backward", micro_batch, chunk, [*zeros])
+
+    def _leave(self, kind: str, micro_batch: int, chunk: int, xs: Tensors) -> None:
+        """Keep tensors until they are sent, or give them to the next stage if that is on this rank."""
+        stage = self.stages[chunk] + (1 if kind == "forward" else -1)
+        if stage in self.stages:
+            self.arrived[kind, micro_batch, self.stages.index(stage)] = xs
+        else:
+            self.leaving[kind, micro_batch, chunk] = xs

@@ -1,7 +1,7 @@
-"""The instructions of a pipeline schedule: a list for each rank.
+"""The instructions of a pipeline schedule, a list for each rank, and the messages between its stages.
 
-A model's layers are cut into `ranks * chunks` stages. Stage s is chunk s // ranks of rank s % ranks, so a
-micro-batch goes round the ranks once for each chunk (Narayanan et al. 2021, section 2.2).
+A model's layers are cut into `ranks * chunks` stages. A `StagePlacement` says which chunk of which rank each
+stage is. A schedule from `with_messages` carries it; any other list is placed round robin.
 
 | Kind | What the rank does with its chunk and a micro-batch |
 |---|---|
@@ -10,16 +10,19 @@ micro-batch goes round the ranks once for each chunk (Narayanan et al. 2021, sec
 | `backward_input`, `backward_weight` | the same in two parts, with other instructions between them |
 | `recv_forward`, `send_forward` | receive the stage's input from the stage before; send its output on |
 | `recv_backward`, `send_backward` | receive the gradient of its output; send that of its input back |
+
+A stage hands its output to the next stage without a message if both are on one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from minidist._arguments import check_whole
 from minidist._names import unknown
+from minidist.parallel.contract.schedule_kinds import StagePlacement, round_robin
 
 COMPUTE = ("forward", "backward", "backward_input", "backward_weight")
 MESSAGES = ("recv_forward", "send_forward", "recv_backward", "send_backward")
@@ -64,6 +67,17 @@ Schedule = Sequence[Sequence[Instruction]]
 """For each rank its instructions, in order."""
 
 
+class PlacedSchedule(list[list[Instruction]]):
+    """A schedule that says where its stages are."""
+
+    def __init__(self, instructions: Iterable[list[Instruction]], placement: StagePlacement) -> None:
+        super().__init__(instructions)
+        self.placement = placement
+
+    def __repr__(self) -> str:
+        return f"PlacedSchedule({super().__repr__()}, {self.placement})"
+
+
 class Channel(NamedTuple):
     """Messages of one kind from one rank to another; they arrive in the order in which they are sent."""
 
@@ -78,11 +92,6 @@ class StageMessage(NamedTuple):
     kind: str  # "forward" or "backward"
     stage: int  # that computes the output
     micro_batch: int
-
-
-def stage_of(rank: int, chunk: int, ranks: int) -> int:
-    """The stage that a chunk of a rank holds."""
-    return chunk * ranks + rank
 
 
 def require_schedule(schedule: object) -> None:
@@ -113,16 +122,33 @@ def sizes(schedule: Schedule) -> tuple[int, int, int]:
     )
 
 
-def moved(instruction: Instruction, rank: int, ranks: int) -> StageMessage:
+def only(schedule: Schedule, keeps: Callable[[Instruction], bool]) -> list[list[Instruction]]:
+    """Some instructions of a schedule, with its placement."""
+    found = [[each for each in own if keeps(each)] for own in schedule]
+    return PlacedSchedule(found, schedule.placement) if isinstance(schedule, PlacedSchedule) else found
+
+
+def placement_of(schedule: Schedule) -> StagePlacement:
+    """Where a schedule's stages are; ValueError if its placement is for other ranks or chunks."""
+    ranks, _, chunks = sizes(schedule)
+    if not isinstance(schedule, PlacedSchedule):
+        return round_robin(max(ranks, 1), max(chunks, 1))
+    stages = schedule.placement.stages
+    if (len(stages), len(stages[0])) != (ranks, chunks):
+        raise ValueError(
+            f"the schedule has {ranks} ranks with {chunks} chunks each, and its placement is {stages}; give "
+            "each chunk of each rank one stage"
+        )
+    return schedule.placement
+
+
+def moved(instruction: Instruction, rank: int, placement: StagePlacement) -> StageMessage:
     """The message that an instruction sends or receives."""
     kind, before = _MOVES[instruction.kind]
-    return StageMessage(kind, stage_of(rank, instruction.chunk, ranks) - before, instruction.micro_batch)
+    return StageMessage(kind, placement.stages[rank][instruction.chunk] - before, instruction.micro_batch)
 
 
-def message_of(instruction: Instruction, rank: int, ranks: int) -> tuple[Channel, StageMessage]:
-    """The message that an instruction sends or receives, and its channel."""
-    message = moved(instruction, rank, ranks)
-    source, destination = message.stage % ranks, (message.stage + 1) % ranks
-    if message.kind == "backward":
-        source, destination = destination, source
-    return Channel(message.kind, source, destination), message
+def channel_of(message: StageMessage, placement: StagePlacement) -> Channel:
+    """The channel that a message takes."""
+    here, there = placement.ranks[message.stage], placement.ranks[message.stage + 1]
+    return Channel(message.kind, *((here, there) if message.kind == "forward" else (there, here)))

@@ -1,34 +1,32 @@
 """Pipeline schedules: in which order each rank runs forward and backward passes of the micro-batches.
 
 A schedule is data, a list of instructions for each rank (instructions.py). It can therefore be proved
-(schedule_proof.py), simulated (simulation.py) and drawn (schedule_plot.py) without a process. `Pipeline`
-executes it, or a schedule of your own. contract/schedule_kinds.py holds what is true of each by name.
+(schedule_proof.py), simulated and drawn (simulation.py) without a process. `Pipeline` executes it, or a
+schedule of your own. contract/schedule_kinds.py has a record of each: how long ranks wait, how many
+micro-batches' activations they hold, where the stages are.
 
-With p ranks, m micro-batches, v chunks a rank and equal stages, the share of time in which ranks wait is:
-
-| Schedule | Bubble | Live micro-batches on rank r | Source |
-|---|---|---|---|
-| `gpipe` | (p - 1) / (m + p - 1) | m | Huang et al. 2019, 2.3 |
-| `one_f_one_b` | (p - 1) / (m + p - 1) | min(m, p - r) | Narayanan et al. 2019, 3.2 |
-| `interleaved` | (p - 1) / (v m + p - 1) | (v - 1) p + 2 (p - r) - 1 chunks | Narayanan et al. 2021, 2.2 |
-| `zero_bubble` | (p - 1) / (3 m + p - 1) if F, I, W take the same time | min(m, p) | Qi et al. 2023, ZB-H1 |
-
-All raise ValueError for sizes below 1; only `gpipe` and `interleaved` take several chunks. Nothing here needs
-torch.
+All functions raise ValueError for sizes below 1; only `gpipe` and `interleaved` take several chunks. Nothing
+here needs torch.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from functools import cache
 
 from minidist._arguments import check_whole
-from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
-from minidist.parallel.pipeline.instructions import Instruction, Schedule, require_schedule, sizes, stage_of
-from minidist.parallel.pipeline.replay import Deadlock, replay
-from minidist.parallel.pipeline.schedule_plot import plot
-from minidist.parallel.pipeline.schedule_proof import check
-from minidist.parallel.pipeline.simulation import Event, Simulation, simulate
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, StagePlacement, schedule_kind
+from minidist.parallel.pipeline.instructions import (
+    Instruction,
+    PlacedSchedule,
+    Schedule,
+    only,
+    placement_of,
+    require_schedule,
+)
+from minidist.parallel.pipeline.schedule_proof import Deadlock, check, messages_of, replay
+from minidist.parallel.pipeline.simulation import Event, Simulation, plot, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -36,6 +34,7 @@ __all__ = [
     "Instruction",
     "Schedule",
     "Simulation",
+    "StagePlacement",
     "by_name",
     "check",
     "forward_only",
@@ -123,14 +122,15 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
 def forward_only(schedule: Schedule) -> list[list[Instruction]]:
     """The forward passes of a schedule and their messages, for evaluation."""
     require_schedule(schedule)
-    kept = ("forward", "send_forward", "recv_forward")
-    return [[each for each in rank if each.kind in kept] for rank in schedule]
+    return only(schedule, lambda each: each.kind in ("forward", "send_forward", "recv_forward"))
 
 
-def with_messages(compute: Schedule) -> list[list[Instruction]]:
+def with_messages(compute: Schedule, placement: StagePlacement | None = None) -> list[list[Instruction]]:
     """A schedule from its passes: a receive is put before the pass that needs it, a send after its pass.
 
-    Raises ValueError if `compute` has messages already.
+    placement: which chunk of which rank each stage is; the schedule keeps it. None for that of `compute`, or
+    else round robin. Raises ValueError if `compute` has messages already, or has other numbers of ranks or
+    chunks than `placement`.
     """
     require_schedule(compute)
     for rank, own in enumerate(compute):
@@ -139,30 +139,31 @@ def with_messages(compute: Schedule) -> list[list[Instruction]]:
             raise ValueError(
                 f"the schedule has {message} for rank {rank} already; give what they compute alone"
             )
-    ranks, _, chunks = sizes(compute)
-    last = ranks * chunks - 1
+    if placement is not None:
+        compute = PlacedSchedule(map(list, compute), placement)
+    where = placement_of(compute)
     instruction = cache(Instruction)  # several ranks have equal messages: make each once
     schedule: list[list[Instruction]] = []
     for rank, own in enumerate(compute):
+        kinds = [messages_of(rank, chunk, where) for chunk in range(len(where.stages[rank]))]
         schedule.append([])
         for each in own:
-            stage, which = stage_of(rank, each.chunk, ranks), (each.micro_batch, each.chunk)
-            kind, first_end, last_end = (
-                ("forward", 0, last) if each.kind == "forward" else ("backward", last, 0)
+            kind, _, part = each.kind.partition("_")
+            needed = () if part == "weight" else kinds[each.chunk]
+            receive, send = (
+                [instruction(message, each.micro_batch, each.chunk)] if message in needed else []
+                for message in (f"recv_{kind}", f"send_{kind}")
             )
-            sends = ranks > 1 and each.kind != "backward_weight"
-            if sends and stage != first_end:
-                schedule[-1].append(instruction(f"recv_{kind}", *which))
-            schedule[-1].append(each)
-            if sends and stage != last_end:
-                schedule[-1].append(instruction(f"send_{kind}", *which))
-    return schedule
+            schedule[-1] += [*receive, each, *send]
+    return PlacedSchedule(schedule, where) if isinstance(compute, PlacedSchedule) else schedule
 
 
 def by_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
     """The schedule of a name in `SCHEDULES`; ValueError if it is unknown, or does not take these sizes."""
-    schedule: list[list[Instruction]] = schedule_kind(name)(ranks, micro_batches, chunks)
-    return schedule
+    kind = schedule_kind(name)
+    made: list[list[Instruction]] = pkgutil.resolve_name(kind.made_by)(ranks, micro_batches, chunks)
+    passes = all(each.computes for own in made for each in own)
+    return with_messages(made, kind.placement(ranks, chunks)) if passes else made
 
 
 def _alternating(

@@ -1,13 +1,14 @@
-"""Simulate a schedule without a process: when each pass runs, how long ranks wait, how much they hold.
+"""Simulate a schedule without a process, and draw it: when passes run, how long ranks wait, what they hold.
 
 Each rank runs its instructions in order. A receive waits for its message; every pass takes the time that is
-given for it. The papers named in schedules.py derive their formulas from this model.
+given for it. The formulas in contract/schedule_kinds.py follow from this model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from os import PathLike
+from typing import TYPE_CHECKING, NamedTuple
 
 from minidist._names import unknown
 from minidist.parallel.pipeline.instructions import (
@@ -15,11 +16,13 @@ from minidist.parallel.pipeline.instructions import (
     Instruction,
     Schedule,
     StageMessage,
+    placement_of,
     sizes,
-    stage_of,
 )
-from minidist.parallel.pipeline.replay import replay
-from minidist.parallel.pipeline.schedule_proof import check_rules
+from minidist.parallel.pipeline.schedule_proof import check_rules, replay
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PassTimes = Mapping[str, float | Sequence[float | Sequence[float]]]
 """Seconds of "forward", "backward", "backward_input", "backward_weight" and "message": one number for all,
@@ -27,6 +30,13 @@ one for each stage (of a message: the stage that sends it), or for each stage a 
 
 DEFAULTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "message": 0.0}
 """A backward pass takes twice the time of a forward pass: two matrix products for each one."""
+DRAWN = {
+    "forward": ("forward", "#56B4E9"),
+    "backward": ("backward", "#E69F00"),
+    "backward_input": ("backward, inputs", "#E69F00"),
+    "backward_weight": ("backward, weights", "#009E73"),
+}
+"""Labels and colours. People with any colour vision can tell apart this palette, of Okabe and Ito."""
 
 
 class Event(NamedTuple):
@@ -70,13 +80,13 @@ def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
         raise TypeError(
             f"times is {times!r}; give a dict of seconds, such as {{'forward': 1, 'backward': 2}}"
         )
-    ranks, micro_batches, chunks = sizes(schedule)
+    (ranks, micro_batches, chunks), stages = sizes(schedule), placement_of(schedule).stages
     seconds = _by_pass(times or {}, ranks * chunks, micro_batches)
     timeline: list[list[Event]] = [[] for _ in schedule]
     clocks = [0.0] * ranks
     arrivals: dict[StageMessage, float] = {}
     for rank, each, message in replay(schedule):
-        stage, start = stage_of(rank, each.chunk, ranks), clocks[rank]
+        stage, start = stages[rank][each.chunk], clocks[rank]
         if message is None:
             clocks[rank] = start + seconds[each.kind][stage][each.micro_batch]
             timeline[rank].append(Event(each, start, clocks[rank]))
@@ -126,3 +136,67 @@ def _by_pass(times: PassTimes, stages: int, micro_batches: int) -> dict[str, lis
         parts = zip(found["backward_input"], found["backward_weight"], strict=True)
         found["backward"] = [[*map(sum, zip(*pair, strict=True))] for pair in parts]
     return found
+
+
+def plot(
+    schedule: Schedule,
+    times: PassTimes | None = None,
+    ax: Axes | None = None,
+    path: str | PathLike[str] | None = None,
+) -> Axes:
+    """Draw a schedule as a Gantt chart: a row for each rank, a box for each pass, white while a rank waits.
+
+    Each box has the number of its micro-batch. The first of several chunks is pale, the last is strong.
+
+    Args:
+        times: of the passes; see `simulate`.
+        ax: where to draw; None for a new figure.
+        path: a file to write, such as a .png or .svg; None for none.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        TypeError: an argument has the wrong type.
+        ValueError: the schedule fails `check`, or the times do not fit it.
+    """
+    try:
+        from matplotlib.axes import Axes
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
+    if ax is not None and not isinstance(ax, Axes):
+        raise TypeError(f"ax is {ax!r}; give matplotlib's Axes, or None for a figure of its own")
+    if path is not None and not isinstance(path, str | PathLike):
+        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'schedule.png'")
+    simulation = simulate(schedule, times)
+    ranks, _, chunks = sizes(schedule)
+    strength = [1.0] if chunks == 1 else [0.45 + 0.55 * chunk / (chunks - 1) for chunk in range(chunks)]
+    drawn = {event.instruction.kind for events in simulation.timeline for event in events}
+    shades = [
+        Patch(color=color, alpha=alpha, label=label + (f", chunk {chunk}" if chunks > 1 else ""))
+        for kind, (label, color) in DRAWN.items()
+        if kind in drawn
+        for chunk, alpha in enumerate(strength)
+    ]
+    if ax is None:
+        size = 10, max(0.6 + 0.5 * ranks, 0.4 + 0.22 * len(shades))
+        ax = Figure(figsize=size, layout="constrained").add_subplot()
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    for rank, events in enumerate(simulation.timeline):
+        for each, start, end in events:
+            color, alpha = DRAWN[each.kind][1], strength[each.chunk]
+            ax.barh(rank, end - start, left=start, color=color, alpha=alpha, edgecolor="white")
+            middle = (start + end) / 2
+            ax.text(middle, rank, str(each.micro_batch), ha="center", va="center", fontsize=7)
+    ax.legend(handles=shades, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    ax.set(
+        yticks=range(ranks),
+        yticklabels=[f"rank {rank}" for rank in range(ranks)],
+        ylim=(ranks - 0.5, -0.5),
+        xlim=(0, simulation.seconds),
+        xlabel=f"time; ranks wait for {simulation.bubble:.1%} of it",
+    )
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return ax

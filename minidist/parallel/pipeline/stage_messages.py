@@ -1,6 +1,6 @@
 """Messages between the stages of a pipeline: sent at once, received in order, with receives posted ahead.
 
-`broadcast_loss` sends the loss from the last rank, which computes it, to the other ranks.
+`broadcast_loss` sends the loss from the last stage's rank, which computes it, to the other ranks.
 
 A stage's output is one tensor or several, such as a hidden state and a mask; gradients come back for the
 floating-point ones. A receiver has to know the shapes and dtypes of what it will get. The first time that a
@@ -12,64 +12,86 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minidist import comm
+from minidist.comm.errors import described
 from minidist.comm.mesh import duplicate_group
 from minidist.comm.messages import tell_failure
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.pipeline.instructions import Channel, Instruction, StageMessage, message_of
-from minidist.parallel.pipeline.send_completion import CompletedSends
-from minidist.parallel.pipeline.stage_outputs import Tensors, in_words, receive_unknown, send_unknown
+from minidist.parallel.pipeline.instructions import (
+    Channel,
+    Instruction,
+    Schedule,
+    StageMessage,
+    channel_of,
+    moved,
+    placement_of,
+)
+from minidist.parallel.pipeline.schedule_proof import CompletedSends, completed_sends
 
 AHEAD = 2
 """Receives that are posted at a time: while the rank waits for one, the message of the other travels."""
 FIRST_LOSS_TAG = 2**30
 """The first tag of the messages with the loss, above those of the stages. Each step uses the next one."""
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+MOST_DIMS = 8
+Tensors = list[Tensor]
+"""A stage's output, or the gradients of its floating-point tensors."""
 TensorForm = tuple[torch.Size, torch.dtype]
 
 
+class RankPlan(NamedTuple):
+    """What one rank does in a schedule, and what follows from the schedule for its messages."""
+
+    instructions: Sequence[Instruction]
+    routes: Mapping[Instruction, tuple[Channel, StageMessage]]  # of each send and receive
+    completed: CompletedSends
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> RankPlan:
+        """The plan of a rank."""
+        placement, routes = placement_of(schedule), {}
+        for each in schedule[rank]:
+            if not each.computes:
+                message = moved(each, rank, placement)
+                routes[each] = channel_of(message, placement), message
+        return cls(schedule[rank], routes, completed_sends(schedule)[rank])
+
+
 class StageMessages:
-    """The messages of one `rank` of a pipeline's group to and from its neighbours.
+    """The messages of one rank of a pipeline's group to and from its neighbours.
 
     Sends the bytes of the tensors, and 80 for each output of a stage whose form is not known yet.
     """
 
-    def __init__(self, group: Group, rank: int, device: torch.device) -> None:
-        self.group, self.rank, self.device = group, rank, device
-        self.ranks = len(ranks_of(group))
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
         self._forms: dict[Hashable, list[TensorForm]] = {}
         self._posted: deque[tuple[StageMessage, list[comm.Work]]] = deque()
         self._waiting: deque[Instruction] = deque()
         self._sent: dict[Instruction, list[comm.Work]] = {}
-        self._completed: CompletedSends = {}
+        self._plan = RankPlan((), {}, {})
         self._kinds: Sequence[Hashable] = ()
         self._tag = 0
-        self._channels: list[Channel] = []  # along which this rank sends
         self._lanes: dict[tuple[str, bool], Group] = {}
         if needs_lanes(device):
             for kind in ("forward", "backward"):
                 for upwards in (True, False):
                     self._lanes[kind, upwards] = duplicate_group(group)
 
-    def begin(
-        self, instructions: Sequence[Instruction], completed: CompletedSends, kinds: Sequence[Hashable]
-    ) -> None:
-        """Start on this rank's instructions, of which each receive acknowledges the sends in `completed`.
-
-        `kinds` determine the forms of each micro-batch's activations, and are the same on all ranks.
-        """
-        self._kinds, self._completed = kinds, completed
+    def begin(self, plan: RankPlan, kinds: Sequence[Hashable]) -> None:
+        """Start on a plan. `kinds` determine the forms of each micro-batch's activations, on all ranks."""
+        self._plan, self._kinds = plan, kinds
         # The tag keeps this run from receiving messages of a failed one, and messages of another size, which
         # would end the process if ranks are given different batches.
         self._tag = next_run(self.group) * 2**14 + zlib.crc32(repr(kinds).encode()) % 2**14
-        sends = (each for each in instructions if each.kind.startswith("send"))
-        self._channels = [*dict.fromkeys(message_of(each, self.rank, self.ranks)[0] for each in sends)]
-        self._waiting.extend(each for each in instructions if each.kind.startswith("recv"))
+        self._waiting.extend(each for each in plan.routes if each.kind.startswith("recv"))
         self.post()
 
     def send(self, instruction: Instruction, xs: Tensors) -> None:
@@ -79,35 +101,36 @@ class StageMessages:
             TypeError: a tensor has a dtype that is not sent, or more than 8 dimensions.
             ValueError: one has another shape or dtype than before.
         """
-        channel, message = message_of(instruction, self.rank, self.ranks)
+        channel, message = self._plan.routes[instruction]
         key, forms = self._key(message), [(x.shape, x.dtype) for x in xs]
         lane, tag = self._lane(channel), self._tag_of(channel)
         if key not in self._forms:
-            self._sent[instruction] = send_unknown(xs, channel.destination, lane, tag)
+            self._sent[instruction] = _send_unknown(xs, channel.destination, lane, tag)
             self._forms[key] = forms
             return
         if self._expected(channel, key) != forms:
             before = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._forms[key]]
+            now, then = (" and ".join(map(described, each)) for each in (xs, before))
             raise ValueError(
-                f"stage {message.stage} gave {in_words(xs)} for micro-batch {message.micro_batch} and "
-                f"{in_words(before)} before, for inputs of the same "
-                "shape; a stage's output has to have one shape and dtype for each shape of its inputs"
+                f"stage {message.stage} gave {now} for micro-batch {message.micro_batch} and {then} before, "
+                "for inputs of the same shape; a stage's output has to have one shape and dtype for each "
+                "shape of its inputs"
             )
         self._sent[instruction] = [comm.send(x, channel.destination, tag, lane, async_op=True) for x in xs]
 
     def receive(self, instruction: Instruction) -> Tensors:
         """Wait for the output or the gradient that the neighbour sends."""
-        channel, message = message_of(instruction, self.rank, self.ranks)
+        channel, message = self._plan.routes[instruction]
         if not self._posted:
             self._waiting.popleft()
             lane = self._lane(channel)
-            received = receive_unknown(channel.source, lane, self.device, self._tag_of(channel))
+            received = _receive_unknown(channel.source, lane, self.device, self._tag_of(channel))
             self._forms[self._key(message)] = [(x.shape, x.dtype) for x in received]
         else:
             expected, works = self._posted.popleft()
             assert expected == message  # as the schedule's check has proved
             received = [work.wait() for work in works]
-        for sent in self._completed.get(instruction, ()):
+        for sent in self._plan.completed.get(instruction, ()):
             self._complete(sent)
         self.post()
         return received
@@ -133,16 +156,14 @@ class StageMessages:
         self._sent.clear()
         self._posted.clear()
         self._waiting.clear()
-        for channel in self._channels:
+        sends = (route for each, route in self._plan.routes.items() if each.kind.startswith("send"))
+        for channel in dict.fromkeys(channel for channel, _ in sends):
             tell_failure(channel.destination, self._tag_of(channel), self._lane(channel))
-
-    def _key(self, message: StageMessage) -> Hashable:
-        return message.stage, self._kinds[message.micro_batch]
 
     def post(self) -> None:
         """Post receives ahead, as far as their forms are known: a forward pass tells that of its gradient."""
         while self._waiting and len(self._posted) < AHEAD:
-            channel, message = message_of(self._waiting[0], self.rank, self.ranks)
+            channel, message = self._plan.routes[self._waiting[0]]
             if self._key(message) not in self._forms:
                 return
             self._waiting.popleft()
@@ -151,6 +172,9 @@ class StageMessages:
                 x = torch.empty(shape, dtype=dtype, device=self.device)
                 works.append(comm.recv(x, channel.source, tag, lane, async_op=True))
             self._posted.append((message, works))
+
+    def _key(self, message: StageMessage) -> Hashable:
+        return message.stage, self._kinds[message.micro_batch]
 
     def _expected(self, channel: Channel, key: Hashable) -> list[TensorForm]:
         """The forms of a message's tensors: gradients come for the floating-point ones of an output."""
@@ -162,6 +186,56 @@ class StageMessages:
 
     def _tag_of(self, channel: Channel) -> int:
         return 2 * self._tag + (channel.kind == "backward")
+
+
+def tensors_to_send(stage: int, outputs: object) -> Tensors:
+    """A stage's output as a list of tensors; TypeError if it is something else."""
+    several = isinstance(outputs, tuple | list) and len(outputs) > 0
+    tensors: list[object] = [*outputs] if isinstance(outputs, tuple | list) and several else [outputs]
+    found = [each for each in tensors if isinstance(each, Tensor)]
+    if len(found) < len(tensors):
+        raise TypeError(
+            f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point tensor, "
+            "or a tuple of tensors of which the first is one"
+        )
+    return found
+
+
+def _send_unknown(xs: Tensors, destination: int, group: Group, tag: int) -> list[comm.Work]:
+    """Send tensors whose forms the receiver does not know: each goes after its shape and dtype, 80 bytes."""
+    for number, x in enumerate(xs):
+        if x.dtype not in DTYPES or x.dim() > MOST_DIMS or not (number or x.is_floating_point()):
+            raise TypeError(
+                f"a stage gave {described(x)}; between stages goes one floating-point tensor of at most "
+                f"{MOST_DIMS} dimensions, or a tuple of tensors of which the first is one"
+            )
+    works = []
+    for x, numbers in zip(xs, headers([(x.shape, x.dtype) for x in xs]), strict=True):
+        parts = torch.tensor(numbers).to(x.device), x
+        works += [comm.send(part, destination, tag, group, async_op=True) for part in parts]
+    return works
+
+
+def headers(forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[list[int]]:
+    """For each tensor ten numbers: its dtype and how many more tensors follow, its dimensions, its shape."""
+    return [
+        [DTYPES.index(dtype) + len(DTYPES) * (len(forms) - 1 - number), len(shape), *shape]
+        + [0] * (MOST_DIMS - len(shape))
+        for number, (shape, dtype) in enumerate(forms)
+    ]
+
+
+def _receive_unknown(source: int, group: Group, device: torch.device, tag: int) -> Tensors:
+    """Receive the tensors that `_send_unknown` sent."""
+    received: Tensors = []
+    more = 1
+    while more:
+        header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=device)
+        kind, dims, *sizes = comm.recv(header, source, tag, group).tolist()
+        more, dtype = divmod(kind, len(DTYPES))
+        x = torch.empty(sizes[:dims], dtype=DTYPES[dtype], device=device)
+        received.append(comm.recv(x, source, tag, group))
+    return received
 
 
 _runs: dict[Group, int] = {}
@@ -186,23 +260,23 @@ def needs_lanes(device: torch.device) -> bool:
 
 
 @contextmanager
-def broadcast_loss(group: Group, device: torch.device) -> Iterator[Callable[[Tensor], float]]:
-    """Yield a function that gives all ranks the last rank's total, a float64 scalar; sends 8 (p - 1) bytes.
+def broadcast_loss(group: Group, source: int, device: torch.device) -> Iterator[Callable[[Tensor], float]]:
+    """Yield a function that gives all ranks the total of rank `source`, a float64 scalar.
 
-    The other ranks post their receives on entry, so that the last rank does not wait for them. Each step has
-    its own tag, so that a message of a failed step is never taken for that of a later one.
+    It sends 8 (p - 1) bytes. The other ranks post their receives on entry, so that `source` does not wait for
+    them. Each step has its own tag, so that a message of a failed step is never taken for a later one's.
     """
-    rank, last = rank_in(group), len(ranks_of(group)) - 1
-    tag = FIRST_LOSS_TAG + next_run(group)
+    rank, tag = rank_in(group), FIRST_LOSS_TAG + next_run(group)
     coming: comm.Work | None = None
-    if rank < last:
+    if rank != source:
         room = torch.empty((), dtype=torch.float64, device=device)
-        coming = comm.recv(room, last, tag, group, async_op=True)
+        coming = comm.recv(room, source, tag, group, async_op=True)
 
     def tell(total: Tensor) -> float:
         if coming is not None:
             return float(coming.wait())
-        for work in [comm.send(total, other, tag, group, async_op=True) for other in range(last)]:
+        others = (other for other in range(len(ranks_of(group))) if other != source)
+        for work in [comm.send(total, other, tag, group, async_op=True) for other in others]:
             work.wait()
         return float(total)
 

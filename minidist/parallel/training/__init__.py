@@ -1,6 +1,6 @@
 """Parts of a training step for every strategy: number formats, clipping, memory, random numbers.
 
-To add an activation checkpoint policy, start at recompute.py: its docstring says where a policy goes.
+To add an activation checkpoint policy, start at contract/recompute_policies.py.
 
 | File | Holds |
 |---|---|

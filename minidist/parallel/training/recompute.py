@@ -6,14 +6,9 @@ one more forward pass, a third more computation. Recomputing only chosen parts, 
 of the memory for less. Dropout draws the same numbers the second time, so gradients are the same to the last
 bit.
 
-To add an activation checkpoint policy:
-
-1. If it chooses which parts are recomputed, return their names from a function like `_layers`, and call that
-   function in `recompute`. If it chooses what a part keeps, or where (on the CPU, say), change the two
-   contexts that `_Recomputed.__call__` gives to torch's `checkpoint`.
-2. `md.prepare` calls `recompute` if `Layout.recompute` is set: engine/prepare.py, contract/layout.py.
-3. Teach the models what it keeps and what it computes again: `_kept` in scale/memory/estimates.py, and
-   `PassWork.again` in scale/time/layer_work.py. tests/parallel/training/test_recompute.py measures.
+contract/recompute_policies.py has the policies that a layout can name. To add one that chooses other parts,
+write its function and its record there. To change what a part keeps, or where (on the CPU, say), change the
+two contexts that `_Recomputed.__call__` gives to torch's `checkpoint`.
 
 Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4; Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5 (chosen parts).
@@ -33,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from minidist._names import fits, fits_none
 from minidist.comm.opaque import opaque
 from minidist.parallel.contract.kept_attributes import State, differs, state_of
+from minidist.parallel.contract.recompute_policies import policy_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 LARGE = 2**16
@@ -54,25 +50,50 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
     for the layers, which are the children of each outermost `ModuleList` and `Sequential`. Raises ValueError
     if a pattern fits no part, there are no layers, or a part has a spectral norm.
     """
-    names = [name for name, _ in module.named_modules() if name]
     if parts is None:
-        chosen = _layers(module)
-        if not chosen:
-            raise ValueError(
-                f"a {type(module).__name__} has no ModuleList or Sequential whose layers could be "
-                "recomputed; leave recompute out of the layout, and before md.prepare name the parts: "
-                'minidist.parallel.training.recompute.recompute(model, ["encoder", "decoder"]), for example'
-            )
-    else:
-        patterns = [parts] if isinstance(parts, str) else [*parts]
-        chosen = [name for name in names if any(fits(name, pattern) for pattern in patterns)]
-        for pattern in patterns:
-            if not any(fits(name, pattern) for name in names):
-                raise fits_none(pattern, names)
-    for name in chosen:
-        _refuse_spectral_norm(name, module.get_submodule(name))
-    for name in chosen:
-        part = module.get_submodule(name)
+        return recompute_by(module, True)
+    names = [name for name, _ in module.named_modules() if name]
+    patterns = [parts] if isinstance(parts, str) else [*parts]
+    for pattern in patterns:
+        if not any(fits(name, pattern) for name in names):
+            raise fits_none(pattern, names)
+    return recompute_parts(module, [n for n in names if any(fits(n, pattern) for pattern in patterns)])
+
+
+def recompute_by(module: nn.Module, policy: bool | str) -> nn.Module:
+    """Make `module` recompute as `Layout(recompute=policy)` says, in place, and return it."""
+    return recompute_parts(module, parts_to_recompute(module, policy))
+
+
+def parts_to_recompute(module: nn.Module, policy: bool | str) -> list[str]:
+    """The names of the parts that `Layout(recompute=policy)` recomputes; ValueError if there are none."""
+    record = policy_of(policy)
+    if record is None:
+        return []
+    layers = _layers(module)
+    names = [name for name, _ in module.named_modules() if name]
+    chosen = [*record.chooses(layers, names)]
+    if not chosen:
+        what = (
+            f"parts that recompute={policy!r} would choose"
+            if layers
+            else ("ModuleList or Sequential whose layers could be recomputed")
+        )
+        raise ValueError(
+            f"a {type(module).__name__} has no {what}; leave recompute out of the layout, and before "
+            "md.prepare name the parts: "
+            'minidist.parallel.training.recompute.recompute(model, ["encoder", "decoder"]), for example'
+        )
+    return chosen
+
+
+def recompute_parts(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Make the parts with these names recompute, in place, as far as `module` has them; return it."""
+    parts = dict(module.named_modules())
+    chosen = {name: parts[name] for name in names if name in parts}
+    for name, part in chosen.items():
+        _refuse_spectral_norm(name, part)
+    for part in chosen.values():
         if not isinstance(part.forward, _Recomputed):
             part.forward = _Recomputed(part)
     return module

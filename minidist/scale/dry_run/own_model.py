@@ -34,7 +34,7 @@ from minidist.parallel.sharding.cut_into_units import divide, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.precision import Precision
-from minidist.parallel.training.recompute import recompute
+from minidist.parallel.training.recompute import recompute_by
 from minidist.scale.dry_run.fake_tensors import DryTensors, OperationKind, tensors_in
 from minidist.scale.dry_run.peers import Form
 from minidist.scale.memory.estimates import Estimate
@@ -81,7 +81,7 @@ class OwnModel:
         loss: Loss = cross_entropy,
     ) -> None:
         self.name, self.make, self.data, self.loss = name, make, data, loss
-        self._measured: dict[tuple[str, bool], tuple[Passes, Passes]] = {}
+        self._measured: dict[tuple[str, bool | str], tuple[Passes, Passes]] = {}
 
     @cached_property
     def module(self) -> nn.Module:
@@ -105,11 +105,10 @@ class OwnModel:
         units = [sum(p.numel() for _, p, _ in own) for _, own in divide(self.module, made)]
         return RankParameters([p.numel() for p in self.module.parameters() if p.requires_grad], units)
 
-    @cached_property
-    def recomputes(self) -> bool:
-        """Whether it has layers that can be recomputed."""
+    def recomputes(self, policy: bool | str) -> bool:
+        """Whether it has the parts that a policy recomputes, and they can be."""
         try:
-            recompute(copy.deepcopy(self.module))
+            recompute_by(copy.deepcopy(self.module), policy)
         except ValueError:
             return False
         return True
@@ -203,8 +202,7 @@ class OwnModel:
     ) -> tuple[Passes, Passes]:
         module, precision = make(), Precision(layout.precision, None)
         precision.convert(module)
-        if layout.recompute:
-            recompute(module)
+        recompute_by(module, layout.recompute)
         few, more = (self._one(module, precision, *self.batch(rows, 0, tensors)) for rows in SMALL)
         return few, more
 

@@ -16,7 +16,7 @@ from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.arguments import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
-from minidist.parallel.pipeline.stage_outputs import DTYPES, MOST_DIMS
+from minidist.parallel.pipeline.stage_messages import MOST_DIMS, headers
 from minidist.parallel.tensor.shares import share_of
 from minidist.scale.dry_run.fake_world import Peers
 from minidist.scale.memory.training_setup import AXES
@@ -49,17 +49,13 @@ class LayoutPeers(Peers):
             key = each.chunk, sizes[each.micro_batch]
             if each.kind == "recv_forward" and key not in self._told:
                 self._told.add(key)
-                forms = self.received(*key)
-                for more, (shape, dtype) in zip(reversed(range(len(forms))), forms, strict=True):
-                    kind = DTYPES.index(dtype) + len(DTYPES) * more  # as `send_unknown` says it
-                    self._forms.append([kind, len(shape), *shape])
+                self._forms.extend(headers(self.received(*key)))
 
     def message(self, into: Tensor, source: int) -> Tensor | None:
         """The shape of a stage's output, sent as numbers; None for other messages, which hold no data."""
         if into.dtype != torch.int64 or into.shape != (2 + MOST_DIMS,) or not self._forms:
             return None
-        numbers = self._forms.popleft()
-        return torch.tensor([*numbers, *[0] * (2 + MOST_DIMS - len(numbers))])
+        return torch.tensor(self._forms.popleft())
 
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """How many tokens each rank of ring attention has; see `parallel/context/arguments.py`."""

@@ -44,7 +44,9 @@ class Transformer:
     shape: TransformerConfig
     name: str
 
-    recomputes = True
+    def recomputes(self, policy: bool | str) -> bool:
+        """Whether it has the parts that a policy recomputes, and they can be."""
+        return True
 
     def parameters(self) -> int:
         """Elements of all parameters, each once."""

@@ -14,8 +14,9 @@ from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
+from minidist.parallel.contract.recompute_policies import recomputed_parts
 from minidist.parallel.pipeline.schedules import Schedule, by_name
-from minidist.scale.memory.parameter_sizes import ModelPart, parts, share
+from minidist.scale.memory.parameter_sizes import ModelPart, own_parts, share
 from minidist.scale.memory.saved_activations import ATTENTIONS, Saved
 from minidist.scale.memory.state_bytes import States, by_formula, held
 from minidist.scale.memory.training_setup import (
@@ -130,18 +131,18 @@ def _on_rank(
 ) -> Estimate:
     """Estimate for the rank at this place in the mesh."""
     layout = setup.layout
-    part = ModelPart(layout.tp, layout.pp, layout.chunks, place["tp"], place["pp"])
+    part = ModelPart(layout.tp, layout.pp, layout.chunks, place["tp"], place["pp"], layout.schedule)
     states = held(shape, part, setup.sharing)
     rows, tokens = setup.own_rows(place["dp"]), setup.own_tokens(place["cp"])
     if not rows:
         return Estimate.of(states)
     options = setup.sharing.element, attention, part, layout.sequence_parallel, layout.cp > 1
     whole, count = Saved(shape, rows, tokens, *options), min(layout.micro_batches, rows)
-    return Estimate.of(states, *_activations(whole, count, layout.schedule, layout.recompute))
+    return Estimate.of(states, *_activations(whole, count, layout.recompute))
 
 
 @lru_cache(maxsize=16384)
-def _activations(whole: Saved, count: int, schedule: str, recompute: bool) -> tuple[int, int]:
+def _activations(whole: Saved, count: int, recompute: bool | str) -> tuple[int, int]:
     """Peak bytes that `count` micro-batches of the `whole` rows save on a stage, and the transient logits.
 
     The result does not depend on ZeRO's stage, so a planner asks for each four times.
@@ -149,13 +150,14 @@ def _activations(whole: Saved, count: int, schedule: str, recompute: bool) -> tu
     part = whole.part
     longer = whole.rows % count  # so many micro-batches, the first ones, have an additional row
     saved = [replace(whole, rows=share(whole.rows, count, each)) for each in sorted({0, longer})]
-    logits = saved[0].transient_logits if part.stage == part.pp - 1 else 0
-    chunks = parts(whole.config, part.pp, part.chunks)[part.stage :: part.pp]
+    chunks = own_parts(whole.config, part)
+    last = whole.config.layers + 1
+    logits = saved[0].transient_logits if any(last in chunk for chunk in chunks) else 0
     kept = [_kept(each, layers, recompute) for each in saved for layers in chunks]
     if part.pp == 1:  # each backward pass follows its forward pass
         return max(map(max, kept)), logits
     peak = 0
-    for live, computing in _moments(schedule, part.pp, count, part.chunks, longer)[part.stage]:
+    for live, computing in _moments(part.schedule, part.pp, count, part.chunks, longer)[part.stage]:
         waiting = sum(number * each for number, (each, _) in zip(live, kept, strict=False))
         between, at_most = kept[computing]
         peak = max(peak, waiting, waiting - between + at_most)
@@ -185,15 +187,17 @@ def schedule_of(name: str, ranks: int, micro_batches: int, chunks: int) -> Sched
     return by_name(name, ranks, micro_batches, chunks)
 
 
-def _kept(saved: Saved, layers: range, again: bool) -> tuple[int, int]:
+def _kept(saved: Saved, layers: range, recompute: bool | str) -> tuple[int, int]:
     """Bytes of a micro-batch in a part of the model: between its two passes, and the peak during them."""
     count = saved.config.layers
-    blocks, first, last = len([i for i in layers if 1 <= i <= count]), 0 in layers, count + 1 in layers
-    if not again:
-        ends = first * saved.embedding() + last * (saved.head() + saved.loss())
-        return (blocks * saved.block() + ends,) * 2
-    # Every layer keeps its input; one layer at a time keeps everything.
-    inputs = (blocks + last) * saved.stream
-    at_the_end = inputs + last * max(saved.loss(), saved.head() - saved.stream)
-    in_the_last_block = blocks and blocks * saved.stream + saved.block() - saved.stream
-    return inputs, max(at_the_end, in_the_last_block)
+    again = recomputed_parts(recompute, count)
+    known: dict[tuple[bool, bool, frozenset[str]], tuple[int, int]] = {}
+    between = peak = 0
+    for i in layers:
+        key = i == 0, i > count, again[i]  # a large model has many layers, of few kinds
+        known[key] = known.get(key) or saved.layer(i, again[i])
+        kept, most = known[key]
+        between, peak = between + kept, max(peak, between + most)
+    if count + 1 in layers:
+        between += saved.loss()
+    return between, max(between, peak)

@@ -168,7 +168,7 @@ def heading(layout: Layout) -> str:
     """A layout in a few words, with a line for each measure."""
     lines = [layout.precision] if layout.ranks == 1 else [f"{layout.ranks} ranks", layout.precision]
     if layout.recompute:
-        lines.append("recompute")
+        lines.append("recompute" + (f" {layout.recompute}" if isinstance(layout.recompute, str) else ""))
     if zero_name(layout.zero):
         lines.append(zero_name(layout.zero) + (f", shard {layout.shard}" if layout.shard else ""))
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
 
@@ -60,7 +61,8 @@ class ModelPart:
     pp: int = 1  # pipeline ranks
     chunks: int = 1  # parts of the model on each pipeline rank
     tp_rank: int = 0
-    stage: int = 0
+    stage: int = 0  # its rank in the pipeline
+    schedule: str = DEFAULT_SCHEDULE  # which places the parts on the ranks
 
     def own(self, count: int) -> int:
         """How many of `count` heads, columns or vocabulary entries this tensor-parallel rank has."""
@@ -76,7 +78,9 @@ def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameter
     own = layers(config, part)
     units = [sum(layer) for layer in own]
     tied = part.own(config.vocabulary) * config.width if config.shares_matrix else 0
+    ranks = schedule_kind(part.schedule).placement(part.pp, part.chunks).ranks
     root = tied if part.pp == 1 else 0
+    tied = tied if ranks[0] != ranks[-1] else root
     return RankParameters(
         [size for layer in own for size in layer], [root, units[0] - root, *units[1:]], tied
     )
@@ -86,11 +90,19 @@ def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameter
 def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     """The layer numbers of each part of a pipeline; the embeddings are layer 0 and the head is the last.
 
-    Part i is on stage i % pp. `cut_by_weights` makes their numbers of parameters as equal as possible.
+    `cut_by_weights` makes their numbers of parameters as equal as possible.
     """
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
     return cut_by_weights(whole, pp * chunks)
+
+
+@lru_cache(maxsize=4096)
+def own_parts(config: TransformerConfig, part: ModelPart) -> list[range]:
+    """The layer numbers of each of a rank's chunks."""
+    placement = schedule_kind(part.schedule).placement(part.pp, part.chunks)
+    found = parts(config, part.pp, part.chunks)
+    return [found[stage] for stage in placement.stages[part.stage]]
 
 
 def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:
@@ -99,7 +111,7 @@ def layers(config: TransformerConfig, part: ModelPart = ALONE) -> list[Sizes]:
     If the output matrix is tied and the two ends lie on different stages, the last stage has a copy.
     """
     last = config.layers + 1
-    own = [i for chunk in parts(config, part.pp, part.chunks)[part.stage :: part.pp] for i in chunk]
+    own = [i for chunk in own_parts(config, part) for i in chunk]
     return [
         embeddings(config, part)
         if i == 0

@@ -27,8 +27,8 @@ saves the whole stream, although it reads only the first token, and b D of outpu
 Tensor parallelism (equation 2) leaves inputs and outputs of norms whole on each rank and divides the rest;
 sequence parallelism (equation 4) divides these as well. The token table and the loss then also save which
 tokens are this rank's: 9 b t, and b t. With context parallelism t counts this rank's tokens, and ring
-attention keeps its output once more than fused attention. With recomputation (section 5) each layer keeps its
-input, and one layer at a time everything; the peak is at the loss, or in the last block after the head.
+attention keeps its output once more than fused attention. A part that is recomputed (section 5) keeps its
+input, and one such part at a time everything: the peak is at the loss, or in one of the last layers.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4
 and 5.
@@ -36,9 +36,11 @@ and 5.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from minidist.model.configs import GPTConfig, TransformerConfig
+from minidist.parallel.contract.recompute_policies import WHOLE
 from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
 
 ATTENTIONS = ("fused", "math")
@@ -82,17 +84,45 @@ class Saved:
         """Tokens that this rank has in the norms and residual sums."""
         return self.part.own(self.tokens) if self.sequence_parallel else self.tokens
 
+    def layer(self, number: int, again: Collection[str]) -> tuple[int, int]:
+        """Bytes that a layer saves between its passes, and the most in its backward pass.
+
+        again: which of its parts are recomputed; see contract/recompute_policies.py.
+        """
+        last, gpt = self.config.layers + 1, isinstance(self.config, GPTConfig)
+        whole = self.embedding() if number == 0 else self.head() if number == last else self.block()
+        if WHOLE in again:  # which keeps its input; the first layer's is the batch
+            return (self.stream if number else 0), whole
+        if number in (0, last):
+            return whole, whole
+        inside = {"attention": self.inside_attention(), "mlp": self.inside_mlp()}
+        kept = most = whole - sum(size for part, size in inside.items() if part in again)
+        # When a part is recomputed, the backward pass has freed what comes after it in the block.
+        if "mlp" in again:
+            after = self.stream * self.dropout if gpt else self.stream + self.statistics
+            most = max(most, kept - after + inside["mlp"])
+        if "attention" in again:
+            before = 2 * self.stream + self.statistics if gpt else self.stream
+            most = max(most, before + inside["attention"])
+        return kept, most
+
     def block(self) -> int:
         """Everything that one block saves, including its input."""
-        config, tokens = self.config, self.rows * self.tokens
         outside = (4 + 2 * self.dropout) * self.stream + 2 * self.statistics
-        heads = tokens * self.part.own(config.heads)
-        attended = self.element * heads * config.head_size  # as large as the queries
-        inside = (1 + self.ring) * attended + 2 * self.element * tokens * self.part.own(4 * config.width)
+        return outside + self.inside_attention() + self.inside_mlp()
+
+    def inside_attention(self) -> int:
+        """What attention saves besides its input."""
+        heads = self.rows * self.tokens * self.part.own(self.config.heads)
+        attended = self.element * heads * self.config.head_size  # as large as the queries
         if (self.attention or ("math" if self.dropout else "fused")) == "fused":
-            return outside + inside + 3 * attended + self.wide * heads
-        inside += 3 * attended * self.wide // self.element
-        return outside + inside + (3 if self.dropout else 1) * self.wide * heads * self.tokens
+            return (4 + self.ring) * attended + self.wide * heads
+        saved = (1 + self.ring) * attended + 3 * attended * self.wide // self.element
+        return saved + (3 if self.dropout else 1) * self.wide * heads * self.tokens
+
+    def inside_mlp(self) -> int:
+        """What the MLP saves besides its input: the first map's output, and the GELU's."""
+        return 2 * self.element * self.rows * self.tokens * self.part.own(4 * self.config.width)
 
     def embedding(self) -> int:
         """Bytes that the first layer saves, without the tokens, which the caller holds. BERT's has a norm."""

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import islice, product
 
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.transformer import Subject
@@ -147,7 +148,7 @@ def frugal(question: Question) -> Iterator[Layout]:
     for dp, tp, pp, cp in question.grids:
         if sum(size > 1 for size in (tp, pp, cp)) > 1:
             continue
-        again = question.subject.recomputes
+        again = question.subject.recomputes(True)
         plain = Layout(
             dp, tp, pp, 0, share(question.rows, dp), question.precision, again, cp, sequence_parallel=tp > 1
         )
@@ -178,8 +179,10 @@ def _of_one_form(
             yield Refused(written or "dp=1", str(error))
         return
     forms = [layout]
-    if SCHEDULES[layout.schedule].allows_recompute and question.subject.recomputes:
-        forms.append(replace(layout, recompute=True))
+    if SCHEDULES[layout.schedule].allows_recompute:
+        recomputes = question.subject.recomputes
+        planned = [name for name, policy in POLICIES.items() if policy.planned and recomputes(name)]
+        forms += [replace(layout, recompute=name) for name in planned]
     most, too_large, found = share(question.rows, layout.dp), list[Candidate](), False
     for form in forms:
         least = 0  # the fewest micro-batches that fit

@@ -135,7 +135,7 @@ def effort(candidate: Candidate) -> tuple[float, ...]:
     """How complex a candidate is: axes besides dp; what is shared, and other options; micro-batches."""
     layout = candidate.layout
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
-    more = layout.recompute + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
+    more = bool(layout.recompute) + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     more += (layout.shard > 0) + (candidate.secondary > 0)
     shared = ROWS[layout.zero].held(0, 1)  # of parameters, gradients and state
     return axes, sum(shared) + more, layout.micro_batches

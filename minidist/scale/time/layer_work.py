@@ -14,11 +14,13 @@ Shapes: b rows, t tokens of this rank, D width, V vocabulary; S = b t D elements
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
+from minidist.parallel.contract.recompute_policies import WHOLE, recomputed_parts
 from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
 
 RING_CALLS = 25
@@ -107,25 +109,49 @@ class LayerWork:
         return forward, forward * 2
 
     @cached_property
+    def _attended(self) -> Computation:
+        """Attention without its maps."""
+        own = self.part.own(self.config.heads) * self.config.head_size
+        ring = RING_CALLS * self.length / self.tokens if self.tokens < self.length else 0.0
+        heads = self.stream * own / self.config.width
+        return Computation(attention=4 * self.pairs * own, operands=4 * heads, calls=1 + ring)
+
+    @cached_property
+    def _scores(self) -> float:
+        """Bytes of the scores that ring attention writes, which is not fused; 0 for fused attention."""
+        return 4 * self.pairs * self.part.own(self.config.heads) if self.tokens < self.length else 0.0
+
+    @cached_property
+    def _attention(self) -> Computation:
+        """Attention's forward pass without its last map: what it repeats if it is recomputed."""
+        own = self.part.own(self.config.heads) * self.config.head_size
+        map_, _ = self._linear(self.config.width, own)
+        joined = 2 * self.stream * own / self.config.width
+        return map_ * 3 + self._attended + Computation(moved=joined + 6 * self._scores, calls=9)
+
+    @cached_property
+    def _mlp(self) -> Computation:
+        """The MLP's forward pass without its last map; the GELU reads and writes the inner width."""
+        middle = self.part.own(4 * self.config.width)
+        map_, _ = self._linear(self.config.width, middle)
+        return map_ + Computation(moved=2 * self.stream * middle / self.config.width, calls=1)
+
+    @cached_property
     def block(self) -> PassWork:
         """Two norms, attention with its four maps, the MLP's two maps, two residual sums."""
         config, own = self.config, self.part.own(self.config.heads) * self.config.head_size
         middle = self.part.own(4 * config.width)
         heads, inner = self.stream * own / config.width, self.stream * middle / config.width
-        attended = Computation(attention=4 * self.pairs * own, operands=4 * heads, calls=1)
-        scores = 0.0
-        if self.tokens < self.length:  # ring attention is not fused: it writes the scores of each block
-            scores = 4 * self.pairs * self.part.own(config.heads)
-            attended += Computation(calls=RING_CALLS * self.length / self.tokens)
+        (output, _), (down, _) = self._linear(own, config.width), self._linear(middle, config.width)
+        # Norms 4 S, residual sums 6 S.
+        rest = Computation(moved=10 * self.outside, calls=8)
+        forward = self._attention + output + self._mlp + down + rest
         maps = [self._linear(config.width, own)] * 3 + [self._linear(own, config.width)]
         maps += [self._linear(config.width, middle), self._linear(middle, config.width)]
-        forward = sum((f for f, _ in maps), Computation()) + attended
-        # Norms 4 S, residual sums 6 S, joined heads 2; the GELU reads and writes 2 of the inner width.
-        forward += Computation(moved=10 * self.outside + 2 * heads + 2 * inner + 6 * scores, calls=18)
-        backward = sum((b for _, b in maps), Computation()) + attended * 2.5
+        backward = sum((b for _, b in maps), Computation()) + self._attended * 2.5
         # Norms 8 S, residual gradients 6 S, sum of those of queries, keys and values 6 S, biases 2 S.
-        backward += Computation(moved=22 * self.outside + 11 * heads + 4 * inner + 8 * scores, calls=26)
-        return PassWork(forward, backward, forward - maps[-1][0])
+        moved = 22 * self.outside + 11 * heads + 4 * inner + 8 * self._scores
+        return PassWork(forward, backward + Computation(moved=moved, calls=26), forward - down)
 
     @cached_property
     def embedding(self) -> PassWork:
@@ -161,6 +187,17 @@ class LayerWork:
             backward + scores[1] + Computation(moved=3 * logits + cast, calls=6),
             forward,  # the scores are the layer's last product, and the loss is not part of it
         )
+
+    def again(self, numbers: range, recompute: bool | str) -> Computation:
+        """What the backward pass of consecutive layers computes again, under a policy of recomputation."""
+        last, parts = self.config.layers + 1, recomputed_parts(recompute, self.config.layers)
+        kinds = Counter((i == 0, i == last, part) for i in numbers for part in parts[i])
+        found = Computation()
+        for (first, is_last, part), count in kinds.items():
+            layer = self.embedding if first else self.head if is_last else self.block
+            known = {WHOLE: layer.again, "attention": self._attention, "mlp": self._mlp}
+            found += known.get(part, Computation()) * count
+        return found
 
     def layers(self, numbers: range) -> PassWork:
         """The work of consecutive layers; layer 0 is the embedding and the last one the head."""

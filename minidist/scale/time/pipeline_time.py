@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import StageMessage, stage_of
-from minidist.parallel.pipeline.replay import replay
+from minidist.parallel.pipeline.instructions import StageMessage, placement_of
+from minidist.parallel.pipeline.schedule_proof import replay
 from minidist.scale.memory.estimates import schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
@@ -38,12 +38,13 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
     Relies on `with_messages`, which puts each message next to the pass that it belongs to.
     """
     schedule = schedule_of(name, ranks, micro_batches, chunks)
+    stages = placement_of(schedule).stages
     waits, latest = [NONE] * ranks, [NONE] * ranks  # each rank's message to wait for; its last pass
     made: dict[StageMessage, int] = {}
     found: list[TimedPass] = []
     for rank, each, message in replay(schedule):
         if message is None:
-            stage = stage_of(rank, each.chunk, ranks)
+            stage = stages[rank][each.chunk]
             latest[rank] = len(found)
             found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
             waits[rank] = NONE

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.contract.schedule_kinds import SCHEDULES
+from minidist.parallel.contract.recompute_policies import WHOLE, share_recomputed
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
 from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, parts
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import pipeline_time
@@ -66,6 +67,7 @@ class StepStages:
         self.rates = self.crowd.rates
         self.wires = Wires(hardware, self.crowd, layout, setup.secondary)
         self.chunks = parts(shape, layout.pp, layout.chunks)
+        self.placement = schedule_kind(layout.schedule).placement(layout.pp, layout.chunks)
         self.simulated = {} if simulated is None else simulated
         self._form = (
             replace(layout, zero=0, shard=0),
@@ -105,12 +107,13 @@ class StepStages:
 
     def part(self, stage: int = 0) -> ModelPart:
         """The part of the model of the rank that has the most work on a stage."""
-        return ModelPart(self.layout.tp, self.layout.pp, self.layout.chunks, self.layout.tp - 1, stage)
+        layout = self.layout
+        return ModelPart(layout.tp, layout.pp, layout.chunks, layout.tp - 1, stage, layout.schedule)
 
     def _on(self, stage: int) -> list[StageTimes]:
         """Times of each micro-batch through each chunk of a stage's rank."""
-        chunks = range(stage, len(self.chunks), self.layout.pp)
-        return [self.times(chunk, rows) for rows in self.micro_rows for chunk in chunks]
+        own = self.placement.stages[stage]
+        return [self.times(chunk, rows) for rows in self.micro_rows for chunk in own]
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
@@ -134,7 +137,11 @@ class StepStages:
         passes = of.layers(layers)
         blocks = len([i for i in layers if 1 <= i <= self.shape.layers])
         forward = rates.seconds(passes.forward, precision)
-        again = rates.seconds(passes.again, precision) if layout.recompute else 0.0
+        again = rates.seconds(of.again(layers, layout.recompute), precision)
+        whole, attention = (
+            share_recomputed(layout.recompute, self.shape.layers, layers, part)
+            for part in (WHOLE, "attention")
+        )
         backward = rates.seconds(passes.backward, precision, backward=True)
         if SCHEDULES[layout.schedule].splits_backward:
             backward *= 1 + SPLIT
@@ -146,12 +153,12 @@ class StepStages:
         cp_forward, cp_backward = (blocks * each for each in self.wires.ring(keys, self.element))
         cp_hidden = [0.0, 0.0]
         if overlaps and layout.cp > 1:
-            attention = passes.forward.attention / (rates.flops[precision] * rates.attention)
-            cp_hidden = [min(cp_forward, attention), min(cp_backward, 2.5 * attention)]
-        if layout.recompute:
-            tp_backward += tp_forward
-            cp_backward += cp_forward
-            cp_hidden[1] += cp_hidden[0]
+            attended = passes.forward.attention / (rates.flops[precision] * rates.attention)
+            cp_hidden = [min(cp_forward, attended), min(cp_backward, 2.5 * attended)]
+        # Attention alone repeats no all-reduce, but one of four collectives with sequence parallelism.
+        tp_backward += (whole + (attention - whole) / 4 * layout.sequence_parallel) * tp_forward
+        cp_backward += attention * cp_forward
+        cp_hidden[1] += attention * cp_hidden[0]
         tp_backward -= tp_hidden
         cp_forward, cp_backward = cp_forward - cp_hidden[0], cp_backward - cp_hidden[1]
         parts = {

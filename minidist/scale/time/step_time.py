@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.recompute_policies import EVERY_LAYER
 from minidist.scale.memory.estimates import ModelShape
 from minidist.scale.memory.training_setup import (
     BatchSize,
@@ -210,7 +211,8 @@ def assumptions(setup: TrainingSetup, hardware: Hardware, shape: TransformerConf
     if layout.pp > 1:
         found.append(f"the pipeline is simulated with the {layout.schedule} schedule, stage by stage")
     if layout.recompute:
-        found.append("each layer's forward pass is recomputed, up to its last product")
+        name = EVERY_LAYER if layout.recompute is True else layout.recompute
+        found.append(f"{name} is recomputed: its forward pass up to its last product")
     updates = {
         "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
         if rates.asynchronous

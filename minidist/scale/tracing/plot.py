@@ -27,7 +27,7 @@ COLORS = {
     "communication": "#0072B2",
     "idle": "#FFFFFF",
 }
-"""Okabe and Ito's colours, which people with any colour vision can tell apart; as in schedule_plot.py."""
+"""Okabe and Ito's colours, which people with any colour vision can tell apart; as in simulation.py."""
 LABELS = {
     "recompute": "forward, recomputed",
     "backward_weight": "backward, weights",

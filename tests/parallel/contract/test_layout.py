@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import minidist as md
+from minidist.parallel.contract.recompute_policies import POLICIES
 
 
 def test_ranks_are_the_product() -> None:
@@ -23,6 +24,7 @@ def test_ranks_are_the_product() -> None:
         md.Layout(),
         md.Layout(dp=4),
         md.Layout(dp=2, tp=2, zero=1, precision="bf16", recompute=True),
+        *(md.Layout(recompute=name) for name in POLICIES),
         md.Layout(tp=2, pp=2, cp=2, sequence_parallel=True, schedule="interleaved", chunks=2),
     ],
 )
@@ -45,7 +47,14 @@ def test_spaces_and_trailing_commas_do_not_matter() -> None:
         ("dp=2,dp=3", "gives dp twice"),
         ("zero=4", "zero is 4; give stage 1, 2 or 3"),
         ("precision=fp8", "unknown precision 'fp8'"),
-        ("recompute=maybe", "recompute is 'maybe'; give True or False"),
+        (
+            "recompute=maybe",
+            "recompute is 'maybe'; give True or False, or the name of a policy: ",
+        ),
+        (
+            "pp=2,schedule=zero_bubble,recompute=attention alone",
+            "recompute is 'attention alone' with schedule",
+        ),
         ("cp=0", "cp is 0; give at least 1"),
         ("pp=2,schedule=gpip", "unknown schedule 'gpip'.*'gpipe'"),
         ("schedule=gpipe", "schedule is 'gpipe' and chunks 1 with pp=1"),
@@ -58,6 +67,13 @@ def test_spaces_and_trailing_commas_do_not_matter() -> None:
 def test_wrong_text(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         md.Layout.parse(text)
+
+
+def test_true_is_every_layer() -> None:
+    assert md.Layout(recompute="every layer") == md.Layout(recompute=True)
+    for value in (1, None, 0.5):
+        with pytest.raises(TypeError, match=r"recompute is .*; give True or False"):
+            md.Layout(recompute=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [True, 2.0, "2", None])

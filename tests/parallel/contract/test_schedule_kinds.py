@@ -45,7 +45,7 @@ def test_a_schedule_in_the_record_is_known_everywhere(added: str) -> None:
 
 def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by = f"{__name__}:late_backward"
-    monkeypatch.setitem(SCHEDULES, "wide", ScheduleKind("wide", made_by, chunked=True))
+    monkeypatch.setitem(SCHEDULES, "wide", ScheduleKind("wide", made_by, chunks=(2, None)))
     monkeypatch.setitem(
         SCHEDULES, "split", ScheduleKind("split", made_by, splits_backward=True, planned=False)
     )
@@ -56,6 +56,16 @@ def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
         md.Layout(pp=2, schedule="split", recompute=True)
     planned = plan(SHAPE, ranks=2, memory=10**9, batch=(8, 16), hardware="cpu-xeon-8480")
     assert "split" not in {each.layout.schedule for each in planned.fitting}
+
+
+@pytest.mark.parametrize("page", ["strategies/pipeline.md", "guide/memory.md"])
+def test_the_pages_tables_are_what_the_records_make(page: str) -> None:
+    from docs import tables
+
+    (found,) = tables.place_of(page).findall((tables.DOCS / page).read_text())
+    assert len(found.splitlines()) > 4
+    # The site adds the line of a new record.
+    assert {*found.splitlines()} <= {*tables.TABLES[page][1]().splitlines()}, "run: python docs/tables.py"
 
 
 def test_an_unknown_schedule_is_named() -> None:

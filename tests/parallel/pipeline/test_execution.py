@@ -14,13 +14,13 @@ import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import accuracy, cross_entropy
+from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
 from minidist.parallel.pipeline import execution as pipelines
 from minidist.parallel.pipeline import schedules, stage_messages
-from minidist.parallel.pipeline.execution import Pipeline
+from minidist.parallel.pipeline.execution import Pipeline, StagePasses
 from minidist.parallel.pipeline.instructions import Instruction
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
-from minidist.parallel.pipeline.stage_passes import StagePasses
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.clocks import HANG
 
@@ -41,12 +41,14 @@ def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def own_stages(model: nn.Module, chunks: int = 1) -> list[nn.Module]:
-    """This rank's chunks of a model's layers."""
+def own_stages(model: nn.Module, chunks: int = 1, schedule: Any = "1f1b") -> list[nn.Module]:
+    """This rank's chunks of a model's layers, where a schedule places them."""
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
+    place = SCHEDULES[schedule].placement if isinstance(schedule, str) else round_robin
     parts = cut(layers, md.size() * chunks)
-    return [nn.Sequential(*(layers[i] for i in parts[c * md.size() + md.rank()])) for c in range(chunks)]
+    own = place(md.size(), chunks).stages[md.rank()]
+    return [nn.Sequential(*(layers[i] for i in parts[stage])) for stage in own]
 
 
 def untie(model: nn.Module) -> nn.Parameter | None:
@@ -63,7 +65,7 @@ def train_here(
 ) -> list[tuple[float, float, float, Gradients]]:
     """On a rank: for each batch the loss twice, the accuracy, and the gradients by their global names."""
     model = gpt()
-    pipeline = Pipeline(own_stages(model, chunks), schedule, micro_batches, tied=[untie(model)])
+    pipeline = Pipeline(own_stages(model, chunks, schedule), schedule, micro_batches, tied=[untie(model)])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
     generator = torch.Generator().manual_seed(3)
@@ -115,13 +117,8 @@ def run(cluster_of: Clusters, ranks: int, function: Callable[..., Any], *args: A
     return cluster_of(ranks).run(function, *args) if ranks > 1 else [function(*args)]
 
 
-FORMS = {
-    "gpipe": ("gpipe", 1),
-    "1f1b": ("1f1b", 1),
-    "gpipe of 2 chunks": ("gpipe", 2),
-    "interleaved": ("interleaved", 2),
-    "zero_bubble": ("zero_bubble", 1),
-}
+FORMS = {name: (name, kind.least_chunks) for name, kind in SCHEDULES.items()}
+FORMS["gpipe of 2 chunks"] = ("gpipe", 2)  # which no layout has
 
 
 # On 2 ranks: below, where calls are checked.

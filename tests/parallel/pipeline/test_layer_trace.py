@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP, cross_entropy
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.layer_trace import Argument, Sent, trace_layers
 from tests.helpers import contract
@@ -203,13 +204,13 @@ def net(layer: Callable[[], nn.Module], seed: int) -> nn.Module:
     return Net(in_order, layer, 4).double()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layer", [Experts, Memory])
 def test_layers_that_read_values_and_sizes_are_cut(
     cluster_of: Clusters, layer: Callable[[], nn.Module], schedule: str
 ) -> None:
     case = replace(CASES["mlp"], model=partial(net, layer), rows=rows, loss=cross_entropy)
-    layout = md.Layout(pp=2, micro_batches=2, schedule=schedule, chunks=1 + (schedule == "interleaved"))
+    layout = md.Layout(pp=2, micro_batches=2, schedule=schedule, chunks=SCHEDULES[schedule].least_chunks)
     example = torch.randn(5, 4, dtype=torch.float64)
     contract.check(cluster_of(layout.pp), case, layout, example=example)
 

@@ -10,38 +10,56 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
-from minidist.parallel.pipeline.instructions import Instruction, message_of
+from minidist.parallel.pipeline.instructions import Instruction, moved, placement_of
+from minidist.parallel.pipeline.schedule_proof import completed_sends
 from minidist.parallel.pipeline.schedules import Schedule
-from minidist.parallel.pipeline.send_completion import completed_sends
 from tests.helpers.clocks import HANG
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 7, 8, 12)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 7) for m in (1, 2, 3, 4, 5, 7, 8, 10, 12)]
 TIMES = ({}, {"forward": 1, "backward": 1}, {"forward": 3, "backward": 2}, {"forward": 1, "backward": 3})
-ONE_CHUNK = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b}
-EVERY = [
-    *((name, p, m, 1) for name in schedules.SCHEDULES for p, m in SIZES),
-    *((name, p, m, v) for name in ("gpipe", "interleaved") for p, m in SIZES for v in (2, 3)),
-]
 
 
-@pytest.mark.parametrize("name", ONE_CHUNK)
-def test_the_bubble_is_that_of_the_formula(name: str) -> None:
-    for p, m in SIZES:
+def takes(name: str, chunks: int) -> bool:
+    """Whether a schedule's function takes so many chunks: at least those that a layout may have."""
+    try:
+        schedules.by_name(name, 2, 4, chunks)
+    except ValueError:
+        assert not SCHEDULES[name].takes_chunks(chunks)
+        return False
+    return True
+
+
+EVERY = [(name, p, m, v) for name in SCHEDULES for v in (1, 2, 3) if takes(name, v) for p, m in SIZES]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubbles_and_live_activations_are_those_of_the_record(name: str) -> None:
+    kind, many = SCHEDULES[name], 0
+    for p, m, v in [each for of, *each in EVERY if of == name and kind.takes_chunks(each[2])]:
+        if kind.chunked and m % p:
+            continue  # the formulas hold where p divides m
         for times in TIMES:
-            found = schedules.simulate(ONE_CHUNK[name](p, m, 1), times)
-            assert found.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
-            # Every rank waits as long.
-            assert found.bubbles == pytest.approx([found.bubble] * p, abs=1e-12)
+            found, sizes = (
+                schedules.simulate(schedules.by_name(name, p, m, v), times),
+                {"p": p, "m": m, "v": v},
+            )
+            if kind.bubble and not (kind.splits_backward and (times or m < p)):
+                assert found.bubble == pytest.approx(value(kind.bubble, **sizes), abs=1e-12)
+                if not kind.chunked:  # every rank waits as long
+                    assert found.bubbles == pytest.approx([found.bubble] * p, abs=1e-12)
+            if kind.live:
+                assert found.peak_activations == [value(kind.live, r=r, **sizes) for r in range(p)]
+            many += 1
+    assert many > 20
+    assert schedules.interleaved(3, 5, 1) == schedules.one_f_one_b(3, 5)
 
 
-def test_chunks_divide_the_bubble() -> None:
-    for p in (1, 2, 3, 5):
-        for m in (p, 2 * p, 3 * p):
-            for v in (1, 2, 3):
-                for times in TIMES:
-                    found = schedules.simulate(schedules.interleaved(p, m, v), times)
-                    assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+def value(formula: str, **sizes: int) -> float:
+    """The value of a record's formula."""
+    found: float = eval(formula, {"min": min, **sizes})
+    return found
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (1, 2, 1), (3, 2, 1), (1, 1.5, 1), (2, 3, 2)])
@@ -53,19 +71,6 @@ def test_weight_gradients_fill_the_bubble(times: tuple[float, float, float]) -> 
             waits = (p - 1) * (f + i - w)  # Qi et al. 2023, table 2
             found = schedules.simulate(schedules.zero_bubble(p, m), seconds)
             assert found.bubble == pytest.approx(waits / (m * (f + i + w) + waits), abs=1e-12)
-
-
-def test_live_activations_are_those_of_the_formulas() -> None:
-    for p, m in SIZES:
-        assert schedules.simulate(schedules.gpipe(p, m)).peak_activations == [m] * p
-        one = schedules.simulate(schedules.one_f_one_b(p, m)).peak_activations
-        assert one == [min(m, p - r) for r in range(p)]
-        # (p - r) whose input's gradient is to come, and r whose weights' gradients are: p on every rank.
-        assert schedules.simulate(schedules.zero_bubble(p, m)).peak_activations == [min(m, p)] * p
-        if m % p == 0:
-            for v in (2, 3):
-                many = schedules.simulate(schedules.interleaved(p, m, v)).peak_activations
-                assert many == [min(v * m, (v - 1) * p + 2 * (p - r) - 1) for r in range(p)]
 
 
 def test_the_timeline_says_when() -> None:
@@ -112,9 +117,10 @@ def as_actions(schedule: Schedule) -> dict[int, list[torch_schedules._Action | N
         "send_backward": torch_schedules.SEND_B,
         "recv_backward": torch_schedules.RECV_B,
     }
+    stages = placement_of(schedule).stages
     return {
         rank: [
-            torch_schedules._Action(each.chunk * len(schedule) + rank, kinds[each.kind], each.micro_batch)
+            torch_schedules._Action(stages[rank][each.chunk], kinds[each.kind], each.micro_batch)
             for each in own
         ]
         for rank, own in enumerate(schedule)
@@ -123,18 +129,16 @@ def as_actions(schedule: Schedule) -> dict[int, list[torch_schedules._Action | N
 
 def test_torchs_validator_and_simulator_accept_every_schedule() -> None:
     for name, p, m, v in EVERY:
-        if v > 1 and name not in ("gpipe", "interleaved"):
-            continue
         schedule = schedules.by_name(name, p, m, v)
         schedules.check(schedule, m, v)
-        actions = as_actions(schedule)
+        actions, ranks = as_actions(schedule), SCHEDULES[name].placement(p, v).ranks
         stages = torch_schedules._validate_schedule(actions, p, p * v, m)
-        assert stages == {stage: stage % p for stage in range(p * v)}
-        done = torch_schedules._simulate_comms_compute(actions, lambda stage, p=p: stage % p, p * v)
+        assert stages == dict(enumerate(ranks))
+        done = torch_schedules._simulate_comms_compute(actions, ranks.__getitem__, p * v)
         assert {rank: [each for each in own if each] for rank, own in done.items()} == actions
         # The same messages as torch itself puts in, in whatever order.
         compute = {rank: [each for each in own if each.is_compute_op] for rank, own in actions.items()}
-        theirs = torch_schedules._add_send_recv(compute, lambda stage, p=p: stage % p, p * v)
+        theirs = torch_schedules._add_send_recv(compute, ranks.__getitem__, p * v)
         assert {rank: {*own} for rank, own in theirs.items()} == {
             rank: {*own} for rank, own in actions.items()
         }
@@ -228,15 +232,11 @@ def test_with_one_rank_the_order_of_the_chunks_is_checked() -> None:
 
 
 def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
-    for name, p, m, v in (
-        ("gpipe", 3, 4, 1),
-        ("1f1b", 4, 6, 1),
-        ("interleaved", 3, 6, 2),
-        ("zero_bubble", 3, 5, 1),
-    ):
-        schedule = schedules.by_name(name, p, m, v)
+    for name, kind in SCHEDULES.items():
+        schedule = schedules.by_name(name, 3, 6, kind.least_chunks)
+        placement = placement_of(schedule)
         taken = {
-            message_of(each, rank, p)[1]: (rank, index)
+            moved(each, rank, placement): (rank, index)
             for rank, own in enumerate(schedule)
             for index, each in enumerate(own)
             if each.kind.startswith("recv")
@@ -248,7 +248,7 @@ def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
                 seen.add(node)
                 each = schedule[node[0]][node[1]]  # noqa: B023
                 if each.kind.startswith("send"):
-                    follows(taken[message_of(each, node[0], p)[1]], seen)  # noqa: B023
+                    follows(taken[moved(each, node[0], placement)], seen)  # noqa: B023
                 node = node[0], node[1] + 1
 
         for rank, found in enumerate(completed_sends(schedule)):
@@ -262,7 +262,7 @@ def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
                     for sent in own[:index]:
                         if sent.kind.startswith("send"):
                             after: set[tuple[int, int]] = set()
-                            follows(taken[message_of(sent, rank, p)[1]], after)
+                            follows(taken[moved(sent, rank, placement)], after)
                             if (rank, index) in after:
                                 expected.add(sent)
                     assert known == expected

@@ -16,8 +16,9 @@ from torch.nn.utils import parametrizations, prune
 import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.training.activation_memory import ActivationCounter
-from minidist.parallel.training.recompute import recompute, recomputes
+from minidist.parallel.training.recompute import recompute, recompute_by, recomputed_in, recomputes
 from tests.helpers import contract
 from tests.helpers.activations import saved_activations
 
@@ -65,10 +66,55 @@ def test_random_state_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPat
     assert any(not torch.allclose(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 1), (3, 2)])
-def test_recomputation_meets_the_contract(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
-    case = contract.Case(gpt, tokens)
-    contract.check(cluster_of(ranks), case, md.Layout(dp=ranks, micro_batches=micro_batches, recompute=True))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("micro_batches=2", "dp=2", "dp=3,micro_batches=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"),
+        *("tp=2", "tp=2,sequence_parallel=true", "cp=2", "pp=2,micro_batches=2", "pp=2,schedule=gpipe"),
+        *("pp=2,schedule=interleaved,chunks=2", "dp=2,tp=2,zero=3", "dp=2,pp=2,zero=1,micro_batches=2"),
+        *("tp=2,cp=2,sequence_parallel=true", "dp=2,cp=2,zero=2", "pp=4,micro_batches=2"),
+    ],
+)
+def test_every_policy_meets_the_contract(cluster_of: Clusters, form: str, policy: str) -> None:
+    layout = replace(md.Layout.parse(form), recompute=policy)
+    contract.check(cluster_of(layout.ranks), contract.Case(gpt, tokens), layout)
+
+
+CHOSEN = {
+    "every layer": (["encoder.0", "encoder.1", "decoder.0", "decoder.1"], [f"layers.{i}" for i in range(4)]),
+    "every second layer": (["encoder.1", "decoder.1"], ["layers.1", "layers.3"]),
+    "attention alone": (
+        [f"{name}.self_attn" for name in ("encoder.0", "encoder.1", "decoder.0", "decoder.1")],
+        ["layers.1.attention", "layers.2.attention"],
+    ),
+}
+"""What policies choose of an encoder and a decoder, and of a GPT."""
+
+
+@pytest.mark.parametrize("policy", CHOSEN)
+def test_policies_choose_by_name(policy: str) -> None:
+    (layers, _), (expected, of_gpt) = CHOSEN["every layer"], CHOSEN[policy]
+    parts = [
+        f"{name}.{part}" for name in layers for part in ("self_attn", "self_attn.out", "attn_norm", "mlp")
+    ]
+    assert [*POLICIES[policy].chooses(layers, [*layers, *parts])] == expected
+    model = recompute_by(gpt(0), policy)
+    names = {part: name for name, part in model.named_modules()}
+    assert [names[part] for part in recomputed_in(model)] == of_gpt
+    assert not recomputes(recompute_by(gpt(0), False))
+
+
+def test_a_policy_without_its_parts_is_told_on_all_ranks(cluster_of: Clusters) -> None:
+    def prepare() -> str:
+        with pytest.raises(
+            ValueError, match="a MLP has no parts that recompute='attention alone' would"
+        ) as caught:
+            md.prepare(MLP((6, 5, 4)), torch.optim.SGD, md.Layout(pp=2, recompute="attention alone"))
+        return str(caught.value)
+
+    first, second = cluster_of(2).run(prepare)
+    assert first == second
 
 
 def test_chosen_parts_meet_the_contract(cluster_of: Clusters) -> None:

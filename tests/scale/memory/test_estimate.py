@@ -19,9 +19,10 @@ from minidist.model.bert import BERT
 from minidist.model.configs import CONFIGS
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.memory_report import Memory
+from minidist.parallel.contract.recompute_policies import POLICIES, RecomputePolicy
 from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.activation_memory import ActivationCounter
-from minidist.parallel.training.recompute import recompute
+from minidist.parallel.training.recompute import recompute, recompute_by
 from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activations, state_bytes
 from minidist.scale.memory.__main__ import main
 from minidist.scale.memory.estimates import Estimate, estimate
@@ -105,10 +106,9 @@ def test_tensor_parallel_ranks_and_stages_have_all_parameters_together() -> None
 # Activations, against what autograd saves.
 
 
-def saved_by(model: nn.Module, shape: TransformerConfig, rows: int, again: bool = False) -> int:
+def saved_by(model: nn.Module, shape: TransformerConfig, rows: int, again: bool | str = False) -> int:
     """Peak of a forward and a backward pass."""
-    if again:
-        recompute(model)
+    recompute_by(model, again)
     tokens = torch.randint(0, shape.vocabulary, (rows, shape.context))
     with ActivationCounter(model, [tokens]) as counter:
         outputs = model(tokens)
@@ -125,6 +125,34 @@ def test_every_byte_of_the_activations(shape: GPTConfig, dropout: float, again: 
     for rows in (1, 5):
         expected = estimate(shape, layout, precision, (rows, shape.context)).activations
         assert saved_by(GPT(shape, dtype=DTYPES[precision]), shape, rows, again) == expected
+
+
+BERT_SIZES: dict[str, Any] = {"vocabulary": 61, "context": 24, "layers": 3, "heads": 4, "width": 32}
+RECOMPUTED = [
+    *SHAPES,
+    GPTConfig(vocabulary=3, context=128, layers=4, heads=8, width=32, dropout=0.1),  # fullest in a block
+    *(BERTConfig(**BERT_SIZES, head=head) for head in ("pooler", "masked_lm")),
+]
+ADDED = {
+    "mlp alone": RecomputePolicy(lambda _, parts: [name for name in parts if name.endswith(".mlp")], ""),
+    "the first two": RecomputePolicy(lambda layers, _: layers[:2], ""),
+}
+"""Policies that no layout has: a function and a record each."""
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *ADDED])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("shape", RECOMPUTED)
+def test_recomputed_activations(
+    shape: TransformerConfig, precision: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if policy in ADDED:
+        monkeypatch.setitem(POLICIES, policy, ADDED[policy])
+    layout = md.Layout(recompute=policy)
+    for rows in (1, 5):
+        expected = estimate(shape, layout, precision, (rows, shape.context)).activations
+        make: Any = GPT if isinstance(shape, GPTConfig) else BERT
+        assert saved_by(make(shape, dtype=DTYPES[precision]), shape, rows, policy) == expected
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -197,6 +225,11 @@ def test_engines_count_what_was_estimated(cluster_of: Clusters, stage: int, rank
         ("cp=2,pp=2,micro_batches=2,recompute=true", 8, 0.01),
         ("dp=2,pp=2,micro_batches=4,schedule=interleaved,chunks=2,zero=1", 8, 0.01),
         ("pp=4,micro_batches=8,schedule=gpipe", 8, 0.01),
+        ("pp=4,micro_batches=4,schedule=gpipe,recompute=true", 8, 0.01),
+        ("dp=2,tp=2,zero=3,recompute=every second layer", 8, 0.01),
+        ("tp=2,cp=2,sequence_parallel=true,recompute=attention alone", 8, 0.01),
+        ("tp=2,pp=2,micro_batches=4,schedule=gpipe,recompute=attention alone", 8, 0.01),
+        ("dp=2,pp=2,micro_batches=4,schedule=interleaved,chunks=2,recompute=every second layer", 8, 0.01),
     ],
 )
 def test_bytes_of_every_rank_of_a_mesh(cluster_of: Clusters, text: str, rows: int, close: float) -> None:

@@ -20,6 +20,7 @@ from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.pipeline import schedules
+from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory.parameter_sizes import ModelPart, on_rank
@@ -447,7 +448,7 @@ def test_ranks_that_share_cores() -> None:
 def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
     name: str, ranks: int, micro_batches: int
 ) -> None:
-    chunks, drawn = 2 if name == "interleaved" else 1, random.Random(f"{name} {ranks}")
+    chunks, drawn = schedules.SCHEDULES[name].least_chunks, random.Random(f"{name} {ranks}")
     seconds = {
         kind: [[drawn.random() for _ in range(micro_batches)] for _ in range(ranks * chunks)]
         for kind in ("forward", "backward", "backward_input", "backward_weight")
@@ -463,7 +464,8 @@ def test_a_schedule_in_its_order_takes_what_its_simulation_takes(
     # On one core all passes run one after the other.
     one = pipeline_time.seconds_on_shared_cores(passes, ranks, seconds, 0.0, lambda working: working / ranks)
     ran = [(rank, each) for rank, own in enumerate(schedule) for each in own if each.computes]
-    total = sum(seconds[each.kind][each.chunk * ranks + rank][each.micro_batch] for rank, each in ran)
+    stages = placement_of(schedule).stages
+    total = sum(seconds[each.kind][stages[rank][each.chunk]][each.micro_batch] for rank, each in ran)
     assert len(ran) >= ranks * micro_batches * chunks * 2
     assert one == pytest.approx(total / ranks)
 
