@@ -85,7 +85,7 @@ class OwnModel:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The module, on the meta device if possible. TypeError if it is none."""
+        """The module, on the meta device if possible. TypeError if `make` returns something else."""
         try:
             with torch.device("meta"):
                 made = self.make()
@@ -266,14 +266,14 @@ class OwnModel:
 
 
 def require_module(name: str, made: object) -> nn.Module:
-    """The module that a function of the user returned. TypeError if it is none."""
+    """Check that a function of the user returned a module; TypeError if not."""
     if not isinstance(made, nn.Module):
         raise TypeError(f"{name} returned a {type(made).__name__}; let it return a torch.nn.Module")
     return made
 
 
 def require_rows(name: str, made: object) -> tuple[Tensor, Tensor]:
-    """The inputs and targets that a function of the user returned. TypeError or ValueError for others."""
+    """Check that a function of the user returned inputs and targets; TypeError or ValueError if not."""
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) for x in made)):
         raise TypeError(
             f"the data of {name} is a {type(made).__name__}; let its function return two tensors, "
