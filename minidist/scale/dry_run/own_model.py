@@ -164,19 +164,17 @@ class OwnModel:
         """Predict the time of a step, as `predict_step` does for a transformer."""
         self._check(setup)
         check_machine(setup.precision, hardware)
-        crowd, micro_rows, precision = hardware.crowd(setup.layout.ranks), setup.micro_rows, setup.precision
-        rates, plain = crowd.rates, replace(setup.layout, recompute=False)
+        wires, precision = Wires(hardware, setup), setup.precision
+        rates, plain = wires.crowd.rates, replace(setup.layout, recompute=False)
         compute = again = last = 0.0
-        for count in micro_rows:
+        for count in setup.micro_rows:
             passes = self.passes(plain, count)
             backward = rates.seconds(passes.backward, precision, backward=True)
             last = rates.seconds(self.passes(setup.layout, count).backward, precision, backward=True)
             compute += rates.seconds(passes.forward, precision) + backward
             again += last - backward
-        wires = Wires(hardware, crowd, setup.layout, setup.secondary)
-        exchange = GradientTime(self.trained, setup.sharing, wires, len(micro_rows))
-        parts = {"compute": compute, "recompute": again, **exchange.parts(last, compute + again)}
-        parts["step"] = rates.step
+        exchange = GradientTime(self.trained, wires).parts(last, compute + again)
+        parts = {"compute": compute, "recompute": again, **exchange, "step": rates.step}
         whole = self.passes(plain, setup.rows)
         said = [
             *assumptions(setup, hardware, None),
