@@ -81,7 +81,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.empty(0, dtype=dtype).set_(held.untyped_storage(), 0, shape, strides)
 
     def emptied(self, module: nn.Module) -> nn.Module:
-        """The module, in which parameters, and buffers on the meta device, are now tensors without data."""
+        """Replace parameters, and buffers on the meta device, by tensors without data; return the module."""
         made: dict[int, nn.Parameter] = {}  # a tied parameter stays one parameter
         for part in module.modules():
             for name, parameter in part._parameters.items():

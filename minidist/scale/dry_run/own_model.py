@@ -85,7 +85,7 @@ class OwnModel:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The module, on the meta device if possible. TypeError if it is none."""
+        """The module, on the meta device if possible. TypeError if `make` returns something else."""
         try:
             with torch.device("meta"):
                 made = self.make()
@@ -163,19 +163,17 @@ class OwnModel:
         """Predict the time of a step, as `predict_step` does for a transformer."""
         self._check(setup)
         check_machine(setup.precision, hardware)
-        crowd, micro_rows, precision = hardware.crowd(setup.layout.ranks), setup.micro_rows, setup.precision
-        rates, plain = crowd.rates, replace(setup.layout, recompute=False)
+        wires, precision = Wires(hardware, setup), setup.precision
+        rates, plain = wires.crowd.rates, replace(setup.layout, recompute=False)
         compute = again = last = 0.0
-        for count in micro_rows:
+        for count in setup.micro_rows:
             passes = self.passes(plain, count)
             backward = rates.seconds(passes.backward, precision, backward=True)
             last = rates.seconds(self.passes(setup.layout, count).backward, precision, backward=True)
             compute += rates.seconds(passes.forward, precision) + backward
             again += last - backward
-        wires = Wires(hardware, crowd, setup.layout, setup.secondary)
-        exchange = GradientTime(self.trained, setup.sharing, wires, len(micro_rows))
-        parts = {"compute": compute, "recompute": again, **exchange.parts(last, compute + again)}
-        parts["step"] = rates.step
+        exchange = GradientTime(self.trained, wires).parts(last, compute + again)
+        parts = {"compute": compute, "recompute": again, **exchange, "step": rates.step}
         whole = self.passes(plain, setup.rows)
         said = [
             *assumptions(setup, hardware, None),
@@ -264,14 +262,14 @@ class OwnModel:
 
 
 def require_module(name: str, made: object) -> nn.Module:
-    """The module that a function of the user returned. TypeError if it is none."""
+    """Check that a function of the user returned a module; TypeError if not."""
     if not isinstance(made, nn.Module):
         raise TypeError(f"{name} returned a {type(made).__name__}; let it return a torch.nn.Module")
     return made
 
 
 def require_rows(name: str, made: object) -> tuple[Tensor, Tensor]:
-    """The inputs and targets that a function of the user returned. TypeError or ValueError for others."""
+    """Check that a function of the user returned inputs and targets; TypeError or ValueError if not."""
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) for x in made)):
         raise TypeError(
             f"the data of {name} is a {type(made).__name__}; let its function return two tensors, "

@@ -117,10 +117,11 @@ class Transformer:
 
 
 Subject = Transformer | OwnModel
+"""What the planner and the dry run ask about memory, time and a rank's part of a model."""
 
 
 def subject_of(model: object) -> Subject:
-    """What planner and dry run ask. TypeError unless `model` is a shape, a name or a model of your own."""
+    """The model as a `Subject`; TypeError unless it is a shape, a name or a model of your own."""
     return model if isinstance(model, Transformer | OwnModel) else Transformer(*named_shape(model))
 
 

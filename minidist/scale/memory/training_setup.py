@@ -96,7 +96,7 @@ def rows_and_tokens(shape: TransformerConfig, batch: BatchSize, least: int) -> t
 
 
 def check_types(layout: object, batch: object, rank: object) -> None:
-    """TypeError if an argument is no layout, no batch or no rank."""
+    """TypeError if an argument has the wrong type."""
     if layout is not None and not isinstance(layout, Layout):
         raise TypeError(f"layout is {layout!r}; give a Layout, such as Layout(dp=2), or None for one rank")
     pair = isinstance(batch, tuple) and len(batch) == 2 and all(map(is_whole, batch))

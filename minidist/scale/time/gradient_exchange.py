@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from minidist.scale.memory.parameter_sizes import RankParameters, share
-from minidist.scale.memory.state_bytes import TAIL, StateSharing
+from minidist.scale.memory.state_bytes import TAIL
 from minidist.scale.time.layer_work import Computation
 from minidist.scale.time.traffic import Wires
 
@@ -42,13 +42,12 @@ UNIT = 40
 class GradientTime:
     """Seconds of exchange and update on a rank with these parameters."""
 
-    def __init__(
-        self, parameters: RankParameters, sharing: StateSharing, wires: Wires, micro_batches: int
-    ) -> None:
-        self.parameters, self.sharing, self.wires = parameters, sharing, wires
-        self.micro_batches, self.residency, self.element = micro_batches, sharing.residency, sharing.element
+    def __init__(self, parameters: RankParameters, wires: Wires) -> None:
+        self.parameters, self.wires, self.sharing = parameters, wires, wires.setup.sharing
+        self.residency, self.element = self.sharing.residency, self.sharing.element
         self.rates, self.ranks = wires.crowd.rates, wires.size("dp")
-        self.reductions = self.residency.reductions(micro_batches)  # of each gradient in a step
+        self.micro_batches = len(wires.setup.micro_rows)
+        self.reductions = self.residency.reductions(self.micro_batches)  # of each gradient in a step
         self.elements, self.tensors = sum(parameters.sizes), len(parameters.sizes)
 
     def parts(self, last_backward: float, passes: float) -> dict[str, float]:

@@ -63,16 +63,13 @@ class StepStages:
         self.shape, self.setup, self.hardware, layout = shape, setup, hardware, setup.layout
         self.layout, self.element, self.micro_rows = layout, setup.sharing.element, setup.micro_rows
         self.own_tokens = max(map(setup.own_tokens, range(layout.cp)))
-        self.crowd = hardware.crowd(layout.ranks)
-        self.rates = self.crowd.rates
-        self.wires = Wires(hardware, self.crowd, layout, setup.secondary)
+        self.wires = Wires(hardware, setup)
+        self.rates = self.wires.crowd.rates
         self.chunks = parts(shape, layout.pp, layout.chunks)
         self.placement = schedule_kind(layout.schedule).placement(layout.pp, layout.chunks)
         self.simulated = {} if simulated is None else simulated
-        self._form = (
-            replace(layout, zero=0, shard=0),
-            setup.tokens,
-        )  # passes and pipelines do not depend on ZeRO
+        # Passes and pipelines do not depend on ZeRO.
+        self._form = replace(layout, zero=0, shard=0), setup.tokens
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
     def parts(self) -> dict[str, float]:
@@ -96,7 +93,7 @@ class StepStages:
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
         fullest = max(map(self._parameters, range(layout.pp)), key=lambda each: sum(each.sizes))
-        gradients = GradientTime(fullest, self.setup.sharing, self.wires, len(self.micro_rows))
+        gradients = GradientTime(fullest, self.wires)
         found |= gradients.parts(done[-1].backward, passes)
         found["pp"] += gradients.tied
         found["step"] = self.rates.step
@@ -205,10 +202,10 @@ class StepStages:
             "backward_input": [[times.backward - times.weights for times in stage] for stage in each],
             "backward_weight": [[times.weights for times in stage] for stage in each],
         }
-        passes, cores = pipeline_time.passes_of(*form), self.hardware.cores
+        passes, cores, crowd = pipeline_time.passes_of(*form), self.hardware.cores, self.wires.crowd
         if cores is None:
             return pipeline_time.seconds_of(passes, layout.pp, seconds, message)
         together = layout.ranks // layout.pp  # ranks of a stage, in all pipelines
         return pipeline_time.seconds_on_shared_cores(
-            passes, layout.pp, seconds, message, lambda working: self.crowd.pace(working * together, cores)
+            passes, layout.pp, seconds, message, lambda working: crowd.pace(working * together, cores)
         )

@@ -13,10 +13,12 @@ those that minidist's strategies document.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from minidist.comm.cost import predict
 from minidist.comm.cost.links import LinkProfile
 from minidist.parallel.contract.layout import Layout
+from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time.hardware import Crowd, Hardware
 
 ALGORITHMS = {
@@ -32,23 +34,24 @@ class Wires:
     """The links between the ranks of a layout."""
 
     hardware: Hardware
-    crowd: Crowd  # figures for the ranks of one host
-    layout: Layout
-    secondary: int = 0  # ranks that share a second copy of stage 3's parameters; 0 for no such copy
+    setup: TrainingSetup
     known: dict[tuple[str, float, str], float] = field(default_factory=dict, compare=False)  # a cache
+
+    @property
+    def layout(self) -> Layout:
+        """The layout whose ranks are joined."""
+        return self.setup.layout
+
+    @cached_property
+    def crowd(self) -> Crowd:
+        """Figures for the ranks of one host."""
+        return self.hardware.crowd(self.layout.ranks)
 
     def stride(self, axis: str) -> int:
         """The difference in rank between neighbours in the axis's groups."""
-        layout = self.layout
-        return {
-            "tp": 1,
-            "cp": layout.tp,
-            "dp": layout.tp,  # gradients are summed over dp and cp together
-            "pp": layout.tp * layout.cp * layout.dp,
-            "shares": layout.tp,
-            "copies": layout.tp * layout.owners,
-            "secondary": layout.tp,
-        }[axis]
+        tp, cp, dp = self.layout.tp, self.layout.cp, self.layout.dp
+        # Gradients are summed over dp and cp together.
+        return {"tp": 1, "pp": tp * cp * dp, "copies": tp * self.layout.owners}.get(axis, tp)
 
     def size(self, axis: str) -> int:
         """Ranks in each of the axis's groups; dp includes cp."""
@@ -57,7 +60,7 @@ class Wires:
             "dp": ranks,
             "shares": shares,
             "copies": ranks // shares,
-            "secondary": self.secondary or shares,
+            "secondary": self.setup.secondary or shares,
         }
         return sizes[axis] if axis in sizes else int(getattr(self.layout, axis))
 

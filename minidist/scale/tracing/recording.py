@@ -123,7 +123,7 @@ class Modules:
         self._open[get_ident()].append((owner, name, time.perf_counter(), recorded))
 
     def _end(self, ended: object, arguments: Any, outputs: Any) -> None:
-        """It ends, and so does everything that has begun since and was left by an error."""
+        """A pass or a step ends. What began after it and is still open was left by an error: it ends too."""
         now, thread = time.perf_counter(), get_ident()
         stack, again = self._open[thread], self._inside[thread] > 0
         if not any(owner is ended for owner, *_ in stack):  # it began before the trace
@@ -252,7 +252,7 @@ class Noted:
     stream_times: Any = None  # of a call on CUDA tensors
 
     def slice(self, number: int, anchor: Any, anchored: float, closed: float) -> tuple[Slice, bool]:
-        """Its slice, and whether it went on in the background while its caller did something else."""
+        """The call's slice, and whether it ran in the background while its caller did something else."""
         call, start, end, more = self.call, self.begun, self.returned, {}
         background = self.stream_times is not None and anchor is not None
         if background:

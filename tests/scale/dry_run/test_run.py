@@ -225,6 +225,7 @@ def test_kinds_are_all_ranks() -> None:
     assert sum(count for _, count in found) == 1024
     assert [rank for rank, _ in found] == [0, 3, 256, 259, 512, 515, 768, 771]  # 25 heads: the last has 7
     assert kinds(divided, md.Layout(), (1, 1024)) == [(0, 1)]
+    assert kinds(divided, md.Layout(cp=3), (1, 7)) == [(0, 1), (1, 1), (2, 1)]  # 3, 2 and 2 tokens in a ring
     assert kinds(subject_of("byte-tiny").divided, md.Layout(dp=3, pp=2), (4, 64)) == [
         (0, 1),
         (1, 2),

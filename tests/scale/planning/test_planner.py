@@ -76,6 +76,7 @@ def test_a_model_of_a_billion_and_a_half_needs_sharding(xl: Plan) -> None:
     assert xl.answer is not None
     assert family_of(xl.answer.layout) == "sharded"
     assert xl.best("plain") is None
+    assert xl.least("sharded")[0].zero == 3  # type: ignore[index]
     assert "Plain data parallelism does not fit" in report.reasons(xl)[1]
     # The table of `fits` agrees: half precision and recomputation are not enough, ZeRO is.
     found = fits(16 * GB, ["gpt2-xl"])

@@ -177,7 +177,7 @@ def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:
     tiny = 1e-6  # bytes: what is left are the hops
 
     def of(layout: md.Layout, axis: str, operation: str = "reduce_scatter") -> float:
-        return Wires(machine, machine.crowd(8), layout).collective(operation, tiny, axis)
+        return Wires(machine, TrainingSetup(layout, layout.dp)).collective(operation, tiny, axis)
 
     assert of(md.Layout(dp=8), "dp") == pytest.approx(7 * inside)
     assert of(md.Layout(dp=16), "dp", "all_gather") == pytest.approx(network + 14 * inside)
@@ -235,13 +235,12 @@ SHARED = [
 def test_gradients_and_parameters_send_what_a_dry_run_counts(
     monkeypatch: pytest.MonkeyPatch, layout: str, secondary: int
 ) -> None:
-    chosen, machine = md.Layout.parse(layout), HARDWARE["h100"]
+    chosen = md.Layout.parse(layout)
     options = {"secondary": secondary} if secondary else None
     counted = dryrun(SHAPE, chosen, (16, 24), fully_shard=options).by_axis["dp"]
     monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
-    wires = Wires(machine, machine.crowd(8), chosen, secondary)
-    sharing = TrainingSetup(chosen, 16, 24, secondary=secondary).sharing
-    sent, _ = GradientTime(on_rank(SHAPE), sharing, wires, chosen.micro_batches)._sent(0.0, 0.0)
+    wires = Wires(HARDWARE["h100"], TrainingSetup(chosen, 16, 24, secondary=secondary))
+    sent, _ = GradientTime(on_rank(SHAPE), wires)._sent(0.0, 0.0)
     assert sent == pytest.approx(counted, rel=0.01)
 
 
