@@ -1,4 +1,4 @@
-"""The communication API: values against one process's, bytes against the formulas and against the wire."""
+"""Collectives: values against what one process computes, bytes against the formulas and against the wire."""
 
 from __future__ import annotations
 
