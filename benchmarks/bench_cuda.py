@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.mark import ParameterSet
 
 from minidist import kernels
 from minidist.benchmarks.harness import formats
-from minidist.benchmarks.harness.cuda import cuda_check, cuda_timing
+from minidist.benchmarks.harness.cuda import cuda_timing
+from minidist.benchmarks.harness.cuda.cuda_check import check_rung, dtype_of, kind_of
 from minidist.benchmarks.harness.cuda.cuda_timing import Gpu, Operands
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
 from minidist.kernels.measure import harness
@@ -51,12 +52,7 @@ rates: dict[tuple[str, str], float] = {}  # FLOP/s of each rung in each kind of 
 
 def kinds(step: CudaRung) -> list[str]:
     """The kinds of arithmetic that a rung does: its dtypes, and "tf32" where it rounds float32 to TF32."""
-    return ["tf32" if step.tf32 and dtype == "float32" else dtype for dtype in step.dtypes]
-
-
-def dtype_of(kind: str) -> str:
-    """The dtype of the operands of a kind of arithmetic."""
-    return "float32" if kind == "tf32" else kind
+    return [kind_of(step, dtype) for dtype in step.dtypes]
 
 
 def _cases() -> list[ParameterSet]:
@@ -126,18 +122,16 @@ def test_transposed(
 @compared("Launching a rung from Python")
 def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> None:
     """Python's time to launch a product so small that the GPU is done first; nothing waits for the result."""
-    import torch
-
     _refuse(gpu, step)
     kind = _main_kinds(step)[-1]
     n = cuda_timing.TINY
     operands = Operands(gpu, (n, n, n), dtype_of(kind), seed=secrets.randbits(63))
     a, b, c = operands.next()
     with cuda_timing.float32_as(kind):
-        _check(gpu, step, kind, operands)
+        check_rung(step, kind, a, b, c, gpu.wait, f"seed={operands.seed}", operands.seed)
         ours, peer = (
             lambda: cuda_timing.host_seconds(gpu, lambda: step.matmul(a, b, out=c)),
-            lambda: cuda_timing.host_seconds(gpu, lambda: torch.matmul(a, b, out=c)),
+            lambda: cuda_timing.host_seconds(gpu, lambda: cuda_timing.torch_matmul(a, b, c)),
         )
         seconds = measure_turns(ours, peer, rounds=LAUNCH_ROUNDS[full])
     record(benchmark, *seconds, "torch.matmul")
@@ -170,38 +164,11 @@ def _beside_torch(
     except MemoryError as error:
         pytest.skip(str(error))
 
-    def ours() -> None:
-        a, b, c = operands.next()
-        step.matmul(a, b, out=c)
-
-    def peer() -> None:
-        _torch_matmul(*operands.next())
-
-    with cuda_timing.float32_as(kind):
-        worst = _check(gpu, step, kind, operands)
-        peer()
-        gpu.wait()
-        seconds = cuda_timing.time_in_turns(gpu, ours, peer, BUDGET[full])
-        # Check again after launches that followed each other closely.
-        ours()
-        worst = max(worst, _check(gpu, step, kind, operands))
+    seconds, worst = cuda_timing.beside_torch(gpu, step, kind, operands, BUDGET[full])
     record(benchmark, *seconds, "torch.matmul")
     if not benchmark.disabled:
         _enter(benchmark, gpu, step, kind, size)
         benchmark.extra_info["worst_error"] = worst
-
-
-def _check(gpu: Gpu, step: CudaRung, kind: str, operands: Operands) -> float:
-    """Multiply fresh operands into a result full of NaN, check it, and return the largest error."""
-    a, b, c = operands.next()
-    c.fill_(float("nan"))
-    step.matmul(a, b, out=c)
-    gpu.wait()  # with a limit; to read the result waits for ever if the kernel never ends
-    seed = operands.seed
-    message = f"rung {step.name}, {c.shape[0]} x {c.shape[1]} x {a.shape[1]} in {kind}, seed={seed}"
-    return cuda_check.assert_product(
-        c, a, b, message, sums=step.sums(dtype_of(kind)), tf32=kind == "tf32", seed=seed
-    )
 
 
 def _enter(benchmark: Benchmark, gpu: Gpu, step: CudaRung, kind: str, size: int) -> None:
@@ -242,9 +209,3 @@ def _expected_seconds(gpu: Gpu, step: CudaRung, kind: str, size: int) -> float:
 def _refuse(gpu: Gpu, step: CudaRung) -> None:
     if reason := gpu.refuses(step):
         pytest.skip(reason)
-
-
-def _torch_matmul(a: Any, b: Any, c: Any) -> None:
-    import torch
-
-    torch.matmul(a, b, out=c)

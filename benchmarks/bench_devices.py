@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import minidist as md
+from minidist.benchmarks.harness.cuda.cuda_timing import float32_as
 from minidist.benchmarks.harness.training.programs import COUNTED
 from minidist.benchmarks.harness.training.work import ADAMW, Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
@@ -66,21 +66,11 @@ class Trained:
 
     def __call__(self) -> None:
         """One step. It returns the loss, so the GPU has finished when it returns."""
-        with _tf32(self.way.tf32):
+        with float32_as("tf32" if self.way.tf32 else "float32"):
             batch = self.batches[len(self.losses) % len(self.batches)]
             self.losses.append(self.engine.step(*batch))
             if self.device == "cuda":
                 torch.cuda.synchronize()
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 Measure = Callable[[str], tuple[dict[str, list[float]], dict[str, Trained]]]

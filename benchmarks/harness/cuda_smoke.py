@@ -43,17 +43,13 @@ def smoke(
         return torch.randn(rows, columns, device=device).to(kind)
 
     shapes = shapes or (SHAPES if timer is not None else EMULATED)
+    wait = timer.wait if timer is not None else (lambda: None)
     for dtype in dtypes or rung.dtypes:
         kind, worst, count = getattr(torch, dtype), 0.0, 0
         for (m, n, k), order in itertools.product(shapes, orders):
             a, b = drawn(m, k, order[0], kind), drawn(k, n, order[1], kind)
-            c = torch.full((m, n), float("nan"), device=device, dtype=kind)
-            rung.matmul(a, b, out=c)
-            if timer is not None:
-                timer.wait()
-            message = f"rung {name}, {m} x {n} x {k} in {dtype}, {order}"
-            tf32 = rung.tf32 and dtype == "float32"
-            found = cuda_check.assert_product(c, a, b, message, sums=rung.sums(dtype), tf32=tf32, seed=0)
+            c = torch.empty((m, n), device=device, dtype=kind)
+            found = cuda_check.check_rung(rung, cuda_check.kind_of(rung, dtype), a, b, c, wait, order, seed=0)
             worst, count = max(worst, found), count + 1
         yield f"right: {name} in {dtype}, {count} products on {device}, largest error {worst:.1e}"
 

@@ -56,33 +56,12 @@ def tune(name: str) -> Iterator[str]:
 
 
 def timed(name: str, dtype: str) -> str:
-    """Time a rung's product of SIZE in turns with torch's, check it, and return a line about it."""
-    import torch
-
-    rung, gpu, seed = cuda.load(name), cuda_timing.gpu(), secrets.randbits(63)
-    kind = "tf32" if rung.tf32 and dtype == "float32" else dtype
-    operands = cuda_timing.Operands(gpu, (SIZE,) * 3, dtype, seed=seed)
-
-    def ours() -> None:
-        a, b, c = operands.next()
-        rung.matmul(a, b, out=c)
-
-    def peer() -> None:
-        a, b, c = operands.next()
-        torch.matmul(a, b, out=c)
-
-    with cuda_timing.float32_as(kind):
-        ours()
-        peer()
-        gpu.wait()
-        own, other = map(statistics.median, cuda_timing.time_in_turns(gpu, ours, peer, BUDGET))
-    a, b, c = operands.next()
-    c.fill_(float("nan"))
-    rung.matmul(a, b, out=c)
-    gpu.wait()
-    message = f"rung {name}, {SIZE} in {kind}, seed={seed}"
-    sums, tf32 = rung.sums(dtype), kind == "tf32"
-    cuda_check.assert_product(c, a, b, message, sums=sums, tf32=tf32, seed=seed)
+    """Check a rung's product of SIZE, time it in turns with torch's, and return a line about it."""
+    rung, gpu = cuda.load(name), cuda_timing.gpu()
+    kind = cuda_check.kind_of(rung, dtype)
+    operands = cuda_timing.Operands(gpu, (SIZE,) * 3, dtype, seed=secrets.randbits(63))
+    seconds, _ = cuda_timing.beside_torch(gpu, rung, kind, operands, BUDGET)
+    own, other = map(statistics.median, seconds)
     rate = harness.flops(SIZE, SIZE, SIZE) / own
     return f"{rate / 1e12:.1f} TFLOP/s, {other / own:.3f} of torch.matmul's: {name} in {kind}, {SIZE}"
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_benchmark.plugin
@@ -182,21 +183,11 @@ def _interrupt() -> None:
 @contextlib.contextmanager
 def _quiet_environment() -> Iterator[None]:
     """Hide the user's pytest options and other plugins, which would trace, reorder or warn."""
-    ours = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    theirs = (
-        "PYTEST_ADDOPTS",
-        "PYTEST_PLUGINS",
-        "PYTEST_XDIST_WORKER",  # pytest-benchmark times nothing inside an xdist worker
-    )
-    before = {name: os.environ.pop(name, None) for name in (*ours, *theirs)}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+    with mock.patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}):
+        # pytest-benchmark times nothing inside an xdist worker.
+        for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER"):
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        yield
 
 
 def _results(

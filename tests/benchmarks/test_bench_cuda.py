@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minidist.benchmarks.harness import results
-from minidist.benchmarks.harness.cuda import cuda_timing, one_rung
+from minidist.benchmarks.harness.cuda import cuda_check, cuda_timing, one_rung
 from minidist.benchmarks.report import ladders
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
@@ -95,7 +95,7 @@ def torch_takes(monkeypatch, bench, gpu, rate):
         torch.mm(a, b, out=c)
         gpu.clock += 2 * c.numel() * a.shape[1] / rate
 
-    monkeypatch.setattr(bench, "_torch_matmul", multiply)
+    monkeypatch.setattr(cuda_timing, "torch_matmul", multiply)
 
 
 def test_the_figures_are_those_of_the_clock(bench, monkeypatch):
@@ -377,9 +377,9 @@ def test_a_kernel_that_never_ends_is_noticed_before_its_result_is_read(bench):
             raise RuntimeError("the GPU has not finished in 30 s")
 
     gpu, read = Hanging(), []
-    operands = bench.Operands(gpu, (16, 16, 16), "float32", seed=0)
+    a, b, c = bench.Operands(gpu, (16, 16, 16), "float32", seed=0).next()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.cuda_check, "assert_product", lambda *_, **__: read.append(1))
+        patch.setattr(cuda_check, "assert_product", lambda *_, **__: read.append(1))
         with pytest.raises(RuntimeError, match="not finished"):
-            bench._check(gpu, Step(gpu), "float32", operands)
+            cuda_check.check_rung(Step(gpu), "float32", a, b, c, gpu.wait, "", 0)
     assert read == []

@@ -17,7 +17,7 @@ ROOF = Roof("a GPU", {"float32": 50e12, "tf32": 400e12, "bfloat16": 800e12, "flo
 
 
 class EmulatedGpu:
-    """Stands for `cuda_timing.TorchGpu`."""
+    """Stands for `cuda_timing.Gpu`."""
 
     device = "cpu"
 

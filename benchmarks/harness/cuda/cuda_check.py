@@ -8,13 +8,37 @@ to be finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from minidist.kernels.measure import harness
 
+if TYPE_CHECKING:
+    from minidist.kernels.cuda.rung import CudaRung
+
 LARGEST_WHOLE = 4096  # up to this many rows, columns and terms, a product is checked whole
 SAMPLES = 256  # rows, and columns, checked in a larger product
+
+
+def dtype_of(kind: str) -> str:
+    """Return the dtype of the operands of a kind of arithmetic, a dtype or "tf32"."""
+    return "float32" if kind == "tf32" else kind
+
+
+def kind_of(rung: CudaRung, dtype: str) -> str:
+    """Return the arithmetic of a rung's products: "tf32" if it rounds float32 to TF32, or else the dtype."""
+    return "tf32" if rung.tf32 and dtype == "float32" else dtype
+
+
+def check_rung(
+    rung: CudaRung, kind: str, a: Any, b: Any, c: Any, wait: Callable[[], object], more: str, seed: int
+) -> float:
+    """Multiply into a result full of NaN, check it, and return the largest error; `more` ends its name."""
+    c.fill_(float("nan"))
+    rung.matmul(a, b, out=c)
+    wait()  # with a limit; to read the result waits for ever if the kernel never ends
+    message = f"rung {rung.name}, {c.shape[0]} x {c.shape[1]} x {a.shape[1]} in {kind}, {more}"
+    return assert_product(c, a, b, message, sums=rung.sums(dtype_of(kind)), tf32=kind == "tf32", seed=seed)
 
 
 def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: bool, seed: int) -> float:

@@ -14,8 +14,9 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from minidist.benchmarks.harness.cuda.cuda_check import check_rung
 from minidist.benchmarks.harness.turns import measure_turns
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.measure.gpu_timer import GpuTimer
@@ -38,39 +39,11 @@ ORDERS = ("nn", "nt", "tn", "tt")  # of a and b, in BLAS's letters: n as it is, 
 Program = Callable[[], object]
 
 
-class Gpu(Protocol):
-    """The interface that the benchmarks need from a GPU. Tests use main memory and the emulator instead."""
-
-    device: str  # where torch makes tensors
+class Gpu(GpuTimer):
+    """The GPU that is current in torch. Tests use main memory and the emulator instead."""
 
     def l2(self) -> int:
         """Return the bytes of the L2 cache, which operands must not stay in."""
-
-    def free(self) -> int:
-        """Return the bytes of memory that tensors may take."""
-
-    def roof(self) -> Roof | None:
-        """Return this GPU's measured peaks, or None if they can't be measured."""
-
-    def refuses(self, step: CudaRung) -> str | None:
-        """Return the reason why a rung does not run on this GPU, or None if it does."""
-
-    def wait(self) -> None:
-        """Wait until all launched work is done."""
-
-    def seconds(self, program: Program, calls: int = 1) -> float:
-        """Return the seconds of one call, averaged over `calls`."""
-
-
-class TorchGpu(GpuTimer):
-    """The GPU that is current in torch."""
-
-    def __init__(self, torch: Any) -> None:
-        super().__init__(torch)
-        self._torch = torch
-
-    def l2(self) -> int:
-        """Return the bytes of the L2 cache."""
         from minidist.kernels.cuda.runtime import gpu_driver as driver
 
         current = driver.get()
@@ -91,18 +64,14 @@ class TorchGpu(GpuTimer):
         return None
 
     def roof(self) -> Roof | None:
-        """Return the peaks of this GPU, which each process measures once."""
+        """Return this GPU's peaks, which each process measures once, or None if they can't be measured."""
         return self._roof
 
     def refuses(self, step: CudaRung) -> str | None:
-        """Return the reason why a rung does not run here: it needs instructions that this GPU lacks."""
+        """Return the reason why a rung does not run here, or None if this GPU has its instructions."""
+        name, capability = self._cuda.get_device_name(), self._cuda.get_device_capability()
         try:
-            device.architecture_on(
-                step.architecture,
-                self._cuda.get_device_capability(),
-                f"rung {step.name}",
-                self._cuda.get_device_name(),
-            )
+            device.architecture_on(step.architecture, capability, f"rung {step.name}", name)
         except RuntimeError as error:
             return str(error)
         return None
@@ -113,7 +82,7 @@ def gpu() -> Gpu:
     """Return this process's GPU; call it only if `unavailable()` is None."""
     import torch
 
-    return TorchGpu(torch)
+    return Gpu(torch)
 
 
 def unavailable() -> str | None:
@@ -223,6 +192,37 @@ def time_in_turns(gpu: Gpu, ours: Program, peer: Program, budget: float) -> tupl
         rounds=rounds,
         warmup_rounds=1 if turn < SLOW else 0,
     )
+
+
+def beside_torch(
+    gpu: Gpu, rung: CudaRung, kind: str, operands: Operands, budget: float
+) -> tuple[tuple[list[float], list[float]], float]:
+    """Check a rung, and time it in turns with torch.matmul; return both's seconds, and the largest error."""
+
+    def ours() -> None:
+        a, b, c = operands.next()
+        rung.matmul(a, b, out=c)
+
+    def check() -> float:
+        return check_rung(rung, kind, *operands.next(), gpu.wait, f"seed={operands.seed}", operands.seed)
+
+    def peer() -> None:
+        torch_matmul(*operands.next())
+
+    with float32_as(kind):
+        worst = check()
+        peer()
+        gpu.wait()
+        seconds = time_in_turns(gpu, ours, peer, budget)
+        ours()  # check again after launches that followed each other closely
+        return seconds, max(worst, check())
+
+
+def torch_matmul(a: Any, b: Any, c: Any) -> None:
+    """Multiply with torch."""
+    import torch
+
+    torch.matmul(a, b, out=c)
 
 
 def host_seconds(gpu: Gpu, program: Program, calls: int = HOST_CALLS) -> float:

@@ -8,8 +8,8 @@ import torch
 
 from minidist.benchmarks.harness.cuda import cuda_timing
 from minidist.benchmarks.harness.cuda.cuda_timing import (
+    Gpu,
     Operands,
-    TorchGpu,
     float32_as,
     host_seconds,
     time_in_turns,
@@ -185,7 +185,7 @@ def test_torchs_gpu_tells_what_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (123, 456))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Fake")
-    gpu = TorchGpu(torch)
+    gpu = Gpu(torch)
     assert (gpu.device, gpu.l2(), gpu.free()) == ("cuda", 40 << 20, 123)
     assert gpu.roof() == gpu.roof() == "a roof"
     assert measured == [1]
@@ -204,4 +204,4 @@ def test_a_gpu_whose_peaks_fail_has_none(monkeypatch):
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(gpu_peaks, "roof", full)
-    assert TorchGpu(torch).roof() is None
+    assert Gpu(torch).roof() is None
