@@ -1,9 +1,10 @@
 """A batch: a tensor, or tensors in tuples, lists, dicts and dataclasses, nested as they come.
 
-The first dimension of every tensor is its rows. Whatever is no tensor, and a tensor without dimensions, goes
-along as it is, such as an object of another class in a tuple with a tensor that has the rows. These functions
-count, cut, move and join the rows of such a batch, and call a model with it. A single tensor takes a short
-way through each of them.
+The first dimension of every tensor is its rows. A list with one item for each row, such as the captions of
+images, is cut and joined with them (`is_row_list`). Everything else goes along as it is: a tensor without
+dimensions, or an object of another class in a tuple with a tensor that has the rows. These functions count,
+cut, move and join the rows of such a batch, and call a model with it. A single tensor takes a short way
+through each of them.
 """
 
 from __future__ import annotations
@@ -73,12 +74,15 @@ def replaced(value: Any, new: Callable[[Any], Any], kinds: Any = Tensor) -> Any:
     return value
 
 
-def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The same structure with every tensor changed. Parts without tensors stay the same objects."""
+def mapped(change: Callable[[Tensor], Any], batch: Any, of_list: Callable[[Any], Any] | None = None) -> Any:
+    """The same structure with every tensor changed. Parts without tensors stay the same objects.
+
+    of_list: changes lists and tuples too, if they have no tensors.
+    """
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        changed = {key: mapped(change, batch[key]) for key in batch}
+        changed = {key: mapped(change, batch[key], of_list) for key in batch}
         if all(changed[key] is batch[key] for key in changed):
             return batch
         if type(batch) is dict:
@@ -88,7 +92,9 @@ def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
             result[key] = value
         return result
     if isinstance(batch, list | tuple):
-        items = [mapped(change, each) for each in batch]
+        if of_list is not None and not any(tensors_in(batch)) and not hasattr(batch, "_fields"):
+            return of_list(batch)
+        items = [mapped(change, each, of_list) for each in batch]
         if all(new is old for new, old in zip(items, batch, strict=True)):
             return batch
         if hasattr(batch, "_fields"):  # a named tuple
@@ -96,7 +102,7 @@ def mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
         return type(batch)(items)
     if _is_dataclass(batch):
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        changed = {name: mapped(change, value) for name, value in fields.items()}
+        changed = {name: mapped(change, value, of_list) for name, value in fields.items()}
         if all(changed[name] is fields[name] for name in fields):
             return batch
         result = copy.copy(batch)
@@ -122,9 +128,24 @@ def split(batch: Any, parts: int) -> Sequence[Any]:
     return [rows(batch, slice(*ends)) for ends in pairwise(starts)]
 
 
+def is_row_list(value: Any, count: int) -> bool:
+    """Whether a list of anything but tensors, or a tuple of strings, has an item for each of so many rows.
+
+    torch's loaders join the strings of rows to a list if a row is a dict, and to a tuple if it is a tuple.
+    """
+    if len(value) != count or any(tensors_in(value)):
+        return False
+    return isinstance(value, list) or (type(value) is tuple and all(isinstance(each, str) for each in value))
+
+
 def rows(batch: Any, which: slice) -> Any:
     """Some rows of a batch."""
-    return mapped(lambda x: x[which] if x.dim() else x, batch)
+    count = rows_of(batch)
+    return mapped(
+        lambda x: x[which] if x.dim() else x,
+        batch,
+        lambda each: each[which] if is_row_list(each, count) else each,
+    )
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -142,18 +163,36 @@ def shapes(batch: Any) -> tuple[Any, ...]:
 def joined(parts: Sequence[Any], like: Any = None) -> Any:
     """One batch of the rows of several that have the same structure.
 
-    A tensor is joined if its first dimension is the rows in every part; otherwise the first part's is taken.
-    like: which of them the result looks like, and has anything else of; None for the first.
+    A tensor or a list is joined if it has the rows in every part; otherwise the first part's is taken.
+    like: the part whose types and other values the result copies; None for the first.
     """
     counts = [*map(rows_of, parts)]
     others = [iter([x for _, x in tensors(part)]) for part in parts]
+    of_others = [iter(_lists(part)) for part in parts]
 
     def join(_: Tensor) -> Tensor:
         pieces = [next(other) for other in others]
         have_rows = all(x.dim() and len(x) == count for x, count in zip(pieces, counts, strict=True))
         return torch.cat(pieces) if have_rows else pieces[0]
 
-    return mapped(join, parts[0] if like is None else like)
+    def join_lists(first: Any) -> Any:
+        pieces = [next(other, ()) for other in of_others]
+        have_rows = all(map(is_row_list, pieces, counts))
+        return type(first)(item for piece in pieces for item in piece) if have_rows else first
+
+    return mapped(join, parts[0] if like is None else like, join_lists)
+
+
+def _lists(batch: Any) -> list[Any]:
+    """The lists and tuples without tensors in a batch."""
+    found: list[Any] = []
+
+    def keep(each: Any) -> Any:
+        found.append(each)
+        return each
+
+    mapped(lambda x: x, batch, keep)
+    return found
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
