@@ -1,8 +1,10 @@
 """A batch: a tensor, or tensors in tuples, lists, dicts and dataclasses, nested as they come.
 
-The first dimension of every tensor is its rows. Anything else stays as it is: a tensor without dimensions, or
-an object of another class, in a tuple with a tensor that has the rows. These functions count, cut, move and
-join the rows of a batch, and call a model with it. A single tensor takes a shortcut through each of them.
+The first dimension of every tensor is its rows. A list with one item for each row, such as the captions of
+images, is cut and joined with them (`is_row_list`). Anything else stays as it is: a tensor without
+dimensions, or an object of another class, in a tuple with a tensor that has the rows. These functions count,
+cut, move and join the rows of a batch, and call a model with it. A single tensor takes a shortcut through
+each of them.
 
 A caller gives one batch or a list of them, with targets or without; `pairs_of` makes pairs of all forms.
 """
@@ -61,10 +63,16 @@ def at(value: Any, path: Path) -> Any:
     return value
 
 
-def mapped(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any:
+def mapped(
+    change: Callable[[Any], Any],
+    value: Any,
+    kinds: Any = Tensor,
+    of_list: Callable[[Any], Any] | None = None,
+) -> Any:
     """The same structure with every tensor changed, or every object of `kinds`.
 
     Containers keep their class, such as transformers' BatchEncoding. What has not changed is the same object.
+    of_list: changes lists and tuples that have no tensors, too.
     """
     if isinstance(value, kinds):
         return change(value)
@@ -72,12 +80,14 @@ def mapped(change: Callable[[Any], Any], value: Any, kinds: Any = Tensor) -> Any
     if isinstance(value, Mapping):
         parts = value
     elif isinstance(value, list | tuple):
+        if of_list is not None and not any(tensors_in(value)) and not hasattr(value, "_fields"):
+            return of_list(value)
         parts = dict(enumerate(value))
     elif _is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     else:
         return value
-    changed = {key: mapped(change, part, kinds) for key, part in parts.items()}
+    changed = {key: mapped(change, part, kinds, of_list) for key, part in parts.items()}
     if all(changed[key] is part for key, part in parts.items()):
         return value
     if isinstance(value, list | tuple):
@@ -108,9 +118,24 @@ def split(batch: Any, parts: int) -> Sequence[Any]:
     return [rows(batch, slice(*ends)) for ends in pairwise(starts)]
 
 
+def is_row_list(value: Any, count: int) -> bool:
+    """Whether a list of anything but tensors, or a tuple of strings, has an item for each of so many rows.
+
+    torch's loaders join the strings of rows to a list if a row is a dict, and to a tuple if it is a tuple.
+    """
+    if len(value) != count or any(tensors_in(value)):
+        return False
+    return isinstance(value, list) or (type(value) is tuple and all(isinstance(each, str) for each in value))
+
+
 def rows(batch: Any, which: slice) -> Any:
     """Some rows of a batch."""
-    return mapped(lambda x: x[which] if x.dim() else x, batch)
+    count = rows_of(batch)
+    return mapped(
+        lambda x: x[which] if x.dim() else x,
+        batch,
+        of_list=lambda each: each[which] if is_row_list(each, count) else each,
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -128,18 +153,36 @@ def shapes(batch: Any) -> tuple[Any, ...]:
 def joined(parts: Sequence[Any], like: Any = None) -> Any:
     """One batch of the rows of several that have the same structure.
 
-    A tensor is joined if its first dimension is the rows in every part; otherwise the first part's is taken.
-    like: the part whose type and other fields the result copies; None for the first.
+    A tensor or a list is joined if it has the rows in every part; otherwise the first part's is taken.
+    like: the part whose types and other fields the result copies; None for the first.
     """
     counts = [*map(rows_of, parts)]
     others = [iter([x for _, x in tensors(part)]) for part in parts]
+    of_others = [iter(_lists(part)) for part in parts]
 
     def join(_: Tensor) -> Tensor:
         pieces = [next(other) for other in others]
         have_rows = all(x.dim() and len(x) == count for x, count in zip(pieces, counts, strict=True))
         return torch.cat(pieces) if have_rows else pieces[0]
 
-    return mapped(join, parts[0] if like is None else like)
+    def join_lists(first: Any) -> Any:
+        pieces = [next(other, ()) for other in of_others]
+        have_rows = all(map(is_row_list, pieces, counts))
+        return type(first)(item for piece in pieces for item in piece) if have_rows else first
+
+    return mapped(join, parts[0] if like is None else like, of_list=join_lists)
+
+
+def _lists(batch: Any) -> list[Any]:
+    """The lists and tuples without tensors in a batch."""
+    found: list[Any] = []
+
+    def keep(each: Any) -> Any:
+        found.append(each)
+        return each
+
+    mapped(lambda x: x, batch, of_list=keep)
+    return found
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import alone
-from minidist.parallel.contract.batch import Pair, call, rows_of
-from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, forwards, unchanged
+from minidist.parallel.contract.batch import call, rows_of
+from minidist.parallel.contract.kept_attributes import computed
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
     names_of,
@@ -28,40 +28,30 @@ from minidist.parallel.contract.training_state import (
     whole_chunks,
 )
 from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
+from minidist.parallel.engine.kept_state import KeptAttributes, cells_of, forwards
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
+from minidist.parallel.engine.whole_state import Batch, TrainingState
 from minidist.parallel.guards.ownership import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights
+from minidist.parallel.training.moved_results import MARGIN
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.random_off import RandomOff
 from minidist.parallel.training.recompute import recompute_by
+
+KEPT_BY_MALLOC = 2**25 - 2**16
+"""A block of so many bytes that is freed once has glibc keep up to 64 MB of freed memory. Otherwise it gives
+most memory of a small step back to the system, and gets it again page by page: in 4 of 40 ms."""
 
 Tensors = Mapping[str, Tensor]
 Inside = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
-class TrainingState(NamedTuple):
-    """The whole state of a training, by the names that checkpoints use."""
-
-    tensors: dict[str, Tensor]  # "model.NAME", "optimizer.NAME.KEY"
-    groups: list[dict[str, Any]]  # of the optimizer, with names of parameters
-    numbers: Mapping[str, Mapping[str, Any]]  # in the optimizer's state, by parameter
-    trained: Mapping[str, bool]  # whether each parameter gets gradients
-    modes: Mapping[str, bool]  # of each module, whether it is in training mode
-    of_loss: KeptAttributes  # what the loss keeps
-    attributes: Mapping[tuple[str, str], Any]  # of modules, that passes have changed
-    elsewhere: Sequence[Tensor]  # the engine's own parameters
-    batches: Sequence[Sequence[Pair]]  # of each data rank
-    threads: int  # of all ranks on this host, which wait while one works alone
-
-
 class Outcome(NamedTuple):
     """What a step has computed."""
 
-    loss: float
-    norm: float  # of the gradients, before clipping
-    tensors: dict[str, Tensor]  # "gradient.NAME", "model.NAME"
-    bits: dict[str, float]  # the last bits that gradients were computed with
+    tensors: dict[str, Tensor]  # "loss", "norm" (before clipping), "gradient.NAME", "model.NAME"
+    bits: dict[str, float]  # the last bits of those that may have been computed in a less precise type
 
 
 class OneProcess:
@@ -75,114 +65,105 @@ class OneProcess:
     ) -> None:
         self._make, self._loss, self._clip_norm = optimizer, loss, clip_norm
         self._layout = layout
-        parameters = {
-            id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
-        }
-        copies: dict[int, Any] = {**computed(model), **parameters}
+        copies = computed(model)
+        for p in model.parameters():
+            copies[id(p)] = parameter_like(p, torch.empty_like(p, device="meta"))
         self.model = copy.deepcopy(model, copies)
         # A loss that reads the model as a variable of the function around it reads the copy.
-        self._cells = [
-            (each, copies[id(x)]) for each in cells_of(loss) if id(x := each.cell_contents) in copies
-        ]
+        cells = [(cell, copies.get(id(cell.cell_contents))) for cell in cells_of(loss)]
+        self._cells = [(cell, of_model) for cell, of_model in cells if of_model is not None]
         self.device = torch.device("cpu")  # of the engine, once the model has values
         self.last_bit = 0.0  # of the least precise type that a step has computed in
+        torch.empty(KEPT_BY_MALLOC, dtype=torch.uint8)
 
     def step(
         self,
         start: TrainingState,
-        pieces: Sequence[Pair],
+        pieces: Sequence[Batch],
         given: Tensors,
         scale: float = 1.0,
+        watched: bool = False,
         inside: Inside = nullcontext,
     ) -> Outcome:
         """Take one step on `pieces`, whose losses are averaged by their weights.
 
-        given: the gradients to update with, as in `Outcome.tensors`. With those of a layout, the update is
-        the layout's but for rounding, whatever rounding did to its gradients. scale: the factor on the loss
-        before its backward pass. inside: makes a context for the passes through a model. The loss starts with
-        the attributes that it had before the step, and afterwards has those of now.
+        The loss starts with the attributes that it had before the step, and afterwards has those of now.
+
+        Args:
+            given: the gradients to update with, as in `Outcome.tensors`. With those of a layout, the update
+                is the layout's but for rounding, whatever rounding did to its gradients.
+            scale: the factor on the loss before its backward pass.
+            watched: have random numbers off also after a forward pass that has none. It takes longer.
+            inside: makes a context for the passes through a model.
         """
-        kept = unchanged(self._loss, *forwards(self.model))
-        with kept, alone(), untrained():  # the loss may read a model that another engine trains
-            start.of_loss.restore()
-            return self._step(start, pieces, given, scale, inside)
+        with self._without_trace(start):
+            precision = Precision(self._layout.precision)
+            model = self._filled(start)
+            precision.convert(model)
+            precision.convert_calls(model)
+            recompute_by(model, self._layout.recompute)
+            make = by_parameters(self._make, model, {})
+            masters: dict[Tensor, Tensor] = {}
+            if precision.master is None:
+                optimizer: Any = make(model.parameters())
+            else:
+                with_masters = MasterWeights(model.parameters(), make, precision.master)
+                masters = dict(zip(with_masters.parameters, with_masters.masters, strict=True))
+                optimizer = with_masters.inner
+            trained = {name: value for part in start.parts for name, value in part.trained.items()}
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+            names = {masters.get(p, p): name for p, name in names_of(model).items()}
+            self._load(optimizer, names, start)
+            for chunk in whole_chunks(model, optimizer, masters):
+                if chunk.name in start.tensors:
+                    chunk.tensor.copy_(start.tensors[chunk.name])
+            objective = Objective(self._loss, model)
+            quiet = RandomOff(alone=True, others=start.elsewhere)
 
-    def _step(
-        self, start: TrainingState, pieces: Sequence[Pair], given: Tensors, scale: float, inside: Inside
-    ) -> Outcome:
-        precision = Precision(self._layout.precision)
-        model = self._filled(start)
-        precision.convert(model)
-        precision.convert_calls(model)
-        recompute_by(model, self._layout.recompute)
-        make = by_parameters(self._make, model, {})
-        masters: dict[Tensor, Tensor] = {}
-        if precision.master is None:
-            optimizer: Any = make(model.parameters())
-        else:
-            with_masters = MasterWeights(model.parameters(), make, precision.master)
-            masters = dict(zip(with_masters.parameters, with_masters.masters, strict=True))
-            optimizer = with_masters.inner
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(start.trained.get(name, parameter.requires_grad))
-        names = {masters.get(p, p): name for p, name in names_of(model).items()}
-        self._load(optimizer, names, start)
-        for chunk in whole_chunks(model, optimizer, masters):
-            if chunk.name in start.tensors:
-                chunk.tensor.copy_(start.tensors[chunk.name])
+            def evaluate() -> Tensor:
+                done: list[tuple[Tensor, Weight]] = []
+                with torch.enable_grad(), inside(model):
+                    with quiet:
+                        for piece in pieces:
+                            inputs, targets = piece[0], piece[-1]
+                            if objective.takes_model:
+                                result = objective.given(model, inputs)  # type: ignore[misc]
+                            else:
+                                outputs = call(model, inputs)
+                                result = objective.function(outputs, inputs, targets)(outputs, targets)
+                            done.append(weighted(result, float(rows_of(inputs))))
+                        weight = sum(float(each) for _, each in done)
+                        loss: Any = sum(mean * (float(w) / weight) for mean, w in done)
+                    with quiet if watched or quiet.used else nullcontext():
+                        (loss * scale).backward()
+                return loss.detach()  # type: ignore[no-any-return]
 
-        objective, quiet = Objective(self._loss, model), RandomOff(alone=True, others=start.elsewhere)
+            losses = [evaluate()]
 
-        def evaluate() -> Tensor:
-            done: list[tuple[Tensor, Weight]] = []
-            with torch.enable_grad(), inside(model), quiet:
-                for inputs, targets in pieces:
-                    if objective.takes_model:
-                        result = objective.given(model, inputs)  # type: ignore[misc]
-                    else:
-                        outputs = call(model, inputs)
-                        result = objective.function(outputs, inputs, targets)(outputs, targets)
-                    done.append(weighted(result, float(rows_of(inputs))))
-                weight = sum(float(each) for _, each in done)
-                loss: Any = sum(mean * (float(w) / weight) for mean, w in done)
-                (loss * scale).backward()
-            return loss.detach()  # type: ignore[no-any-return]
+            def closure() -> Tensor:
+                if not losses:  # the layout's gradients are those of the first evaluation
+                    optimizer.zero_grad()
+                    losses.append(evaluate())
+                    if self._clip_norm is not None:
+                        nn.utils.clip_grad_norm_([*names], self._clip_norm)
+                return losses.pop()
 
-        losses = [evaluate()]
-
-        def closure() -> Tensor:
-            if not losses:  # the layout's gradients are those of the first evaluation
-                optimizer.zero_grad()
-                losses.append(evaluate())
-                if self._clip_norm is not None:
-                    nn.utils.clip_grad_norm_([*names], self._clip_norm)
-            return losses.pop()
-
-        loss = float(losses[0])
-        self.last_bit = max(self.last_bit, quiet.last_bit)
-        gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
-        norm = global_norm(gradients.values()) / scale
-        found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
-        bits = {f"gradient.{name}": torch.finfo(grad.dtype).eps for name, grad in gradients.items()}
-        self._update(optimizer, names, gradients, given, closure)
-        found |= {c.name: c.tensor for c in whole_chunks(model, optimizer, masters) if c.name[:6] == "model."}
-        return Outcome(loss, norm, found, bits)
-
-    def _update(
-        self, optimizer: Any, names: Mapping[Tensor, str], own: Tensors, given: Tensors, closure: Any
-    ) -> None:
-        """Update with the gradients `given`, clipped. Parameters that have none of their `own` get none."""
-        # By these names, since a tied parameter's gradient may come under two.
-        of_layout = [given[name] for each in own if (name := f"gradient.{each}") in given]
-        factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
-        for parameter, name in names.items():
-            parameter.grad = None
-            if name in own:
-                value = given[of] if (of := f"gradient.{name}") in given else torch.zeros_like(parameter)
-                grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
-                parameter.grad = (grad * factor).to(parameter.dtype)
-        with RandomOff(alone=True):
-            optimizer.step(closure) if requires_closure(optimizer) else optimizer.step()
+            gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
+            bits = {f"gradient.{name}": torch.finfo(grad.dtype).eps for name, grad in gradients.items()}
+            bits |= dict.fromkeys(("loss", "norm"), max(2**-20, max(bits.values(), default=0.0) / MARGIN))
+            norm = torch.tensor(global_norm(gradients.values()) / scale, dtype=torch.float64)
+            found = {"loss": losses[0].double().reshape(()), "norm": norm}
+            found |= {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
+            self._give(names, gradients, given)
+            # torch's own optimizers draw no random numbers, and send nothing.
+            of_torch = type(optimizer).__module__.startswith("torch.optim")
+            with nullcontext() if of_torch and not watched else quiet:
+                optimizer.step(closure) if requires_closure(optimizer) else optimizer.step()
+            self.last_bit = max(self.last_bit, quiet.last_bit)
+            after = whole_chunks(model, optimizer, masters)
+            found |= {chunk.name: chunk.tensor for chunk in after if chunk.name.startswith("model.")}
+            return Outcome(found, bits)
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
@@ -190,13 +171,25 @@ class OneProcess:
         found: list[dict[str, Any]] = optimizer_settings(optimizer, {**names_of(self.model)})["groups"]
         return found
 
+    @contextmanager
+    def _without_trace(self, start: TrainingState) -> Iterator[None]:
+        """Inside, this rank is alone, and what is done to loss, engines and random states is undone."""
+        kept = KeptAttributes(self._loss, *forwards(self.model))
+        on_gpu = [self.device] if self.device.type == "cuda" else []
+        try:
+            # The loss may read a model that another engine trains.
+            with alone(), untrained(), torch.random.fork_rng(on_gpu):
+                start.of_functions.restore()
+                yield
+        finally:
+            kept.restore()
+
     def _filled(self, start: TrainingState) -> nn.Module:
         """A copy of the model with the values and modes of the engine's."""
-        values = {
+        copies: dict[int, Any] = {
             id(p): parameter_like(p, start.tensors[f"model.{name}"].to(self.device, p.dtype, copy=True))
             for name, p in self.model.named_parameters()
         }
-        copies: dict[int, Any] = dict(values)
         for name, buffer in self.model.named_buffers():
             if buffer.is_meta and f"model.{name}" in start.tensors:
                 copies[id(buffer)] = start.tensors[f"model.{name}"].to(self.device, copy=True)
@@ -204,7 +197,6 @@ class OneProcess:
         for cell, part in self._cells:
             cell.cell_contents = copies[id(part)]
         for name, part in model.named_modules():
-            part.training = start.modes.get(name, part.training)
             for store in (part._buffers, part.__dict__):
                 for attribute in store:
                     if (name, attribute) in start.attributes:
@@ -224,11 +216,24 @@ class OneProcess:
             if kind == "optimizer":
                 name, _, key = name.rpartition(".")
                 state[name][key] = value.to(self.device if value.dim() else "cpu", copy=True)
-        for name, numbers in start.numbers.items():
-            state[name] |= copy.deepcopy(dict(numbers))
+        for part in start.parts:
+            for name, numbers in part.numbers.items():
+                state[name] |= copy.deepcopy(dict(numbers))
         for name, values in state.items():
             if name in by_name:
                 optimizer.state[by_name[name]] = put_in_lists(values)
+
+    def _give(self, names: Mapping[Tensor, str], own: Tensors, given: Tensors) -> None:
+        """Give parameters the gradients `given`, clipped. Those that have none of their `own` get none."""
+        # By these names, since a tied parameter's gradient may come under two.
+        of_layout = [given[name] for each in own if (name := f"gradient.{each}") in given]
+        factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)
+        for parameter, name in names.items():
+            parameter.grad = None
+            if name in own:
+                value = given[of] if (of := f"gradient.{name}") in given else torch.zeros_like(parameter)
+                grad = value.sparse_mask(own[name].coalesce()) if own[name].is_sparse else value
+                parameter.grad = (grad * factor).to(parameter.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:

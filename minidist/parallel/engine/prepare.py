@@ -112,7 +112,7 @@ def prepare(
             find what it computes before and after its layers. Without values, or memory for that run, its
             layers compute shapes alone. None if the model is nothing but the chain of its `layers`, or
             brings `dummy_inputs`, as transformers' language models do.
-        rehearse: take step 1, ten more up to step 800, and those after a change of what is trained, beside a
+        rehearse: take step 1, six more up to step 901, and those after a change of what is trained, beside a
             single process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss,
             gradients, parameters or buffers differ by more than rounding, the step raises ValueError on all
             ranks, names the first difference and a likely cause, and changes nothing (engine/rehearsal.py).

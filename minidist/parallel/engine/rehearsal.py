@@ -5,7 +5,7 @@ all parameters at once, a buffer that each rank writes for itself, a plan that c
 such causes never end. One comparison sees them all: rank 0 takes the step alone, in plain torch, on the whole
 batch (one_process.py). Loss, gradients, parameters and buffers have to agree up to rounding.
 
-The first step is rehearsed, and ten more up to step 800. Random numbers are switched off on both sides. If
+The first step is rehearsed, and six more up to step 901. Constants replace random numbers on both sides. If
 there were any, or if the steps differ, the engine gets its state back; otherwise the step counts.
 """
 
@@ -15,53 +15,52 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.launching.cores import available_cores
 from minidist.comm.ledgers import held_back
 from minidist.comm.work import limit_of
 from minidist.kernels.measure.cpu_peaks import available_memory
-from minidist.parallel.contract.batch import Pair
+from minidist.parallel.contract.batch import Pair, tensors
+from minidist.parallel.contract.kept_attributes import differs
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.kept_state import KeptState, plain_attributes
-from minidist.parallel.engine.one_process import (
-    OneProcess,
-    Outcome,
-    TrainingState,
-)
+from minidist.parallel.engine.one_process import OneProcess, Outcome
 from minidist.parallel.engine.step_difference import (
     CUT,
     TRIALS,
     Outputs,
+    compared,
     failed_layer,
     options_differ,
     recorded,
-    told,
 )
+from minidist.parallel.engine.step_executor import RankBatch
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.engine.whole_state import collect, state_before
+from minidist.parallel.engine.whole_state import TrainingState, collect, own_part, state_before
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.training.batch_norm import fixed_batch_norms
 from minidist.parallel.training.random_off import RandomOff
 
-STEPS = 1, 2, 4, 6, 12, 25, 50, 101, 200, 401, 800
-"""The steps that are rehearsed: each comes about twice as late. Among them are multiples of 3, 5, 10 and 100,
-counted from 0 and from 1: what a training does now and then often goes by these."""
+STEPS = 1, 3, 10, 31, 100, 301, 901
+"""The steps that are rehearsed: each comes about three times as late. Among them are multiples of 3, 5, 10
+and 100, counted from 0 and from 1: what a training does now and then often goes by these. For a small model,
+each takes as long as 2.8 more steps, two of which are rank 0's passes with the rows of two ranks."""
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
 LONG = 0.1
-"""A step of more CPU seconds is taken alone with the threads of all ranks on the host. On busy cores, threads
-that wait for each other made one of 0.02 s take up to 60 times as long."""
+"""A step of more CPU seconds is taken alone with the threads of all ranks on the host. A short one is not: of
+a step of 23 ms, two threads made one of 14 ms on idle cores, and one of up to 1,100 ms on busy ones."""
 
 
 class Rehearsal:
@@ -80,7 +79,7 @@ class Rehearsal:
         clip_norm: Any,
     ) -> None:
         self._when, self._layout, self._steps = when, layout, 0
-        self._known: Any = None  # what gets gradients, and in which groups
+        self._known: set[Any] = set()  # what has been trained, in which groups, by which kind of batch
         self._alone: OneProcess | None = None
         self.why_not = ""  # it does not run
         self._made: list[dict[str, Any]] = []  # the optimizer's groups, as `prepare` made them
@@ -97,65 +96,69 @@ class Rehearsal:
         """Remember the optimizer's groups and the modules' attributes, which will change; a collective."""
         if self._alone is not None:
             self._alone.device, before = engine.device, plain_attributes(self._alone.model)
-            no_values = {k for k, v in before.items() if isinstance(v, torch.Tensor) and v.is_meta}
+            no_values = {k for k, v in before.items() if isinstance(v, Tensor) and v.is_meta}
             own = plain_attributes(engine.model).items()
-            self._attributes = {key: value for key, value in own if key not in no_values}
+            self._attributes = {k: v for k, v in own if k not in no_values and k[1] != "training"}
         self._made = [{**group} for group in engine.state_settings()["groups"]]
         with held_back():
             self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]
 
-    def due(self, engine: Engine) -> bool:
+    def due(self, engine: Engine, pairs: Sequence[Pair]) -> bool:
         """Whether the next step is to be rehearsed: the same on all ranks.
 
-        It does not notice a batch of another structure, nor with pp a change of what is trained: one rank may
-        see it alone, and to ask the others would cost a message in every step.
+        It is one of `STEPS`, or the first that trains other parameters or gets a batch of another structure.
+        Those are noticed only where all ranks see them alike: parameters without a pipeline, and a structure
+        without dp. Asking the others would cost a message in every step. The sums of weights and losses,
+        which ranks send anyway, come when a step is over, and the next batch may have the old structure.
         """
         self._steps += 1
         if self._when == "first":
             return self._steps == 1
-        if self._steps in STEPS:
-            return True
-        if self._layout.pp > 1:
-            return False
-        trained = [p.requires_grad for p in engine.model.parameters()]
-        groups = () if engine.strategy.gathers else engine.optimizer.param_groups  # there of a rank's slices
-        now = trained, [len(group["params"]) for group in groups]
-        known, self._known = self._known, now
-        return known not in (None, now)
+        now: list[Any] = []
+        if self._layout.pp == 1:
+            groups = () if engine.strategy.gathers else engine.optimizer.param_groups  # of a rank's slices
+            now += [p.requires_grad for p in engine.model.parameters()]
+            now += [len(group["params"]) for group in groups]
+        if self._layout.dp == 1:
+            now += [(name, x.dtype, x.dim()) for pair in pairs for name, x in tensors(pair)]
+        is_new = (*now,) not in self._known
+        self._known.add((*now,))
+        return is_new or self._steps in STEPS
 
-    def step(self, engine: Engine, pairs: Sequence[Pair], train: Callable[[], float]) -> float | None:
-        """Take a step with `train` and compare it; returns its loss, or None if it was not taken.
+    def step(self, engine: Engine, pairs: Sequence[Pair], batches: Sequence[RankBatch]) -> float | None:
+        """Take a step on `batches` and compare it; returns its loss, or None if it was not taken.
 
         A collective. Raises ValueError on all ranks if the steps differ; the engine is then as it was.
+        pairs: this rank's rows; `batches` has this rank's tokens of them.
         """
         with held_back():
-            if self.why_not:
-                self._stop()
-                return None
-            if engine.saving is not None:
+            if engine.saving is not None and not self.why_not:
                 engine.saving.join()  # its thread talks to other ranks, and a single process has none
             try:
-                kept = KeptState(engine)
+                kept = None if self.why_not else KeptState(engine)
             except (ValueError, RuntimeError) as error:  # as of a checkpoint, on all ranks
-                self.why_not = f"the state cannot be put back: {error}"
+                kept, self.why_not = None, f"the state cannot be put back: {error}"
+            if kept is None:
                 self._stop()
                 return None
             fixed = fixed_batch_norms(engine.model)
-            start = state_before(engine, kept, pairs, self._attributes)
-            statistics = [x for part in fixed for x in part.buffers()]
-            broadcast_together(statistics, engine.strategy.group)
+            broadcast_together([x for part in fixed for x in part.buffers()], engine.strategy.group)
+            part, start = own_part(engine, kept, pairs), None
+            if self._alone is not None:
+                start = state_before(engine, kept, self._attributes)
+        inputs = [(x, x.clone()) for batch in batches for _, x in tensors((batch.inputs, batch.targets))]
         quiet, self._gradients, self._norm = RandomOff(), [], None
         engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, engine.loss_scale)
         scale, failed, begun = engine.loss_scale, True, (time.perf_counter(), time.process_time())
         outputs: Outputs = defaultdict(list)
-        hears = self._alone is not None and self._layout.tp > 1 and self._steps == 1
-        hearing = recorded(engine.model, outputs) if hears else nullcontext()
+        is_first_cut = self._layout.tp > 1 and self._steps == 1
+        hearing = recorded(engine.model, outputs) if is_first_cut and start else nullcontext()
         try:
             with held_back() as calls, hearing:
-                loss = train()
+                loss = engine._counted(batches)
             failed = False
         except Exception as error:
-            where = failed_layer(engine.model, error) if self._layout.tp > 1 and self._steps == 1 else None
+            where = failed_layer(engine.model, error) if is_first_cut else None
             if where is None or isinstance(error, comm.CollectiveError | NotImplementedError):
                 raise
             raise ValueError(
@@ -163,47 +166,61 @@ class Rehearsal:
             ) from error
         finally:
             engine.within, engine.before_update = None, None
-            for part in fixed:
-                part.training = True
+            for each in fixed:
+                each.training = True
             if failed:
                 kept.attributes.restore()
-        with held_back():
+        with held_back(), torch.no_grad():
             seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
-            boxes = (box for box in engine.chunks() if box.name.startswith("model."))
-            own = quiet.used or bool(fixed), quiet.cannot or kept.draws_elsewhere()
-            end = collect([*self._gradients, *boxes], engine.device, own)
-            elsewhere = next((where for _, where in end.values if where), "")
-            verdict, why = "", self._too_much(engine, seconds)
-            if elsewhere:
-                why = f"the model draws random numbers that cannot be switched off: {elsewhere}"
-            elif not why and self._alone is not None and start is not None and self._norm is not None:
-                found = Outcome(loss, self._norm, end.whole, {})
-                replicas = [] if fixed else end.replicas
-                verdict, why = self._compared(of_cpu, start, found, scale, replicas, outputs)
-            verdict, self.why_not = gather_values((verdict, why))[0]
+            before = engine.placement.boxes(box for boxes in kept.chunks.values() for box in boxes)
+            after = (box for box in engine.chunks() if box.name.startswith("model."))
+            own = part, quiet.used or bool(fixed), quiet.cannot or kept.draws_elsewhere()
+            found = collect(before, [*self._gradients, *after], engine.device, own)
+            again = any(used for _, used, _ in found.values)
+            verdict, self.why_not = "", self._too_much(engine, seconds)
+            if elsewhere := next((where for *_, where in found.values if where), ""):
+                self.why_not = f"the model draws random numbers that cannot be switched off: {elsewhere}"
+            elif start is not None and self._norm is not None and not self.why_not:
+                start = start._replace(tensors=found.before, parts=[part for part, *_ in found.values])
+                numbers = {"loss": loss, "norm": self._norm}
+                of_layout = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
+                replicas = [] if fixed else found.replicas
+                compares = start, Outcome(of_layout | found.after, {}), scale, replicas, outputs
+                verdict, self.why_not = self._compared(of_cpu, compares)
+            verdict, self.why_not = gather_values((verdict, self.why_not))[0]
             if self.why_not:
                 self._stop()
-            again = any(used for used, _ in end.values) or elsewhere
-            if verdict or again:
+            if verdict or again or elsewhere:
                 kept.restore()
+                for x, value in inputs:
+                    if differs(x, value):  # the model has written to it
+                        x.copy_(value)
             if verdict:
-                raise ValueError(f"in step {self._steps} {verdict}")
+                raise ValueError(
+                    f"in step {self._steps} the layout {self._layout} trains otherwise than one process with "
+                    f"the same weights and rows. {verdict}. (prepare(rehearse=False) does not compare them.)"
+                )
         calls.release()  # those of a first step: a second one need not agree on buckets
-        if not again:
+        if not (again or elsewhere):
             return loss
         with held_back():
-            return train()
+            return engine._counted(batches)
 
-    def _compared(self, of_cpu: float, start: TrainingState, *compared: Any) -> tuple[str, str]:
-        """How the step differs from one process's (see `told`), or why that cannot be told; on rank 0."""
+    def _compared(self, of_cpu: float, compares: tuple[TrainingState, Any, Any, Any, Any]) -> tuple[str, str]:
+        """How the step differs from one process's, or why that cannot be told; on rank 0."""
         assert self._alone is not None
-        threads = torch.get_num_threads()
-
+        threads, parts = torch.get_num_threads(), compares[0].parts
         if of_cpu > LONG:
-            torch.set_num_threads(max(threads, min(start.threads, available_cores())))
+            waiting = sum(part.threads for part in parts if part.host == parts[0].host)
+            torch.set_num_threads(max(threads, min(waiting, available_cores())))
         try:
-            differs = self._options_differ()
-            return differs or told(self._alone, self._layout, start, *compared), ""
+            verdict = options_differ(self._alone.groups(), self._made) if self._made else ""
+            self._made, note = [], ""
+            if not verdict:
+                verdict, note = compared(self._alone, self._layout, *compares)
+            if note:
+                _say(f"step {self._steps} was compared with one process in part, since {note}")
+            return verdict, ""
         except Exception as error:  # whatever the user's functions raise
             return "", f"one process cannot take the step: {type(error).__name__}: {error}"
         finally:
@@ -231,8 +248,9 @@ class Rehearsal:
         """Rehearse no more, and say why."""
         self._when, self._steps = "first", STEPS[-1]
         if comm.rank() == 0:
-            told = f"minidist: a step was not compared with one process, since {self.why_not}"
-            print(told, file=sys.stderr)
+            print(
+                f"minidist: a step was not compared with one process, since {self.why_not}", file=sys.stderr
+            )
 
     def _keep_gradients(self, engine: Engine, scale: float) -> None:
         """Copy the gradients just before the update, in 32 bits at least."""
@@ -242,9 +260,6 @@ class Rehearsal:
             kind = torch.promote_types(box.tensor.dtype, torch.float32)
             self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 
-    def _options_differ(self) -> str:
-        """In the first step: an option that the engine's optimizer has otherwise than one process's."""
-        assert self._alone is not None
-        differ = options_differ(self._alone.groups(), self._made) if self._made else ""
-        self._made = []
-        return f"this layout trains otherwise than one process: {differ}" if differ else ""
+
+def _say(text: str) -> None:
+    print(f"minidist: {text}", file=sys.stderr)

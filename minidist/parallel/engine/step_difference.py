@@ -1,11 +1,11 @@
-"""Where a layout's step differs from one process's by more than rounding explains."""
+"""Where a layout's step differs from one process's by more than rounding explains, and the likely cause."""
 
 from __future__ import annotations
 
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
@@ -16,21 +16,23 @@ from torch import Tensor, nn
 
 from minidist.parallel.contract.batch import tensors
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState
-from minidist.parallel.engine.whole_state import micro_batches, whole_batch
+from minidist.parallel.engine.one_process import OneProcess, Outcome
+from minidist.parallel.engine.whole_state import TrainingState, micro_batches, whole_batch
 from minidist.parallel.training.moved_results import MARGIN, forward_hooks, move, moved_results
 
 Outputs = dict[str, list[Tensor]]
 """The results of all calls of each module, by name, in the order in which modules finish."""
 TRIALS = 2
 """How often the single process takes a step with moved results, to see what rounding explains."""
+
+# Likely causes, and what to do about them.
 ROWS = (
-    "One process computes the same as the layout if it takes the rows of ranks and micro-batches one after "
-    "the other. So the loss, or the model, is no mean over rows. Let the loss return the mean over rows, or "
+    "The loss, or the model, is no mean over rows: one process gets the layout's result if it takes the rows "
+    "of ranks and micro-batches one after the other. Let the loss return the mean over rows, or "
     "(mean, weight) with the number that it is a mean over, such as that of the tokens that are not ignored. "
-    "What compares rows, such as a contrastive loss, has to gather those of all ranks. And the first "
-    "dimension of a batch's tensors has to be its rows. Or the model or the loss keeps something from one "
-    "micro-batch or rank to the next, as a counter or a running mean does"
+    "A loss that compares rows, such as a contrastive one, has to gather those of all ranks, with "
+    "micro_batches=1. The first dimension of a batch's tensors has to be its rows. And neither model nor "
+    "loss may keep something from one micro-batch or rank to the next, such as a counter or a running mean"
 )
 OPTIMIZER = (
     "The gradients agree, and the update does not. So the optimizer looks at several parameters at once, as "
@@ -42,9 +44,9 @@ STATE = (
     "optimizer keeps something outside its `state`, which the single process does not know: if that is all, "
     "rehearse=False is safe"
 )
-UNUSED = "It has a gradient in one of them, and in the other no loss has used it"
+UNUSED = "has a gradient in one of them, and in the other no loss has used it"
 BUFFER = (
-    "The model writes it in its forward pass, from the rows of one rank. Sum what it writes over the ranks "
+    "is written in the model's forward pass, from the rows of one rank. Sum what it writes over the ranks "
     "with minidist.comm.all_reduce, give data_parallel={'broadcast_buffers': True} if rank 0's will do, "
     "or for BatchNorm batch_norm='synchronized'"
 )
@@ -59,9 +61,13 @@ PENALTY = (
     "The gradients agree. So a term over the model's parameters, such as their squares, sees only a rank's "
     "parts of them. Give the optimizer weight_decay instead, or compute the loss from the outputs alone"
 )
+UNEQUAL = (
+    "the ranks' rows have different lengths, and no padding shows how one process would join them: whether "
+    "the loss is a mean over rows is not known"
+)
 
 
-def told(
+def compared(
     alone: OneProcess,
     layout: Layout,
     start: TrainingState,
@@ -69,55 +75,54 @@ def told(
     scale: float,
     replicas: Sequence[str],
     outputs: Outputs,
-) -> str:
-    """How a layout's step differs from one process's, in sentences with a likely cause; "" if it does not.
+) -> tuple[str, str]:
+    """The likely cause if a layout's step differs from one process's; and why that cannot be told, if so.
 
     The gradients are compared, and the update from the layout's gradients. found: what the layout's step has
     computed from `start`. replicas: names of tensors of which ranks hold different copies. outputs: of the
     modules for this rank's rows, if they were recorded.
     """
+    ranks = [part.batches for number, part in enumerate(start.parts) if part.batches or not number]
     # One process, too, takes the batches of a list one after the other.
-    of_all = zip_longest(*start.batches)
-    batch = [joint for each in of_all for joint in whole_batch([pair for pair in each if pair])]
-    trials = list[Outcome]()
-    by_one = alone.step(start, batch, found.tensors, scale)
+    joint = [whole_batch([each for each in batches if each]) for batches in zip_longest(*ranks)]
+    batch = [one for batches, _ in joint for one in batches]
+    take, trials = partial(alone.step, start), list[Outcome]()
+    by_one = take(batch, found.tensors, scale)
     first = difference(found, by_one, [])
     if first:
+        by_one = take(batch, found.tensors, scale, True)
         for i in range(TRIALS):
             given = {n: move(n, x, i) for n, x in found.tensors.items() if n.startswith("gradient")}
             moved = partial(moved_results, trial=i, least=alone.last_bit)
-            trials.append(alone.step(start, batch, given, scale, moved))
+            trials.append(take(batch, given, scale, True, moved))
         first = difference(found, by_one, trials)
     if not first and replicas:
         name = replicas[0].partition(".")[2]
         first = Difference(replicas[0], f"{name} differs between the ranks that should hold the same")
+    if not all(is_known for _, is_known in joint):
+        return "", f"{UNEQUAL}. Rank by rank, {first.text}" if first else UNEQUAL
     if not first:
-        return ""
-    cut = [[p for pair in own for p in micro_batches(pair, layout.micro_batches)] for own in start.batches]
+        return "", ""
+
+    cut = [[part for each in own for part in micro_batches(each, layout.micro_batches)] for own in ranks]
     pieces = [piece for own in cut for piece in own]
-    remedy = "minidist.compare shows the first layer that differs"
-    name = first.name.removeprefix("model.")
-    if name in start.trained:
-        gradient = f"gradient.{name}"
+    kind, _, name = first.name.partition(".")
+    cause = "minidist.compare shows the first layer that differs"
+    if kind == "model" and any(name in part.trained for part in start.parts):
         whole_state = layout.zero + layout.pp + layout.tp == 2  # each rank updates all parameters
-        remedy = STATE if whole_state else OPTIMIZER
-        if (gradient in found.tensors) != (gradient in by_one.tensors):
-            remedy = UNUSED
-    elif first.name.startswith("model."):
-        remedy = BUFFER
-    elif len(pieces) > 1:
-        alike = alone.step(start, pieces, found.tensors, scale)
-        if not difference(found, alike, trials, kind="gradient"):
-            remedy = ROWS if layout.micro_batches == 1 else f"{ROWS}. What gathers needs micro_batches=1"
-    if layout.tp > 1 and not remedy.startswith((OPTIMIZER, UNUSED, BUFFER, ROWS)):
+        cause = STATE if whole_state else OPTIMIZER
+        if (f"gradient.{name}" in found.tensors) != (f"gradient.{name}" in by_one.tensors):
+            cause = f"{name} {UNUSED}"
+    elif kind == "model":
+        cause = f"{name} {BUFFER}"
+    elif len(pieces) > 1 and not difference(found, take(pieces, found.tensors, scale, True), trials, False):
+        cause = ROWS
+    elif layout.tp > 1:
         whole: Outputs = defaultdict(list)
-        alone.step(start, cut[0], found.tensors, scale, partial(recorded, into=whole))
-        layer, of_loss = _first_output(whole, outputs), first.name == "the loss"
-        remedy = PENALTY if of_loss and not layer else f"The plan makes another model{layer}. {CUT}"
-    return (
-        f"this layout, {layout}, trains otherwise than one process with the same weights and rows: "
-        f"{first.text}. {remedy}. (prepare(rehearse=False) trains without this comparison.)"
-    )
+        take(cut[0], found.tensors, scale, True, partial(recorded, into=whole))
+        layer = _first_output(whole, outputs)
+        cause = PENALTY if kind == "loss" and not layer else f"The plan makes another model{layer}. {CUT}"
+    return f"{cause}. What differs: {first.text}", ""
 
 
 def recorded(model: nn.Module, into: Outputs) -> AbstractContextManager[None]:
@@ -148,87 +153,80 @@ def failed_layer(model: nn.Module, error: Exception) -> str | None:
 
 
 class Difference(NamedTuple):
-    """The first thing that differs."""
+    """What differs first."""
 
-    name: str  # "loss", "norm", or as in `Outcome.tensors`
+    name: str  # as in `Outcome.tensors`: of a tensor, if any differs, or else the loss or the norm
     text: str
 
 
-def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], kind: str = "") -> Difference | None:
-    """The first difference between a layout's step and one process's that rounding does not explain.
+def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool = True) -> Difference | None:
+    """The first differences between a layout's step and one process's that rounding does not explain.
 
-    trials: the latter with moved results. kind: which tensors to compare, such as "gradient"; "" for all.
+    trials: the latter with moved results. update: whether to compare what the step has written, too.
     """
-    largest = max((_size(x) for name, x in b.tensors.items() if name.startswith("gradient")), default=0.0)
-    least = max(b.bits.values(), default=0.0)
-    first: Difference | None = None
-    for name in b.tensors:
-        if not name.startswith(kind):
-            continue
-        x, y = a.tensors.get(name), b.tensors[name]
-        if x is None:
-            x = torch.zeros_like(y)
-        apart, size = _apart(x, y), _size(y)
-        own = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
-        bits = b.bits.get(name, own)
-        most = max((_apart(t.tensors[name], y) for t in trials if name in t.tensors), default=0.0)
-        floor = bits * largest if name.startswith("gradient") else 0.0
-        explained = MARGIN * max(most, bits * size, floor)
-        if not apart <= explained:
-            what = name.partition(".")[2]
-            what = f"the gradient of {what}" if name.startswith("gradient") else what
-            by = f"by {apart / size:.2g} of its size" if size else f"by {apart:.2g}"
-            first = Difference(
-                name, f"{what} differs {by}, {explained / (size or 1):.1g} of which rounding explains"
-            )
+    sizes = {name: _size(x) for name, x in b.tensors.items()}
+    largest = max((size for name, size in sizes.items() if name.startswith("gradient")), default=0.0)
+    found: list[Difference] = []
+    for name, y in b.tensors.items():
+        kind, _, of = name.partition(".")
+        if kind == "model" and not update:
             break
-    for what, here, there, others in (
-        ("the loss", a.loss, b.loss, [t.loss for t in trials]),
-        ("the norm of the gradients", a.norm, b.norm, [t.norm for t in trials]),
-    ):
-        explained = MARGIN * max([2**-20 * abs(there), *(abs(each - there) for each in others)])
-        explained = max(explained, least * abs(there))
-        same = here == there or (math.isnan(here) and math.isnan(there))
-        if not same and not abs(here - there) <= explained:
-            also = f", and {first.text}" if first else ""
-            return Difference(
-                first.name if first else what, f"{what} is {here:.6g} and not {there:.6g}{also}"
-            )
-    return first
+        x, size = a.tensors[name] if name in a.tensors else torch.zeros_like(y), sizes[name]
+        own = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
+        least = b.bits.get(name, own) * (largest if kind == "gradient" else size)
+        moved = (_apart(trial.tensors[name], y) for trial in trials if name in trial.tensors)
+        apart, explained = _apart(x, y), MARGIN * max(least, *moved, 0.0)
+        if apart <= explained:
+            continue
+        if not of:
+            what = "the loss" if kind == "loss" else "the norm of the gradients"
+            found.append(Difference(name, f"{what} is {float(x):.6g} and not {float(y):.6g}"))
+            continue
+        what = f"the gradient of {of}" if kind == "gradient" else of
+        by = f"{apart / size:.2g} of its size" if size else f"{apart:.2g}"
+        of_rounding = f"{explained / (size or 1):.1g} of which rounding explains"
+        found.append(Difference(name, f"{what} differs by {by}, {of_rounding}"))
+        break
+    return Difference(found[-1].name, ", and ".join(each.text for each in found)) if found else None
 
 
 def _apart(x: Tensor, y: Tensor) -> float:
     """The largest difference of elements; infinite where one is not finite and the other is another."""
     if x.shape != y.shape:
         return torch.inf
-    if not x.is_floating_point() or not y.is_floating_point():
-        x, y = (torch.view_as_real(each.to(torch.complex128)) for each in (x, y))
-    apart = float((x - y).abs().max()) if x.numel() else 0.0
-    if math.isfinite(apart):
-        return apart
+    if not x.is_floating_point():
+        x, y = x.to(torch.complex128), y.to(torch.complex128)
+    apart = (x - y).abs()
+    most = float(apart.max()) if apart.numel() else 0.0
+    if math.isfinite(most):
+        return most
     same = (x == y) | (x.isnan() & y.isnan())
-    return float((x - y).abs().masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf).max())
+    return float(apart.masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf).max())
 
 
 def _size(x: Tensor) -> float:
-    x = x if x.is_floating_point() else x.to(torch.complex128)
-    size = float(x.abs().max()) if x.numel() else 0.0
-    return size if math.isfinite(size) else float(x.abs().nan_to_num(0, 0).max())
+    """The largest magnitude of a finite element."""
+    x = x.abs() if x.is_floating_point() or x.is_complex() else x.double().abs()
+    size = float(x.max()) if x.numel() else 0.0
+    return size if math.isfinite(size) else float(x.nan_to_num(0, 0).max())
 
 
 def options_differ(alone: list[dict[str, Any]], layout: list[dict[str, Any]]) -> str:
-    """The first option that a parameter has otherwise than in one process, in words."""
-    of_layout = {name: group for group in layout for name in group["params"]}
-    for group in alone:
-        for name in group["params"]:
-            other: Mapping[str, Any] = of_layout.get(name, {})
-            if not other:
-                return f"the optimizer has {name} there, and not here"
-            for key in group.keys() - {"params"}:
-                x, y = group[key], other.get(key)
-                same = torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
-                if not same:
-                    return f"the optimizer's {key} for {name} is {x!r} there, and {y!r} here"
-    known = {name for group in alone for name in group["params"]}
-    extra = next((name for name in of_layout if name not in known), "")
-    return f"the optimizer has {extra} here, and not there" if extra else ""
+    """The first option that a parameter has otherwise than in one process, in words; "" if there is none."""
+
+    def options(groups: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
+        return {
+            (name, key): value
+            for group in groups
+            for name in group["params"]
+            for key, value in group.items()
+            if key != "params"
+        }
+
+    there, here = options(alone), options(layout)
+    keys = {key for _, key in there}
+    for name, key in (each for each in there | here if each[1] in keys):
+        x, y = there.get((name, key), "nothing"), here.get((name, key), "nothing")
+        if not (torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y):
+            return f"the optimizer's {key} for {name} is {y!r} here and {x!r} in one process"
+    return ""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -111,6 +110,7 @@ class Engine:
         >>> engine.step([first, second])  # two batches of this rank, as one
 
         A batch is a tensor, or tensors in tuples, dicts and dataclasses; their first dimension is the rows.
+        A list in it with one item for each row, such as the captions of images, is cut with the rows.
         The model is called with the inputs: `model(**dict)`, `model(*tuple)` or `model(x)`. Without
         `targets`, a pair is inputs and targets; of anything else the model gets the batch, and the loss gets
         the batch as its targets. A list of batches is accumulated: ranks may have different numbers of them.
@@ -147,8 +147,8 @@ class Engine:
         batches = [self.executor.own_batch(pair, self._is_padding) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
-        if self.rehearsal is not None and self.rehearsal.due(self):
-            loss = self.rehearsal.step(self, pairs, partial(self._counted, batches))
+        if self.rehearsal is not None and self.rehearsal.due(self, pairs):
+            loss = self.rehearsal.step(self, pairs, batches)
             if loss is not None:
                 return float(loss)
         return self._counted(batches)

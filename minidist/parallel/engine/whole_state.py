@@ -1,7 +1,8 @@
-"""What rank 0 has to know for a step of a single process: the state and the batches of all ranks."""
+"""What rank 0 has to know to take a step alone: the state before it and the batches of all ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.transport.host import this_process
-from minidist.parallel.contract.batch import Pair, joined, mapped, rows_of, split, tensors, to_device
-from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards
+from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
+from minidist.parallel.contract.kept_attributes import differs
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.kept_state import KeptState, plain_attributes
-from minidist.parallel.engine.one_process import TrainingState
+from minidist.parallel.engine.kept_state import KeptAttributes, KeptState, forwards, plain_attributes
+from minidist.parallel.engine.step_executor import IGNORED
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
@@ -24,137 +25,60 @@ from minidist.parallel.training.moved_results import MARGIN
 class Collected(NamedTuple):
     """Tensors and values of all ranks."""
 
-    whole: dict[str, Tensor]  # on rank 0, possibly the boxes' own; empty elsewhere
-    replicas: list[str]  # names of tensors of which two ranks hold different copies
+    before: dict[str, Tensor]  # on rank 0, possibly the boxes' own; empty elsewhere
+    after: dict[str, Tensor]
+    replicas: list[str]  # names of tensors after the step of which two ranks hold different copies
     values: list[Any]  # of each rank
 
 
 def collect(
-    boxes: Iterable[TensorBox], device: torch.device, value: Any = None, compare: bool = True
+    before: Iterable[TensorBox], after: Iterable[TensorBox], device: torch.device, value: Any
 ) -> Collected:
-    """Whole tensors on rank 0 from the boxes that all ranks hold; a collective.
+    """Whole tensors on rank 0, from the boxes that all ranks hold before and after a step; a collective.
 
-    Ranks exchange tables of their boxes, some 100 bytes each, together with a `value`. Each box comes from
-    the lowest rank with it. compare: whether to tell copies that differ.
+    Every rank sends all others a table of its boxes, some 100 bytes for each, and `value`. Then it sends
+    rank 0 the boxes that no lower rank has.
     """
-    own = {(b.name, b.offsets, tuple(b.tensor.shape)): b for b in boxes}
+    own = {
+        (late, box.name, box.offsets, tuple(box.tensor.shape)): box
+        for late, boxes in enumerate((before, after))
+        for box in boxes
+    }
     table = [
-        (*key, b.shape, str(b.tensor.dtype).removeprefix("torch."), *(_sums(b.tensor) if compare else (0, 0)))
-        for key, b in own.items()
+        (*key, box.shape, box.tensor.dtype, _sums(box.tensor) if key[0] else ()) for key, box in own.items()
     ]
     gathered = gather_values((table, value))
-    holder: dict[Any, tuple[int, float, float]] = {}
+    holder: dict[Any, tuple[int, tuple[float, ...]]] = {}
     replicas: dict[str, None] = {}
     for rank, (rows, _) in enumerate(gathered):
-        for *key, _, dtype, total, size in rows:
-            at, *sums = holder.setdefault((*key,), (rank, total, size))
-            kind = getattr(torch, dtype)
+        for late, name, offsets, size, _, kind, sums in rows:
+            at, others = holder.setdefault((late, name, offsets, size), (rank, sums))
             bits = torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
-            apart = max(abs(total - sums[0]), abs(size - sums[1]))
-            both_nan = total != total and sums[0] != sums[0]
-            if at != rank and not apart <= MARGIN * bits * sums[1] and not both_nan:
-                replicas[key[0]] = None
-    mine, whole = comm.rank(), dict[str, Tensor]()
+            for x, y in zip(sums, others, strict=True):
+                if at != rank and not abs(x - y) <= MARGIN * bits * others[1] and (x == x or y == y):
+                    replicas[name] = None
+    whole: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for rank, (rows, _) in enumerate(gathered):
-        held = [row for row in rows if holder[row[:3]][0] == rank]
-        if mine == rank and mine:
-            sent = [_bytes(own[row[:3]].tensor) for row in held]
+        held = [row for row in rows if holder[row[:4]][0] == rank]
+        if comm.rank() == rank and rank:
+            sent = [_bytes(own[row[:4]].tensor) for row in held]
             if any(map(len, sent)):
                 comm.send(torch.cat(sent), 0)
-        elif not mine:
-            kinds = [(getattr(torch, row[4]), torch.Size(row[2])) for row in held]
+        elif not comm.rank():
+            kinds = [(row[5], torch.Size(row[3])) for row in held]
             sizes = [kind.itemsize * size.numel() for kind, size in kinds]
             flat = torch.empty(sum(sizes) if rank else 0, dtype=torch.uint8, device=comm.device())
             pieces = torch.split(comm.recv(flat, rank), sizes) if len(flat) else None
             for i, (row, (kind, size)) in enumerate(zip(held, kinds, strict=True)):
-                name, offsets, _, shape = row[:4]
-                here = pieces[i].clone().view(kind).view(size) if pieces else own[row[:3]].tensor.detach()
-                if name not in whole and size == shape:
-                    whole[name] = here.to(device)
+                late, name, offsets, _, shape = row[:5]
+                here = pieces[i].clone().view(kind).view(size) if pieces else own[row[:4]].tensor.detach()
+                if name not in whole[late] and size == shape:
+                    whole[late][name] = here.to(device)
                     continue
-                if name not in whole:
-                    whole[name] = torch.zeros(shape, dtype=kind, device=device)
-                narrowed(whole[name], offsets, size).copy_(here)
-    return Collected(whole, [*replicas], [value for _, value in gathered])
-
-
-def state_before(
-    engine: Engine, kept: KeptState, pairs: Sequence[Pair], known: Mapping[tuple[str, str], Any]
-) -> TrainingState | None:
-    """The whole state before a step, with the batches of all ranks, on rank 0; a collective.
-
-    known: the modules' attributes when the model was cut, of which those that have changed count.
-    """
-    settings = engine.state_settings()
-    rows: list[Any] = []
-    if not engine._is_padding and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp")):
-        rows = [(mapped(Tensor.cpu, x), x is y, mapped(Tensor.cpu, y)) for x, y in pairs]
-    named = engine.model.named_parameters(remove_duplicate=False)
-    host = this_process().host
-    facts = settings["state"], {n: p.requires_grad for n, p in named}, rows, (host, torch.get_num_threads())
-    boxes = engine.placement.boxes(box for each in kept.chunks.values() for box in each)
-    found = collect(boxes, engine.device, facts, compare=False)
-    if comm.rank():
-        return None
-    numbers: dict[str, Any] = {}
-    trained: dict[str, bool] = {}
-    batches: list[list[Pair]] = []
-    threads = 0
-    for state, requires_grad, given, (where, own) in found.values:
-        numbers |= state
-        trained |= requires_grad
-        threads += own if where == host else 0
-        placed = [(to_device(x, engine.device), is_one, y) for x, is_one, y in given]
-        if given or not batches:  # rank 0 comes first, with or without rows
-            batches.append([(x, x if is_one else to_device(y, engine.device)) for x, is_one, y in placed])
-    now = plain_attributes(engine.model)
-    return TrainingState(
-        found.whole,
-        settings["groups"],
-        numbers,
-        trained,
-        {name: part.training for name, part in engine.model.named_modules()},
-        KeptAttributes(engine.loss, *forwards(engine.model)),
-        {key: value for key, value in now.items() if key not in known or differs(value, known[key])},
-        [*engine.model.parameters()],
-        batches,
-        threads,
-    )
-
-
-def whole_batch(pieces: Sequence[Pair]) -> list[Pair]:
-    """The pieces of a batch as one if their rows can be joined; else each row, or with objects the pieces."""
-    first = pieces[0]
-    if len(pieces) == 1 or any(_others(each) != _others(first) for each in pieces):
-        return [*pieces]
-    if any(_form(each) != _form(first) for each in pieces):  # the rows of other ranks have other lengths
-        return [row for piece in pieces for row in micro_batches(piece, rows_of(piece[0]))]
-    inputs = joined([x for x, _ in pieces])
-    return [(inputs, inputs if first[0] is first[1] else joined([y for _, y in pieces]))]
-
-
-def _others(value: Any) -> list[Any]:
-    """What is no tensor in a batch, such as a graph or strings, and goes along uncut."""
-    if isinstance(value, Mapping | list | tuple):
-        parts = value.values() if isinstance(value, Mapping) else value
-        return [each for part in parts for each in _others(part)]
-    if isinstance(value, Tensor) or any(tensors(value)):  # a dataclass
-        return []
-    return [value if isinstance(value, str | int | float | None) else id(value)]
-
-
-def _form(pair: Pair) -> list[Any]:
-    return [(name, x.dtype, x.shape[1:]) for name, x in tensors(pair)]
-
-
-def micro_batches(pair: Pair, parts: int) -> list[Pair]:
-    """The rows of a batch as an engine cuts them."""
-    inputs, targets = pair
-    parts = min(parts, rows_of(inputs))
-    if parts <= 1:
-        return [pair]
-    cut = split(inputs, parts)
-    return [*zip(cut, cut if targets is inputs else split(targets, parts), strict=True)]
+                if name not in whole[late]:
+                    whole[late][name] = torch.zeros(shape, dtype=kind, device=device)
+                narrowed(whole[late][name], offsets, size).copy_(here)
+    return Collected(*whole, [*replicas], [value for _, value in gathered])
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -168,3 +92,137 @@ def _sums(x: Tensor) -> tuple[float, float]:
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     x = x if x.is_floating_point() and x.itemsize > 1 else x.double()  # torch has no magnitudes of bools
     return float(x.sum(dtype=torch.float64)), float(x.abs().sum(dtype=torch.float64))
+
+
+Batch = tuple[Any, ...]
+"""Inputs and targets, or both as one."""
+
+
+class OwnPart(NamedTuple):
+    """What a rank tells rank 0 of its part of a training before a step, besides tensors."""
+
+    numbers: Mapping[str, Mapping[str, Any]]  # in the optimizer's state, by parameter
+    trained: Mapping[str, bool]  # whether each parameter gets gradients
+    batches: list[Batch]  # copies of this rank's, if no rank before it has the same rows
+    host: Any
+    threads: int
+
+
+class TrainingState(NamedTuple):
+    """The whole state of a training before a step, by the names that checkpoints use."""
+
+    groups: list[dict[str, Any]]  # of the optimizer, with names of parameters
+    attributes: Mapping[tuple[str, str], Any]  # of modules, that passes have changed; and their modes
+    of_functions: KeptAttributes  # what the loss and `forward` keep
+    elsewhere: Sequence[Tensor]  # the engine's own parameters
+    tensors: Mapping[str, Tensor]  # "model.NAME", "optimizer.NAME.KEY"
+    parts: Sequence[OwnPart]  # of all ranks
+
+
+def own_part(engine: Engine, kept: KeptState, pairs: Sequence[Pair]) -> OwnPart:
+    """This rank's part."""
+    has_rows = not engine._is_padding and not any(engine.mesh.rank(axis) for axis in ("pp", "cp", "tp"))
+    batches: list[Batch] = [pair[:1] if pair[0] is pair[1] else pair for pair in pairs] if has_rows else []
+    named = engine.model.named_parameters(remove_duplicate=False)
+    return OwnPart(
+        engine.placement.settings(kept.of_strategy)["state"],
+        {name: parameter.requires_grad for name, parameter in named},
+        [mapped(_copy, batch) for batch in batches],  # the model may write to its rows
+        this_process().host,
+        torch.get_num_threads(),
+    )
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True).requires_grad_(x.requires_grad)
+
+
+def state_before(engine: Engine, kept: KeptState, known: Mapping[tuple[str, str], Any]) -> TrainingState:
+    """What rank 0 itself knows. known: the modules' attributes when the model was cut."""
+    now = plain_attributes(engine.model)
+    changed = {key: value for key, value in now.items() if key not in known or differs(value, known[key])}
+    functions = KeptAttributes(engine.loss, *forwards(engine.model))
+    groups = engine.placement.settings(kept.of_strategy)["groups"]
+    return TrainingState(groups, changed, functions, [*engine.model.parameters()], {}, [])
+
+
+# The rows of all ranks as one process takes them.
+
+
+def whole_batch(pieces: Sequence[Batch]) -> tuple[Sequence[Batch], bool]:
+    """The ranks' pieces of a batch as one process takes them, and whether it is known that it does.
+
+    It takes them as one. Where each rank has padded its rows to a length of its own, it pads them to the
+    longest; if their padding does not show with what, the pieces stay as they are, and it is not known. They
+    stay, too, if there are objects in them that only the caller could join, such as graphs.
+    """
+    first = pieces[0]
+    if len(pieces) == 1 or any(_objects(each) != _objects(first) for each in pieces):
+        return pieces, True
+    kinds = [[(name, x.dtype, x.dim()) for name, x in tensors(piece)] for piece in pieces]
+    if any(each != kinds[0] for each in kinds):
+        return pieces, False
+    padded = [_padded(x) for x in zip(*([x for _, x in tensors(piece)] for piece in pieces), strict=True)]
+    if not all(padded):
+        return pieces, False
+    own = [iter(x) for x in zip(*padded, strict=True)]
+    same = [mapped(lambda _, x=x: next(x), piece) for piece, x in zip(pieces, own, strict=True)]  # type: ignore[misc]
+    return [joined(same)], True
+
+
+def _objects(value: Any, rows: int | None = None) -> list[Any]:
+    """What in a batch is not cut by rows, such as graphs and numbers."""
+    rows = rows_of(value) if rows is None else rows
+    if isinstance(value, Tensor) or (isinstance(value, list | tuple) and is_row_list(value, rows)):
+        return []
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return [each for part in parts for each in _objects(part, rows)]
+    if any(tensors(value)):  # a dataclass
+        return []
+    return [value if isinstance(value, str | int | float | None) else id(value)]
+
+
+def _padded(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same tensor of all ranks, padded where they differ in one axis; empty if no padding shows."""
+    sizes = zip(*(x.shape for x in parts), strict=True)
+    axes = [axis for axis, each in enumerate(sizes) if axis and len({*each}) > 1]
+    if not axes:
+        return parts
+    found = _padding([x.movedim(axes[0], 1) for x in parts]) if len(axes) == 1 else None
+    if found is None:
+        return []
+    longest, (value, at_start) = max(x.shape[axes[0]] for x in parts), found
+    missing = [(*x.shape[: axes[0]], longest - x.shape[axes[0]], *x.shape[axes[0] + 1 :]) for x in parts]
+    both = [(x, x.new_full(shape, value)) for x, shape in zip(parts, missing, strict=True)]
+    return [torch.cat(each[::-1] if at_start else each, axes[0]) for each in both]
+
+
+def _padding(parts: Sequence[Tensor]) -> tuple[Any, bool] | None:
+    """What ranks pad rows with along axis 1, and whether they do so at the start; None if it does not show.
+
+    It is a value that stands twice or more at the end of a row, not at the end of each rank's longest row,
+    and nowhere else; only `IGNORED` may be a label in other places too. Of several, it is the most frequent.
+    """
+    if not all(x.numel() for x in parts):
+        return None
+    count = Counter[tuple[Any, bool]]()
+    for at_start in (False, True):
+        rows = [(x if at_start else x.flip(1)).reshape(*x.shape[:2], -1) for x in parts]
+        ends = [x[:, 0][(x[:, 0] == x[:, 0, :1]).all(1)] for x in rows]
+        for value in {value for x in ends for value in x[:, 0].tolist()}:
+            found = [(x == value).all(2).long() for x in rows]
+            runs = [each.cumprod(1).sum(1) for each in found]
+            is_end = max(int(run.max()) for run in runs) > 1 and not any(int(run.min()) for run in runs)
+            is_row = any(int(run.max()) == x.shape[1] for x, run in zip(rows, runs, strict=True))
+            alone = all(torch.equal(each.sum(1), run) for each, run in zip(found, runs, strict=True))
+            if is_end and not is_row and (alone or value == IGNORED):
+                count[value, at_start] = sum(int(run.sum()) for run in runs)
+    (best, most), (_, second) = [*count.most_common(2), (None, 0), (None, 0)][:2]
+    return best if most > second else None
+
+
+def micro_batches(batch: Batch, parts: int) -> Sequence[Batch]:
+    """The rows of a batch as an engine cuts them."""
+    found: Sequence[Batch] = split(batch, max(1, min(parts, rows_of(batch))))
+    return found

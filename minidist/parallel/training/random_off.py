@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_draws: dict[Any, bool] = {}
-"""Whether an operation of torch draws random numbers."""
-_LAST_BITS = {
-    kind: torch.finfo(kind).eps for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
+_kinds: dict[Any, str] = {}
+"""Whether an operation of torch "draws" random numbers, or "sends" something; "" for all others."""
 
 
 class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,32 +25,39 @@ class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         used: whether there were any.
-        last_bit: of the least precise floating type that a result had.
         cannot: an operation whose numbers no constant can replace, if there was one; it has drawn them.
     """
 
     def __init__(self, alone: bool = False, others: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.used, self.cannot, self.last_bit, self._alone = False, "", 0.0, alone
+        self.used, self.cannot, self._alone, self._dtypes = False, "", alone, set[torch.dtype]()
         self._others = {id(x): x for x in others}
+
+    @property
+    def last_bit(self) -> float:
+        """The last bit of the least precise floating type that a result had; 8 bits have none."""
+        return max(
+            (torch.finfo(x).eps for x in self._dtypes if x.is_floating_point and x.itemsize > 1), default=0.0
+        )
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation of torch, without its random numbers."""
         kwargs = kwargs or {}
+        if function not in _kinds:
+            draws, sends = torch.Tag.nondeterministic_seeded in function.tags, function.namespace == "c10d"
+            _kinds[function] = "draws" if draws else "sends" if sends else ""
         if self._others and not self._others.keys().isdisjoint(map(id, args)):
             raise RuntimeError(
                 "the loss reads the parameters of the engine's model, and not of the given one"
             )
-        if function not in _draws:
-            _draws[function] = torch.Tag.nondeterministic_seeded in function.tags
-        if not _draws[function]:
-            if self._alone and function.namespace == "c10d":
-                raise RuntimeError("it calls torch.distributed itself, where one process would wait for ever")
+        if _kinds[function] == "sends" and self._alone:
+            raise RuntimeError("it calls torch.distributed itself, where one process would wait for ever")
+        if _kinds[function] != "draws":
             found = function(*args, **kwargs)
-            if isinstance(found, Tensor) and found.dtype in _LAST_BITS:
-                self.last_bit = max(self.last_bit, _LAST_BITS[found.dtype])
+            if isinstance(found, Tensor):
+                self._dtypes.add(found.dtype)
             return found
         name = function._schema.name.removeprefix("aten::")
         if "attention" in name:

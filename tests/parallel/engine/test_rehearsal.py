@@ -21,6 +21,7 @@ from minidist.comm import ledgers
 from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal, training_step
 from minidist.parallel.sharding import whole_parameters
+from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.random_off import RandomOff
 from tests.helpers.clocks import HANG
 
@@ -110,7 +111,14 @@ FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
         {},
         "looks at several parameters",
     ),
-    "a buffer of rows": (Codebook, SGD, "dp=2", None, {}, r"mean differs.*The model writes it"),
+    "a buffer of rows": (
+        Codebook,
+        SGD,
+        "dp=2",
+        None,
+        {},
+        r"mean is written in the model's forward pass.*mean differs",
+    ),
     "time first": (Recurrent, SGD, "micro_batches=2", None, {}, "first dimension of a batch's tensors"),
     "a sum": (net, SGD, "dp=2", summed, {}, "is no mean over rows"),
     "an unknown weight": (net, SGD, "dp=2,zero=3", valid_mean, {}, r"or \(mean, weight\)"),
@@ -139,7 +147,7 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
         cluster_of(ranks).run(first_step, True)
 
 
-def test_a_fault_that_begins_later_is_found_within_twice_as_many_steps(cluster_of: Clusters) -> None:
+def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
     def first_told() -> int:
         engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
         own = slice(engine.data_rank, None, 2)
@@ -151,7 +159,7 @@ def test_a_fault_that_begins_later_is_found_within_twice_as_many_steps(cluster_o
                 return step
         return 0
 
-    assert cluster_of(2).run(first_told) == [6, 6]
+    assert cluster_of(2).run(first_told) == [10, 10]
 
 
 def test_some_steps_are_rehearsed_and_others_are_not(
@@ -174,8 +182,11 @@ def test_some_steps_are_rehearsed_and_others_are_not(
             train(engine, [batch])
         return found
 
-    assert cluster_of(2).run(rehearsed, True)[0] == [1, 2, 4, 6, 8, 12]
-    assert max(b / a for a, b in pairwise(rehearsal.STEPS)) <= 2.1
+    assert cluster_of(2).run(rehearsed, True)[0] == [1, 3, 8, 10]
+    assert max(b / a for a, b in pairwise(rehearsal.STEPS)) <= 3.4
+    for first in (0, 1):
+        later = [step + first - 1 for step in rehearsal.STEPS[1:]]
+        assert all(any(number % each == 0 for number in later) for each in (3, 5, 10, 100))
     assert cluster_of(2).run(rehearsed, "first")[0] == [1]
 
 
@@ -380,7 +391,7 @@ def test_a_model_made_on_the_meta_device_is_rehearsed(
         with torch.device("meta"):
             model = Masked("pp" in layout)  # rank 0 has no other buffers of other stages
         options = {"example": torch.zeros(2, 8, **DOUBLE)} if "pp" in layout else {}
-        return train(md.prepare(model, SGD, PARSE(layout), loss, rehearse=rehearse, **options), batches(2))
+        return train(md.prepare(model, SGD, PARSE(layout), loss, rehearse=rehearse, **options), batches(3))
 
     assert all(loss > 0 for loss in cluster_of(2).run(losses, functional.mse_loss, True)[0])
     assert "was not compared" not in capfd.readouterr().err
@@ -475,7 +486,7 @@ def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path
             patch.setattr(saving.Saving, "join", joined)
             patch.setattr(one_process.OneProcess, "step", alone)
             under_way = md.save(engine, tmp_path / "state", asynchronous=True)
-            losses = train(engine, batches(2))
+            losses = train(engine, batches(3))
             try:
                 under_way.wait()
             except OSError as error:
@@ -490,14 +501,14 @@ def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path
 
 def test_a_long_step_is_taken_alone_with_the_threads_of_waiting_ranks(cluster_of: Clusters) -> None:
     def threads(seconds: float) -> list[int]:
-        found, told = [torch.get_num_threads()], rehearsal.told
+        found, told = [torch.get_num_threads()], rehearsal.compared
 
         def counted(*given: Any) -> str:
             found.append(torch.get_num_threads())
             return told(*given)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rehearsal, "told", counted)
+            patch.setattr(rehearsal, "compared", counted)
             patch.setattr(rehearsal, "LONG", seconds)
             train(md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True), batches(1))
         return [*found, torch.get_num_threads()]
@@ -526,7 +537,7 @@ def test_a_rank_may_be_watched_alone(cluster_of: Clusters) -> None:
         counts = Counts()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ledgers, "watchers", [counts] if watched and md.rank() else [])
-            return train(engine, batches(2)), counts.number
+            return train(engine, batches(3)), counts.number
 
     watched, plain = cluster_of(2).run(calls, True), cluster_of(2).run(calls, False)
     assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
@@ -546,7 +557,7 @@ class Elsewhere:
 
 def test_one_rank_without_a_world_rehearses_micro_batches(capfd: pytest.CaptureFixture[str]) -> None:
     engine = md.prepare(net(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
-    assert all(loss > 0 for loss in train(engine, batches(2)))
+    assert all(loss > 0 for loss in train(engine, batches(3)))
     refused = md.prepare(net(), SGD, md.Layout(micro_batches=2), summed, rehearse=True)
     with pytest.raises(ValueError, match="is no mean over rows"):
         train(refused, batches(1))
@@ -787,23 +798,30 @@ def test_objects_that_differ_between_ranks_are_no_false_alarm(cluster_of: Cluste
     assert all(0 < loss < 100 for loss in cluster_of(2).run(run))
 
 
-def test_rows_of_other_lengths_are_taken_one_by_one(cluster_of: Clusters) -> None:
+def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean over all tokens but padding."""
+    counts = targets[..., 0] != 0
+    return ((outputs - targets).square().mean(-1) * counts).sum() / counts.sum()
+
+
+def of_rows(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean over rows, of the mean over each row's tokens."""
+    counts = targets[..., 0] != 0
+    rows = ((outputs - targets).square().mean(-1) * counts).sum(-1) / counts.sum(-1)
+    return rows.mean()
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_rows_are_padded_to_the_longest_of_all_ranks(cluster_of: Clusters, at_start: bool) -> None:
     """Each rank pads its own rows: the mean over all of a rank's tokens is no mean over rows."""
 
-    def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
-        return ((outputs - targets).square().mean(-1) * (targets[..., 0] != 0)).sum() / (
-            targets[..., 0] != 0
-        ).sum()
-
-    def of_rows(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean((-1, -2)).mean()
-
     def run(loss: Any) -> float:
-        lengths = [3, 2] if md.rank() else [5, 1]
+        lengths = [3, 1] if md.rank() else [5, 2]
         generator = torch.Generator().manual_seed(md.rank())
-        x, y = torch.randn(2, 2, max(lengths), 8, dtype=torch.float64, generator=generator)
+        x, y = torch.randn(2, 2, max(lengths), 8, **DOUBLE, generator=generator)
         for row, length in enumerate(lengths):
-            y[row, length:] = 0
+            padding = slice(0, max(lengths) - length) if at_start else slice(length, None)
+            x[row, padding], y[row, padding] = 0, 0
         return md.prepare(net(), SGD, md.Layout(dp=2), loss, rehearse=True).step(x, y)
 
     assert all(loss > 0 for loss in cluster_of(2).run(run, of_rows))
@@ -865,3 +883,149 @@ def test_rows_without_a_label_do_not_make_weights_nan(
     expected = cluster_of(1).run(run, None)[0]
     for found in cluster_of(shape.ranks).run(run, shape):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+# What ranks pad, cut and keep of a batch.
+
+
+class Texts(nn.Module):
+    """Takes vectors and a caption for each, of which it reads the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor, captions: Any) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y * torch.tensor([[float(len(caption))] for caption in captions], **DOUBLE)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("layout", ["dp=2,micro_batches=2", "dp=2,zero=3,micro_batches=3", "micro_batches=2"])
+def test_a_list_with_an_item_for_each_row_is_cut_with_the_rows(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str], layout: str, kind: Any
+) -> None:
+    shape = PARSE(layout)
+
+    def losses(shape: md.Layout | None) -> list[float]:
+        engine = md.prepare(Texts(), SGD, shape, functional.mse_loss, rehearse=shape is not None)
+        own = slice(engine.data_rank, None, engine.data_ranks)
+        captions = ["a", "bcd", "ef", "ghijk", "", "l", "mno", "p"]
+        return [engine.step((x[own], kind(captions[own])), y[own]) for x, y in batches(3)]
+
+    expected = cluster_of(1).run(losses, None)[0]
+    for found in cluster_of(shape.ranks).run(losses, shape):
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert not capfd.readouterr().err
+
+
+class Pairs(nn.Module):
+    """Features of images, and of texts of which 0 is padding: the mean over the others' embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(8, 6).double(), nn.Embedding(9, 6).double()
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        counts = (texts != 0).unsqueeze(-1)
+        return self.image(images), (self.text(texts) * counts).sum(1) / counts.sum(1)
+
+
+@pytest.mark.parametrize("lengths", [((5, 2, 3), (3, 1, 2)), ((4, 4, 4), (2, 2, 2))])
+def test_a_contrastive_loss_of_texts_of_other_lengths_is_no_false_alarm(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str], lengths: tuple[tuple[int, ...], ...]
+) -> None:
+    """Where no padding shows, a line says what is not known."""
+
+    def loss(gathers: bool) -> float:
+        group: Any = None
+
+        def contrastive(outputs: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+            images, texts = (gather_sequence(x, 0, group=group) if gathers else x for x in outputs)
+            return functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
+
+        engine = md.prepare(Pairs(), SGD, md.Layout(dp=2), contrastive, rehearse=True)
+        group = engine.data_group
+        generator = torch.Generator().manual_seed(md.rank())
+        texts = torch.zeros(3, max(lengths[md.rank()]), dtype=torch.int64)
+        for row, length in enumerate(lengths[md.rank()]):
+            texts[row, :length] = torch.randint(1, 9, (length,), generator=generator)
+        images = torch.randn(3, 8, **DOUBLE, generator=generator)
+        return engine.step((images, texts), torch.zeros(3))
+
+    assert all(found > 0 for found in cluster_of(2).run(loss, True))
+    line = capfd.readouterr().err
+    if len({*lengths[0]}) == 1:
+        assert "in part, since the ranks' rows have different lengths, and no padding shows" in line
+        assert "Rank by rank, the loss is" in line
+        return
+    assert not line
+    with pytest.raises(md.RankError, match=r"no mean over rows.*has to gather those of all ranks"):
+        cluster_of(2).run(loss, False)
+
+
+def test_a_mean_over_tokens_of_rows_without_padding_is_told_as_unknown(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All rows of a rank have one length, and those of the other another."""
+
+    def losses() -> list[float]:
+        generator = torch.Generator().manual_seed(md.rank())
+        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
+        given = torch.randn(4, 2, 2, 3 + 2 * md.rank(), 8, **DOUBLE, generator=generator)
+        return [engine.step(x, y) for x, y in given]
+
+    assert all(loss > 0 for loss in cluster_of(2).run(losses)[0])
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition("whether")[2] for line in lines] == [
+        " the loss is a mean over rows is not known"
+    ] * 2
+
+
+def test_a_model_may_write_to_its_rows(cluster_of: Clusters) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(functional.dropout(x.div_(2), 0.3, self.training))
+            return y
+
+    def losses(rehearse: bool) -> list[float]:
+        torch.manual_seed(md.rank())
+        return train(
+            md.prepare(Halves(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=rehearse), batches(4)
+        )
+
+    assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
+
+
+def test_a_batch_of_a_new_structure_is_rehearsed_where_all_ranks_have_it(cluster_of: Clusters) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+            y: Tensor = self.inner(x)
+            return y if more is None else y + more
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def rehearsed() -> list[int]:
+        engine, found = md.prepare(Sum(), SGD, md.Layout(micro_batches=2), loss, rehearse=True), list[int]()
+        take = engine.rehearsal.step
+
+        def counted(*given: Any) -> Any:
+            found.append(step)
+            return take(*given)
+
+        engine.rehearsal.step = counted
+        for step, (x, y) in enumerate(batches(9), 1):
+            engine.step((x, x) if step in (5, 7, 8) else x, y)
+        return found
+
+    assert cluster_of(1).run(rehearsed)[0] == sorted({5, *(step for step in rehearsal.STEPS if step < 10)})

@@ -60,7 +60,7 @@ def test_a_loss_of_parameters_that_are_cut_is_refused(cluster_of: Clusters) -> N
         engine = md.prepare(model, torch.optim.SGD, md.Layout(tp=2), loss=loss, **options)
         return engine.step(x, x[:, :3])
 
-    with pytest.raises(md.RankError, match=r"the loss is .* and not .*sees only a rank's parts of them"):
+    with pytest.raises(md.RankError, match=r"sees only a rank's parts of them.*the loss is .* and not"):
         cluster_of(2).run(partial(step, 0.1, rehearse=True))
     cluster_of(2).run(partial(step, 0.1, check_loss=False))
     assert len(set(cluster_of(2).run(partial(step, 0.0, rehearse=True)))) == 1
