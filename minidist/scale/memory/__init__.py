@@ -1,7 +1,7 @@
 """Memory of training on each rank, estimated from a model's shape and a layout.
 
 `estimate` predicts the bytes, `fits` finds the largest batch in a budget, `plot` draws them.
-`python -m minidist.scale.memory` prints a table of what fits.
+`python -m minidist.scale.memory` prints a table of what fits. None of them needs torch.
 
 | File | Holds |
 |---|---|
@@ -13,30 +13,11 @@
 | largest_batch.py | `fits`: the largest batch in each layout, and the first layout that fits |
 | bar_chart.py | `plot` |
 | __main__.py | the command |
-
-The estimate needs no torch; names are imported when first used.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from minidist._lazy import lazy
-
-if TYPE_CHECKING:
-    from minidist.parallel.contract.memory_report import Memory as Memory
-    from minidist.scale.memory.bar_chart import plot as plot
-    from minidist.scale.memory.estimates import Estimate as Estimate
-    from minidist.scale.memory.estimates import estimate as estimate
-    from minidist.scale.memory.largest_batch import Fit as Fit
-    from minidist.scale.memory.largest_batch import fits as fits
-
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.parallel.contract.memory_report": ("Memory",),
-        "minidist.scale.memory.bar_chart": ("plot",),
-        "minidist.scale.memory.estimates": ("Estimate", "estimate"),
-        "minidist.scale.memory.largest_batch": ("Fit", "fits"),
-    },
-)
+from minidist.parallel.contract.memory_report import Memory as Memory
+from minidist.scale.memory.bar_chart import plot as plot
+from minidist.scale.memory.estimates import Estimate as Estimate
+from minidist.scale.memory.estimates import estimate as estimate
+from minidist.scale.memory.largest_batch import Fit as Fit
+from minidist.scale.memory.largest_batch import fits as fits

@@ -217,18 +217,14 @@ def prepared(layouts: list[str], refused: list[str]) -> list[str]:
     return wrong
 
 
-def test_prepare_takes_what_is_planned_and_refuses_what_is_not(cluster_of: Callable[[int], Cluster]) -> None:
+@pytest.mark.parametrize(("taken", "left"), [(20, 3), pytest.param(2, 2, marks=pytest.mark.deep)])
+def test_prepare_takes_what_is_planned_and_refuses_what_is_not(
+    cluster_of: Callable[[int], Cluster], taken: int, left: int
+) -> None:
     layouts, refused = forms(4)
     assert len(layouts) >= 9
     assert len(set(refused)) == len(refused)  # each told apart from the others
-    found = cluster_of(4).run(prepared, [str(each) for each in layouts[::20]], refused[::3])
-    assert found == [[]] * 4
-
-
-@pytest.mark.deep
-def test_prepare_takes_everything_that_is_planned(cluster_of: Callable[[int], Cluster]) -> None:
-    layouts, refused = forms(4)
-    found = cluster_of(4).run(prepared, [str(each) for each in layouts[::2]], refused[::2])
+    found = cluster_of(4).run(prepared, [str(each) for each in layouts[::taken]], refused[::left])
     assert found == [[]] * 4
 
 
