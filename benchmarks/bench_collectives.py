@@ -8,6 +8,7 @@ and 0.70 where it is copied in and out. A ring of our messages takes 1.10 from 1
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -80,14 +81,8 @@ def test_against_gloo(
 @pytest.fixture(scope="module")
 def swept(full: bool, worlds: Worlds) -> Swept:
     """The whole sweep for a number of ranks, measured once."""
-    found: dict[int, Any] = {}
-
-    def get(ranks: int) -> Any:
-        if ranks not in found:
-            found[ranks] = worlds(ranks).run(sweep, ALGORITHMS, SWEEP, rounds=9 if full else 5)[0]
-        return found[ranks]
-
-    return get
+    rounds = 9 if full else 5
+    return cache(lambda ranks: worlds(ranks).run(sweep, ALGORITHMS, SWEEP, rounds)[0])
 
 
 @compared(MODEL.format(2))

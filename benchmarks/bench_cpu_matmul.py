@@ -51,17 +51,18 @@ def _case(*values: object, name: str, quick: bool) -> ParameterSet:
     return pytest.param(*values, id=name, marks=[] if quick else [pytest.mark.full_only])
 
 
-def _cases() -> list[ParameterSet]:
-    cases = []
-    for step in ONE_CORE:
-        quick, full = LARGEST.get(step.number, LARGEST_COMPILED)
-        for size in SIZES:
-            if size <= full:
-                cases.append(_case(step, size, name=f"{step.name}-{size}", quick=size <= quick))
-    return cases
+def cases() -> list[ParameterSet]:
+    """Every rung on one core at each of its sizes."""
+    return [
+        _case(step, size, name=f"{step.name}-{size}", quick=size <= quick)
+        for step in ONE_CORE
+        for quick, full in [LARGEST.get(step.number, LARGEST_COMPILED)]
+        for size in SIZES
+        if size <= full
+    ]
 
 
-@pytest.mark.parametrize(("step", "size"), _cases())
+@pytest.mark.parametrize(("step", "size"), cases())
 @compared("Matrix products on one CPU core, float32")
 def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
     """Square products of `size`, GFLOP/s and the share of BLAS's speed."""
@@ -209,27 +210,27 @@ def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores:
     extra["gflops"] = work / benchmark.stats.stats.median
     extra["peer_gflops"] = work / extra["peer_median"]
     extra["percent_of_peer"] = 100 / extra["ratio"]
-    peak, raised = _peak(cores, dtype, 1e9 * extra["gflops"])
+    peak, raised = peak_of(cores, dtype, 1e9 * extra["gflops"])
     extra["percent_of_peak"] = 100 * 1e9 * extra["gflops"] / peak
-    extra["peak_gb_per_s"] = _peaks().roof(cores).bandwidth / 1e9
+    extra["peak_gb_per_s"] = machine_peaks().roof(cores).bandwidth / 1e9
     if raised:
         extra["note"] = "the machine was busy when its peak was measured: it was measured again"
 
 
-def _peak(cores: roofline.Cores, dtype: str, rate: float) -> tuple[float, bool]:
+def peak_of(cores: roofline.Cores, dtype: str, rate: float) -> tuple[float, bool]:
     """The peak in FLOP/s, and whether it had to be measured again, since a product with `rate` exceeded it.
 
     Where no new measurement explains the rate, the rate itself is the best that is known of the peak.
     """
-    first = peak = _peaks().roof(cores).peak(dtype)
+    first = peak = machine_peaks().roof(cores).peak(dtype)
     for again in range(1, 1 + AGAIN):
         if rate > peak:
-            peak = max(peak, _peaks(again).roof(cores).peak(dtype))
+            peak = max(peak, machine_peaks(again).roof(cores).peak(dtype))
     return max(peak, rate), rate > first
 
 
 @functools.cache
-def _peaks(again: int = 0) -> roofline.Peaks:
+def machine_peaks(again: int = 0) -> roofline.Peaks:
     """This machine's peaks, measured again if it was busy the first time; each `again` measures once more."""
     kept = roofline.measure(fresh=again > 0)
     return roofline.measure(fresh=True) if kept.busy and not again else kept

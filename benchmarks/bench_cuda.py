@@ -55,7 +55,8 @@ def kinds(step: CudaRung) -> list[str]:
     return [kind_of(step, dtype) for dtype in step.dtypes]
 
 
-def _cases() -> list[ParameterSet]:
+def cases() -> list[ParameterSet]:
+    """Every rung in each of its kinds of arithmetic at each size; float64 on the last rung that has it."""
     doubles = [step for step in LADDER if "float64" in step.dtypes]
     return [
         pytest.param(step, kind, size, id=f"{step.name}-{kind}-{size}")
@@ -66,7 +67,7 @@ def _cases() -> list[ParameterSet]:
     ]
 
 
-def _main_kinds(step: CudaRung) -> list[str]:
+def main_kinds(step: CudaRung) -> list[str]:
     """One kind of arithmetic for each rung, and also TF32."""
     return [kind for kind in ("float32", "tf32", "bfloat16") if kind in kinds(step)]
 
@@ -89,7 +90,7 @@ def gpu_answers(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[None]:
         pytest.fail(lost)
 
 
-@pytest.mark.parametrize(("step", "kind", "size"), _cases())
+@pytest.mark.parametrize(("step", "kind", "size"), cases())
 @compared("CUDA ladder")
 def test_rung(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: str, size: int) -> None:
     """Square products of `size`: GFLOP/s, the share of torch.matmul's speed, and of the GPU's peak."""
@@ -104,7 +105,7 @@ def test_rung(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: 
 @pytest.mark.parametrize("order", ["nt", "tn"])
 @pytest.mark.parametrize(
     ("step", "kind"),
-    [pytest.param(step, kind, id=f"{step.name}-{kind}") for step in LADDER for kind in _main_kinds(step)],
+    [pytest.param(step, kind, id=f"{step.name}-{kind}") for step in LADDER for kind in main_kinds(step)],
 )
 @compared(f"CUDA ladder, one operand transposed, n = {cuda_timing.TRANSPOSED_SIZE}")
 def test_transposed(
@@ -123,7 +124,7 @@ def test_transposed(
 def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> None:
     """Python's time to launch a product so small that the GPU is done first; nothing waits for the result."""
     _refuse(gpu, step)
-    kind = _main_kinds(step)[-1]
+    kind = main_kinds(step)[-1]
     n = cuda_timing.TINY
     operands = Operands(gpu, (n, n, n), dtype_of(kind), seed=secrets.randbits(63))
     a, b, c = operands.next()

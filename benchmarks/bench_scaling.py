@@ -95,7 +95,8 @@ def _cases(kind: str) -> list[Any]:
     ]
 
 
-def _enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, ranks: int) -> None:
+def enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, ranks: int) -> None:
+    """Store the figures of a series at one size as the benchmark's result."""
     one = measured["one rank"].seconds
     timed = measured["one rank" if ranks == 1 else f"{series} {ranks}"]
     record(benchmark, timed.seconds, one if ranks > 1 else (), "one rank" if ranks > 1 else "")
@@ -118,11 +119,11 @@ def _enter(benchmark: Benchmark, measured: Measured, kind: str, series: str, ran
 @pytest.mark.parametrize(("series", "ranks"), _cases("strong"))
 def test_strong(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
     """The same work on more ranks."""
-    _enter(benchmark, scaling("strong"), "strong", series, ranks)
+    enter(benchmark, scaling("strong"), "strong", series, ranks)
 
 
 @compared(TITLES["weak"])
 @pytest.mark.parametrize(("series", "ranks"), _cases("weak"))
 def test_weak(benchmark: Benchmark, scaling: Any, series: str, ranks: int) -> None:
     """More ranks with proportionally more work."""
-    _enter(benchmark, scaling("weak"), "weak", series, ranks)
+    enter(benchmark, scaling("weak"), "weak", series, ranks)

@@ -115,7 +115,7 @@ def run(
     new = _results(passed, info, watcher, full)
     # Read the file only now, since another run may have written it meanwhile.
     old = results.load(path) if path.exists() else None
-    kept = [*watcher.collected, *watcher.without_finding, *_left_out(old, {*watcher.left_out})]
+    kept = [*watcher.collected, *watcher.without_finding, *left_out_before(old, {*watcher.left_out})]
     everything = None if names or keyword else kept
     merged = results.merge(old, new, everything=everything)
     if passed:
@@ -132,7 +132,7 @@ def run(
     return Outcome(path, merged, len(entries), seconds, failed, skipped, measured_suites, compared)
 
 
-def _left_out(old: results.Results | None, names: set[str]) -> list[str]:
+def left_out_before(old: results.Results | None, names: set[str]) -> list[str]:
     """Name the old results to keep of suites that this run leaves out, for example without a GPU."""
     suites_left_out = {f"bench_{name}" for name in names}
     return [

@@ -230,9 +230,5 @@ def lessons(entries: Sequence[Entry]) -> Plot | None:
             rows.append((name, percent, f"{formats.number(percent)}%", GOOD if cost <= par else BAD))
     if not rows:
         return None
-    drawn, told = shares(rows, "cost as a share of par, percent")
-    return Plot(
-        drawn,
-        f"Bars with a line at 100 percent of par: {told}.",
-        "Solutions that are not at par: their cost as a share of par; left of the line is better.",
-    )
+    caption = "Solutions that are not at par: their cost as a share of par; left of the line is better."
+    return shares(rows, "par", caption, "cost as a share of")

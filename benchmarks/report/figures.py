@@ -185,8 +185,10 @@ def name_ends(
         axes.annotate(name, (x, height), va="center", color=shade, fontsize=fontsize, **offset)
 
 
-def shares(rows: list[tuple[str, float | None, str, str]], axis: str) -> tuple[Figure, str]:
-    """Draw percentages as bars with a line at 100; return the figure and its description.
+def shares(
+    rows: list[tuple[str, float | None, str, str]], of: str, caption: str, what: str = "share of"
+) -> Plot:
+    """Draw percentages as bars with a line at 100.
 
     A row has a name, a percentage or None, a text and a colour.
     """
@@ -197,9 +199,10 @@ def shares(rows: list[tuple[str, float | None, str, str]], axis: str) -> tuple[F
         after(axes, 100.0 if 70 < reach < 100 else reach, row, text)  # not on the line
     axes.axvline(100.0, **LIMIT)
     axes.set_xlim(0, max(110.0, *(percent or 0.0 for _, percent, _, _ in rows)) * 1.3)
-    rows_down(axes, len(rows), axis)
+    rows_down(axes, len(rows), f"{what} {of}, percent")
     axes.set_yticks(range(len(rows)), [name for name, _, _, _ in rows])
     for label, (_, _, _, shade) in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color(shade)
     axes.grid(visible=False, axis="y")
-    return drawn, "; ".join(f"{name} {text}" for name, _, text, _ in rows)
+    told = "; ".join(f"{name} {text}" for name, _, text, _ in rows)
+    return Plot(drawn, f"Bars with a line at 100 percent of {of}: {told}.", caption)

@@ -178,9 +178,5 @@ def _shares(section: Section, entries: list[Entry]) -> Plot:
         percent, index = entry["extra_info"]["percent_of_peer"], kinds.index(entry["extra_info"].get("dtype"))
         rows.append((columns.label(entry), percent, f"{formats.number(percent)}%", color(index)))
     peer = section.peer or "the peer"
-    drawn, told = shares(rows, f"share of {peer}'s speed, percent")
-    return Plot(
-        drawn,
-        f"Bars with a line at 100 percent of {peer}'s speed: {told}.",
-        f"Share of {peer}'s speed; at the line both are equally fast.",
-    )
+    caption = f"Share of {peer}'s speed; at the line both are equally fast."
+    return shares(rows, f"{peer}'s speed", caption)

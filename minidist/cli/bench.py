@@ -47,7 +47,7 @@ def bench(
     With --json and --out, it prints a summary alone: the figures are in the file.
     """
     require("bench", "pytest", "pytest_benchmark")
-    _unset_coretype()
+    unset_coretype()
     if compile_only:
         _compile(suites, as_json)
         return
@@ -98,7 +98,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _unset_coretype() -> None:
+def unset_coretype() -> None:
     """Let OpenBLAS choose its own kernel: with another CPU's, NumPy would be too easy to beat."""
     names = [name for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if os.environ.get(name)]
     if names and "numpy" not in sys.modules:  # OpenBLAS reads them once, as NumPy loads it

@@ -138,13 +138,13 @@ def compiler_cache() -> MachinePart:
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "numba")
     choices = [Path(named)] if named else [package, user]
     for folder in choices:
-        if _writable(folder):
+        if writable(folder):
             return MachinePart("compiler cache", True, str(folder))
     cost, remedy = "every process compiles each rung again: a second", "export NUMBA_CACHE_DIR=/tmp/numba"
     return MachinePart("compiler cache", False, f"{choices[0]} can't be written", cost, remedy)
 
 
-def _writable(folder: Path) -> bool:
+def writable(folder: Path) -> bool:
     """Whether a file can be made in a folder, or in its nearest existing parent."""
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent

@@ -72,7 +72,7 @@ def numba_cuda() -> str:
 
 
 def library(name: str) -> str:
-    """Where one of CUDA's compiler libraries was found; for NVVM, which of several and why."""
+    """Return where one of CUDA's compiler libraries was found; for NVVM, which of several and why."""
     if name == "nvvm":
         from minidist.kernels.cuda.runtime import nvvm
 
@@ -101,7 +101,7 @@ def ladder() -> dict[str, Any]:
 
 
 def bf16() -> dict[str, Any]:
-    """What becomes of a product in bfloat16 on the CPU, in a process of its own."""
+    """Return how a product in bfloat16 on the CPU ends, in a process of its own."""
     from minidist.parallel.training import bf16_on_cpu
 
     found = bf16_on_cpu.outcome()

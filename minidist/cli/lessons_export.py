@@ -26,9 +26,9 @@ from minidist._files import whole
 from minidist._names import unknown
 
 POINTS = 3
-"""Of an exercise at par."""
+"""Points for a solution at par."""
 PASSED = 2
-"""Of an answer that passes above par: `check(answer, points=3)` returns two thirds."""
+"""Points for an answer that passes above par: `check(answer, points=3)` returns two thirds."""
 
 Cell = dict[str, Any]
 
@@ -79,13 +79,13 @@ def export(lessons: Path, kind: str, to: Path) -> list[Path]:
 
 
 def assignment(notebook: dict[str, Any], solutions: Mapping[str, str], form: Format) -> dict[str, Any]:
-    """A lesson's notebook as the teacher's copy."""
+    """Return the teacher's copy of a lesson's notebook."""
     lesson = [new for cell in notebook["cells"] for new in form.convert(cell, solutions, form)]
     return notebook | {"cells": [*form.header, *lesson]}
 
 
 def definitions(text: str) -> dict[str, str]:
-    """The text of each function and class of a program, by name, with its decorators."""
+    """Return the text of each function and class of a program, by name, with its decorators."""
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -95,7 +95,7 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def solved(cell: Cell, solutions: Mapping[str, str], form: Format) -> tuple[str, Cell]:
-    """The function that an exercise's cell asks for, and the cell with the solution below the stub."""
+    """Return the name of an exercise's function, and its cell with the solution below the stub."""
     stub = "".join(cell["source"])
     (name,) = definitions(stub)
     return name, cell | {"source": f"{stub}\n{form.begin}\n{solutions[name]}\n{form.end}"}

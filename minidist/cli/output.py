@@ -51,7 +51,7 @@ def explain(error: Exception) -> int:
 
 
 def require(command: str, *modules: str) -> None:
-    """ValueError if optional packages that a command needs are missing."""
+    """Raise ValueError if optional packages that a command needs are missing."""
     missing = [name.replace("_", "-") for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"minidist {command} needs {' and '.join(missing)}: pip install 'minidist[bench]'")
@@ -97,7 +97,7 @@ def speaks() -> bool:
 
 
 def short(path: Path) -> str:
-    """A path relative to the current directory, if it lies there."""
+    """Return a path relative to the current directory if it lies there, or else as it is."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -107,7 +107,7 @@ def waiting(words: str, quiet: bool) -> AbstractContextManager[Any]:
 
 
 def check_here(profile: str | None, ranks: int, figures: Path | None) -> None:
-    """ValueError if --figures is given without a measurement, or a measurement would start too many ranks."""
+    """Raise ValueError for --figures without a measurement, or one that would start too many ranks."""
     if profile != HERE and figures is not None:
         asked = "no --profile is given" if profile is None else f"--profile is {profile}"
         raise ValueError(

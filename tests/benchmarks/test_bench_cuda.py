@@ -149,14 +149,14 @@ def test_a_gpu_without_peaks_has_no_share_of_them(bench, monkeypatch):
 def test_kinds_of_a_rung(bench):
     step = SimpleNamespace(dtypes=("float16", "bfloat16", "float32"), tf32=True)
     assert bench.kinds(step) == ["float16", "bfloat16", "tf32"]
-    assert bench._main_kinds(step) == ["tf32", "bfloat16"]
+    assert bench.main_kinds(step) == ["tf32", "bfloat16"]
     step = SimpleNamespace(dtypes=("float32", "float64"), tf32=False)
     assert bench.kinds(step) == ["float32", "float64"]
-    assert bench._main_kinds(step) == ["float32"]
+    assert bench.main_kinds(step) == ["float32"]
 
 
 def test_every_rung_is_measured_in_each_of_its_arithmetics(bench):
-    cases = {param.id for param in bench._cases()}
+    cases = {param.id for param in bench.cases()}
     for step in bench.LADDER:
         for kind in bench.kinds(step):
             if kind != "float64":
@@ -340,8 +340,8 @@ from minidist.cli.commands import main
 
 if "--one-process" in sys.argv and any(word.startswith("s9_") for word in sys.argv):
     ctypes.PyDLL(None).sleep(600)  # as in a driver's call: no signal reaches Python
-measure = OneRungAtATime._measure_one
-OneRungAtATime._measure_one = lambda self, rung, limit: measure(self, rung, 1 if rung[:2] == "s9" else limit)
+measure = OneRungAtATime.measure_one
+OneRungAtATime.measure_one = lambda self, rung, limit: measure(self, rung, 1 if rung[:2] == "s9" else limit)
 install(EmulatedGpu())
 main()
 """

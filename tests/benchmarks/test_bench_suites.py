@@ -43,7 +43,7 @@ def test_what_scaling_enters(monkeypatch):
     facts = [Facts([5.5], 0.1, sent, 0.0, Bytes(1, 2, 3, 4, 5)) for sent in (10, 20)]
     measured = {"one rank": Timed(facts[:1], [1.0, 1.0]), "ZeRO-2 4": Timed(facts, [0.5, 0.5])}
     benchmark = FakeBenchmark()
-    bench_scaling._enter(benchmark, measured, "strong", "ZeRO-2", 4)
+    bench_scaling.enter(benchmark, measured, "strong", "ZeRO-2", 4)
     extra = benchmark.extra_info
     assert (extra["scaling"], extra["series"], extra["size"], extra["layout"]) == (
         "strong",
@@ -54,7 +54,7 @@ def test_what_scaling_enters(monkeypatch):
     assert (extra["efficiency"], extra["ratio"], extra["bytes_per_step"]) == (0.5, 0.5, 20)
     assert extra["note"] == "4 ranks share 2 cores"
     one = FakeBenchmark()
-    bench_scaling._enter(one, measured, "strong", "ZeRO-2", 1)
+    bench_scaling.enter(one, measured, "strong", "ZeRO-2", 1)
     assert (one.extra_info["efficiency"], one.extra_info["layout"]) == (1.0, "dp=1")
     assert "peer" not in one.extra_info
 
@@ -211,9 +211,9 @@ class Peaks:
 def test_a_product_above_the_peak_measures_the_peak_again(monkeypatch, rates, rate, peak):
     asked = []
     monkeypatch.setattr(
-        bench_cpu_matmul, "_peaks", lambda again=0: asked.append(again) or Peaks(rates[again])
+        bench_cpu_matmul, "machine_peaks", lambda again=0: asked.append(again) or Peaks(rates[again])
     )
-    assert bench_cpu_matmul._peak("one", "float32", rate) == (peak, rate > rates[0])
+    assert bench_cpu_matmul.peak_of("one", "float32", rate) == (peak, rate > rates[0])
     assert asked == list(range(len(rates)))
 
 

@@ -155,7 +155,7 @@ def slow_look(monkeypatch):
     return doctor.examine()
 
 
-def test_what_a_slow_machine_has_not_looked_at_is_not_called_missing(slow_look, monkeypatch, capsys):
+def test_what_a_slow_machine_has_not_looked_at_is_not_called_missing(slow_look, monkeypatch, run):
     """Planted: a probe that takes too long said that all is missing, and how to install it."""
     parts = {part.name: part for part in slow_look}
     assert parts["torch"].ok
@@ -164,10 +164,9 @@ def test_what_a_slow_machine_has_not_looked_at_is_not_called_missing(slow_look, 
         *("bfloat16", "numba-cuda", "NVVM", "NVRTC", "nvJitLink", "CUDA ladder")
     }
     monkeypatch.setattr(doctor, "examine", lambda: [*slow_look])
-    with pytest.raises(SystemExit) as ended:
-        commands.main(["doctor"])
-    assert ended.value.code == 0
-    told = " ".join(capsys.readouterr().out.split())
+    code, out, _ = run("doctor")
+    assert code == 0
+    told = " ".join(out.split())
     assert "NVVM: this machine was too slow to look within 5 s." in told
     assert not re.search("NVVM is missing|pip install 'minidist.cuda|Nothing is missing", told)
     stream = io.StringIO()
@@ -217,7 +216,7 @@ def test_a_user_without_a_home_has_no_cache_there(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     assert doctor.compiler_cache().found
-    monkeypatch.setattr(doctor, "_writable", lambda folder: False)
+    monkeypatch.setattr(doctor, "writable", lambda folder: False)
     assert not doctor.compiler_cache().ok
 
 
@@ -274,13 +273,12 @@ def test_shown_with_remedies():
 
 
 @pytest.mark.parametrize(("required", "code"), [(True, 1), (False, 0)])
-def test_command_fails_only_where_a_required_part_is_missing(monkeypatch, capsys, required, code):
+def test_command_fails_only_where_a_required_part_is_missing(monkeypatch, run, required, code):
     part = doctor.MachinePart("it", False, "gone", "all of it", "pip install it", required=required)
     monkeypatch.setattr(doctor, "examine", lambda: [part])
-    with pytest.raises(SystemExit) as ended:
-        commands.main(["doctor", "--json"])
-    assert ended.value.code == code
-    assert json.loads(capsys.readouterr().out)["parts"][0]["remedy"] == "pip install it"
+    found, out, _ = run("doctor", "--json")
+    assert found == code
+    assert json.loads(out)["parts"][0]["remedy"] == "pip install it"
 
 
 def test_one_block_says_whether_the_cuda_ladder_will_run() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from minidist.cli import commands
 from minidist.cli import lessons as folder_of
+from tests.cli.conftest import Run
 from tests.helpers.clocks import HANG
 
 LESSON = """# %% [markdown]
@@ -45,15 +45,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        commands.main(["lessons", *words])
-    return left.value.code, *capfd.readouterr()
-
-
 @pytest.mark.usefixtures("folder")
-def test_the_table_shows_what_has_passed(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capfd, "--progress")
+def test_the_table_shows_what_has_passed(run: Run) -> None:
+    code, out, err = run("lessons", "--progress")
     assert (code, err) == (0, "")
     (line,) = [line for line in out.splitlines() if "Small things" in line]
     assert line.split() == ["03", "Small", "things", "1", "of", "2", "1", "1.5", "h", "1.5", "min"]
@@ -76,8 +70,8 @@ def test_the_hours_of_the_lessons_are_read() -> None:
     assert (found[1], found[4]) == (1.5, 2)
 
 
-def test_json_has_the_same(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    code, out, _ = run(capfd, "--json")
+def test_json_has_the_same(run: Run, folder: Path) -> None:
+    code, out, _ = run("lessons", "--json")
     (lesson,) = json.loads(out)["lessons"]
     assert code == 0
     assert lesson == {
@@ -99,11 +93,9 @@ def test_without_progress_or_with_a_damaged_file_nothing_has_passed(folder: Path
 
 
 @pytest.mark.usefixtures("folder")
-def test_where_jupyterlab_is_missing_it_says_how_to_get_it(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_jupyterlab_is_missing_it_says_how_to_get_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_of.importlib.util, "find_spec", lambda name: None)
-    code, _, err = run(capfd)
+    code, _, err = run("lessons")
     assert (code, err) == (
         2,
         "minidist: minidist lessons needs jupyterlab: pip install 'minidist[lessons]'\n",

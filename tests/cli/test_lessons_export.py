@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from minidist.cli import commands
 from minidist.cli.lessons import shipped
 from minidist.cli.lessons_export import FORMATS, POINTS, Cell, assignment, code, definitions, export
+from tests.cli.conftest import Run
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
 from tests.lessons.wrong_answers import wrong_answers
@@ -82,14 +82,13 @@ def test_otter_finds_a_question_for_each_exercise(stem: str) -> None:
     assert [list(definitions(text(cell))) for cell in tests] == [["passes"], ["at_par"]] * count
 
 
-def test_what_lies_there_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_lies_there_stays(tmp_path: Path, run: Run) -> None:
     mine = tmp_path / "source" / STEMS[0] / f"{STEMS[0]}.ipynb"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(SystemExit) as left:
-        commands.main(["lessons", "--export", "nbgrader", "--to", str(tmp_path)])
-    assert left.value.code in (0, None)
-    assert f"{len(STEMS)} new files in {tmp_path}" in capfd.readouterr().out
+    code, out, _ = run("lessons", "--export", "nbgrader", "--to", str(tmp_path))
+    assert code in (0, None)
+    assert f"{len(STEMS)} new files in {tmp_path}" in out
     assert mine.read_text() == "mine"
     assert sorted(path.stem for path in tmp_path.glob("source/*/*.ipynb")) == STEMS
     assert export(LESSONS, "nbgrader", tmp_path) == []
@@ -103,16 +102,13 @@ def test_what_lies_there_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         (["--export", "otter", "--to", __file__], "writing there failed"),
     ],
 )
-def test_a_wrong_option_says_what_to_do(
-    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        commands.main(["lessons", *words])
-    assert left.value.code == 2
-    assert says in capfd.readouterr().err
+def test_a_wrong_option_says_what_to_do(words: list[str], says: str, run: Run) -> None:
+    code, _, err = run("lessons", *words)
+    assert code == 2
+    assert says in err
 
 
-def run(cells: list[Cell], at: Path) -> list[Cell]:
+def ran(cells: list[Cell], at: Path) -> list[Cell]:
     """The cells with their outputs, run as nbgrader runs them: an error does not stop it."""
     with warnings.catch_warnings(), warm_python.kernels():
         warnings.simplefilter("ignore")  # what Jupyter's own packages warn of is not ours to mend
@@ -168,7 +164,7 @@ def test_solved_gets_all_points_blank_and_wrong_none(topic: str, most: int, tmp_
             cells += [answer, check]
         right += [0] * (1 + len(wrong)) + [POINTS]
     assert (
-        graded(run([cell | {"id": f"cell-{place}"} for place, cell in enumerate(cells)], tmp_path)) == right
+        graded(ran([cell | {"id": f"cell-{place}"} for place, cell in enumerate(cells)], tmp_path)) == right
     )
     assert (tmp_path / ".progress.json").exists(), "progress is kept beside the assignment"
 

@@ -17,20 +17,11 @@ import pytest
 import minidist as md
 from minidist import benchmarks
 from minidist.benchmarks.harness import results
-from minidist.cli import commands
 from minidist.comm.errors import RankError
 from tests.helpers import measured, warm_python
 from tests.helpers.clocks import HANG, until
 
 COMMAND = [sys.executable, "-c", "from minidist.cli.commands import main; main()"]
-
-
-def run(capfd, *words):
-    """Run `minidist WORDS`; return its exit code and output."""
-    with pytest.raises(SystemExit) as ended:
-        commands.main(words)
-    out, err = capfd.readouterr()
-    return ended.value.code, out, err
 
 
 def one_line(err):
@@ -70,9 +61,9 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     "command", ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "lessons", "doctor"]
 )
-def test_help_of_a_command_has_an_example_and_whole_sentences(capfd, monkeypatch, command):
+def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
-    code, out, _ = run(capfd, command, "--help")
+    code, out, _ = run(command, "--help")
     assert code == 0
     assert f"minidist {command}" in out.partition("Example:")[2]
     assert "--json" in out
@@ -81,30 +72,30 @@ def test_help_of_a_command_has_an_example_and_whole_sentences(capfd, monkeypatch
         assert line.endswith((".", ":", "FOLDER")), line
 
 
-def test_optimizers_have_the_same_names_in_all_commands(capfd, monkeypatch):
+def test_optimizers_have_the_same_names_in_all_commands(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     for command in ("train", "trace", "plan", "dryrun"):
-        assert "adamw, adam, momentum (SGD with momentum) or sgd." in run(capfd, command, "--help")[1]
+        assert "adamw, adam, momentum (SGD with momentum) or sgd." in run(command, "--help")[1]
     plans = ("plan", "--model", "byte-tiny", "--memory", "1GB", "--ranks", "2", "--json", "--optimizer")
-    assert run(capfd, *plans, "adamw") == run(capfd, *plans, "adam")
-    assert run(capfd, *plans, "momentum") != run(capfd, *plans, "sgd")
+    assert run(*plans, "adamw") == run(*plans, "adam")
+    assert run(*plans, "momentum") != run(*plans, "sgd")
 
 
-def test_a_dry_runs_table_has_the_layouts_own_names(capfd):
+def test_a_dry_runs_table_has_the_layouts_own_names(run):
     words = ("dryrun", "--model", "byte-tiny", "--layout", "dp=2,tp=2,pp=2,micro_batches=2")
-    axes = {line.split()[0] for line in run(capfd, *words)[1].splitlines() if "float32" in line}
+    axes = {line.split()[0] for line in run(*words)[1].splitlines() if "float32" in line}
     assert axes <= {"dp", "tp", "pp", "all"}
     assert {"dp", "tp", "pp"} <= axes
 
 
-def test_no_words_are_a_call_for_help(capfd):
-    code, out, _ = run(capfd)
+def test_no_words_are_a_call_for_help(run):
+    code, out, _ = run()
     assert code == 0
     assert "Usage" in out
 
 
-def test_the_version_is_the_packages(capfd):
-    assert run(capfd, "--version") == (0, f"minidist {md.__version__}\n", "")
+def test_the_version_is_the_packages(run):
+    assert run("--version") == (0, f"minidist {md.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +119,8 @@ def test_the_version_is_the_packages(capfd):
         (["doctor", "--jsn"], "--json"),
     ],
 )
-def test_bad_input_is_one_line_that_helps(capfd, words, told):
-    code, out, err = run(capfd, *words)
+def test_bad_input_is_one_line_that_helps(run, words, told):
+    code, out, err = run(*words)
     assert code == 2
     assert told in one_line(err)
     assert out == ""
@@ -144,15 +135,15 @@ def fail(monkeypatch, error):
     monkeypatch.setattr(minidist.cli.train, "run", failing)
 
 
-def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(capfd, monkeypatch):
+def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(run, monkeypatch):
     fail(
         monkeypatch,
         RankError("rank 1 failed:\nValueError: no", rank=1, traceback="Traceback of rank 1\n  line 7"),
     )
-    code, _, err = run(capfd, "train")
+    code, _, err = run("train")
     assert code == 1
     assert one_line(err) == "minidist: rank 1 failed: ValueError: no\n"
-    code, _, err = run(capfd, "train", "--debug")
+    code, _, err = run("train", "--debug")
     assert code == 1
     assert "Traceback of rank 1\n  line 7" in err
     assert "minidist: rank 1 failed" in err
@@ -167,16 +158,16 @@ def test_a_rank_that_fails_is_one_line_and_with_debug_its_traceback(capfd, monke
         (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero (--debug shows where)"),
     ],
 )
-def test_what_goes_wrong_underway(capfd, monkeypatch, error, code, told):
+def test_what_goes_wrong_underway(run, monkeypatch, error, code, told):
     fail(monkeypatch, error)
-    found, _, err = run(capfd, "train")
+    found, _, err = run("train")
     assert found == code
     assert told in one_line(err)
 
 
-def test_train_prints_json_and_nothing_else(capfd):
+def test_train_prints_json_and_nothing_else(run):
     words = ("train", "--ranks", "2", "--steps", "12", "--batch", "60", "--rung", "s2_vectors", "--json")
-    code, out, err = run(capfd, *words)
+    code, out, err = run(*words)
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert len(found["losses"]) == 12
@@ -186,8 +177,8 @@ def test_train_prints_json_and_nothing_else(capfd):
     assert found["bytes_sent"] > 0
 
 
-def test_train_says_what_it_learned(capfd):
-    code, out, _ = run(capfd, "train", "--steps", "3")
+def test_train_says_what_it_learned(run):
+    code, out, _ = run("train", "--steps", "3")
     assert code == 0
     assert re.search(r"mlp on digits, 9,610 parameters.*3 steps", out)
     assert "accuracy" in out
@@ -201,54 +192,54 @@ def test_train_says_what_it_learned(capfd):
         (3, "the run in some/folder has all 3 steps already\n"),
     ],
 )
-def test_train_says_where_it_went_on(capfd, monkeypatch, before, told):
+def test_train_says_where_it_went_on(run, monkeypatch, before, told):
     import minidist.cli.train
 
     result = minidist.cli.train.TrainResult([1.0, 0.5, 0.25], 0.3, 0.9, 10, 2.0, 5.0, 0, resumed_at=before)
     monkeypatch.setattr(minidist.cli.train, "run", lambda *_, **__: result)
     words = ("train", "--steps", "3", "--save", "some/folder")
-    assert run(capfd, *words)[:2] == (
+    assert run(*words)[:2] == (
         0,
         f"mlp on digits, 10 parameters, layout {md.Layout()}: {told}"  # not broken in a pipe
         "loss 1.0000 -> 0.2500; held out: loss 0.3000, accuracy 90.0%; sent by a rank: 0 bytes\n",
     )
-    assert json.loads(run(capfd, *words, "--json")[1])["resumed_at"] == before
+    assert json.loads(run(*words, "--json")[1])["resumed_at"] == before
 
 
-def test_a_training_that_diverges_fails(capfd):
-    code, out, err = run(capfd, "train", "--steps", "5", "--lr", "1e30", "--json")
+def test_a_training_that_diverges_fails(run):
+    code, out, err = run("train", "--steps", "5", "--lr", "1e30", "--json")
     assert code == 1
     assert "the training diverged" in one_line(err)
     assert json.loads(out)["losses"][-1] is None  # JSON has no NaN
 
 
-def test_a_batch_larger_than_the_data_is_refused(capfd):
-    code, _, err = run(capfd, "train", "--batch", "1438")
+def test_a_batch_larger_than_the_data_is_refused(run):
+    code, _, err = run("train", "--batch", "1438")
     assert code == 1
     assert "batch is 1438, and digits has 1437 rows" in one_line(err)
 
 
-def test_under_torchrun_rank_0_speaks_for_all(capfd, monkeypatch, tmp_path):
+def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
     from minidist.cli import layout_runs, train
 
     monkeypatch.setenv("RANK", "1")
-    code, out, _ = run(capfd, "train", "--steps", "1")  # a variable that was left in a shell
+    code, out, _ = run("train", "--steps", "1")  # a variable that was left in a shell
     assert (code, bool(out)) == (0, True)
     out_file = tmp_path / "trace.json"
     traced = ("trace", "--layout", "dp=1", "--steps", "1", "--out", str(out_file))
-    assert run(capfd, *traced)[0] == 0
+    assert run(*traced)[0] == 0
     assert out_file.exists()
 
     found = train.run(train.TrainConfig(steps=1))
     monkeypatch.setattr(train, "run", lambda *given, **options: found)
     monkeypatch.setattr(layout_runs, "trace_layout", lambda *given, **options: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    assert run(capfd, "train", "--steps", "1")[:2] == (0, "")
-    assert run(capfd, *traced)[:2] == (0, "")
+    assert run("train", "--steps", "1")[:2] == (0, "")
+    assert run(*traced)[:2] == (0, "")
 
 
 @pytest.mark.parametrize(("rank", "says"), [("0", "started 2 ranks"), ("1", "")])
-def test_a_wrong_number_of_ranks_is_said_once(capfd, monkeypatch, rank, says):
+def test_a_wrong_number_of_ranks_is_said_once(run, monkeypatch, rank, says):
     from minidist.cli import train
     from minidist.comm.errors import RankCountError
 
@@ -258,7 +249,7 @@ def test_a_wrong_number_of_ranks_is_said_once(capfd, monkeypatch, rank, says):
     monkeypatch.setattr(train, "run", refuse)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("RANK", rank)
-    code, out, err = run(capfd, "train", "--layout", "dp=4", "--steps", "1")
+    code, out, err = run("train", "--layout", "dp=4", "--steps", "1")
     assert (code, out, bool(err)) == (2, "", bool(says))
     assert says in err
 
@@ -410,7 +401,7 @@ def test_bench_merges_a_second_run(suite):
     assert [entry["name"] for entry in found["benchmarks"]] == ["test_named", "test_good", "test_new"]
 
 
-def test_bench_beside_an_earlier_file_says_what_got_slower(capfd, monkeypatch, tmp_path):
+def test_bench_beside_an_earlier_file_says_what_got_slower(run, monkeypatch, tmp_path):
     from minidist.benchmarks.harness import compare_runs
     from minidist.benchmarks.harness import run as bench_run
 
@@ -425,21 +416,21 @@ def test_bench_beside_an_earlier_file_says_what_got_slower(capfd, monkeypatch, t
         )
 
     monkeypatch.setattr(bench_run, "run", fake)
-    code, out, err = run(capfd, "bench", "--compare", str(earlier))
+    code, out, err = run("bench", "--compare", str(earlier))
     assert (code, asked["compare"]) == (1, earlier)
     assert "overlap (Forms): slower, ratio to torch DDP 0.95 -> 1.40\n" in out
     assert one_line(err).startswith("minidist: 1 slower than in ")
-    code, out, _ = run(capfd, "bench", "--compare", str(earlier), "--json")
+    code, out, _ = run("bench", "--compare", str(earlier), "--json")
     assert (code, json.loads(out)["compared"]["slower"]) == (1, 1)
     changes[:] = [compare_runs.Change("x", "overlap", "Forms", "faster", "time", 2.0, 1.0)]
-    code, out, err = run(capfd, "bench", "--compare", str(earlier))
+    code, out, err = run("bench", "--compare", str(earlier))
     assert (code, err) == (0, "")
     assert "overlap (Forms): faster, time 2.00 s -> 1.00 s" in out
 
 
-def test_bench_beside_a_file_that_is_none_says_so_before_it_measures(capfd, tmp_path):
+def test_bench_beside_a_file_that_is_none_says_so_before_it_measures(run, tmp_path):
     code, out, err = run(
-        capfd, "bench", "launch", "--out", str(tmp_path / "o.json"), "--compare", str(tmp_path / "no.json")
+        "bench", "launch", "--out", str(tmp_path / "o.json"), "--compare", str(tmp_path / "no.json")
     )
     assert code == 2
     assert "no.json can't be read" in one_line(err)
@@ -523,9 +514,9 @@ def test_bench_reads_old_results_before_it_spends_minutes(suite):
     assert "out.json is not JSON" in one_line(done.stderr)
 
 
-def test_a_missing_extra_names_the_command(capfd, monkeypatch):
+def test_a_missing_extra_names_the_command(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = run(capfd, "bench")
+    code, _, err = run("bench")
     assert code == 2
     assert (
         one_line(err)
@@ -533,10 +524,10 @@ def test_a_missing_extra_names_the_command(capfd, monkeypatch):
     )
 
 
-def test_report_shows_and_writes_a_page(capfd, suite, monkeypatch):
+def test_report_shows_and_writes_a_page(run, suite, monkeypatch):
     assert bench(suite, "-k", "good or turns").returncode == 0
     monkeypatch.chdir(suite)
-    code, out, err = run(capfd, "report", "--results", ".")
+    code, out, err = run("report", "--results", ".")
     assert (code, err) == (0, "")
     assert "a good one" in out
     assert "This machine has no results yet" in out  # they are not under its name
@@ -546,9 +537,9 @@ def test_report_shows_and_writes_a_page(capfd, suite, monkeypatch):
     assert "<td>not measured</td>" in html
 
 
-def test_report_prints_json_and_nothing_else(capfd, suite):
+def test_report_prints_json_and_nothing_else(run, suite):
     assert bench(suite, "-k", "good").returncode == 0
-    code, out, err = run(capfd, "report", "--results", str(suite), "--json")
+    code, out, err = run("report", "--results", str(suite), "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["machines"]["out"]["sections"][0]["title"] == "things"
@@ -559,7 +550,7 @@ def test_report_prints_json_and_nothing_else(capfd, suite):
 @pytest.mark.parametrize(
     ("name", "more", "limit"), [("new", [], 50_000), ("there", [], 50_000), ("there", ["--markdown"], 2000)]
 )
-def test_report_on_a_full_disk_leaves_what_was_there(capfd, tmp_path, name, more, limit):
+def test_report_on_a_full_disk_leaves_what_was_there(run, tmp_path, name, more, limit):
     """Planted: no file may be larger than the limit, and the report is."""
     (tmp_path / "there").write_text("the old report")
     results.save(measured.machine(*measured.strategies()), tmp_path / "results" / "made-up.json")
@@ -567,7 +558,7 @@ def test_report_on_a_full_disk_leaves_what_was_there(capfd, tmp_path, name, more
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         words = ("--results", str(tmp_path / "results"), "--out", str(tmp_path / name), *more)
-        code, _, err = run(capfd, "report", *words)
+        code, _, err = run("report", *words)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 1
@@ -578,7 +569,7 @@ def test_report_on_a_full_disk_leaves_what_was_there(capfd, tmp_path, name, more
 
 def test_another_cpus_kernel_is_not_what_numpy_is_measured_with():
     text = (
-        "import os; from minidist.cli import bench; bench._unset_coretype(); "
+        "import os; from minidist.cli import bench; bench.unset_coretype(); "
         "print(sorted(name for name in os.environ if 'OPENBLAS_C' in name or 'OPENBLAS_L' in name))"
     )
     done = subprocess.run(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minidist.cli import commands
+from tests.cli.conftest import Run
 
 MODULE = """
 import torch
@@ -72,63 +72,57 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("mine", None)
 
 
-def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        commands.main(words)
-    return ended.value.code, *capfd.readouterr()
-
-
-def found(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
+def found(run: Run, *words: str) -> Any:
     if "mine:llama" in words:
         pytest.importorskip("transformers", reason="the Llama is its")
-    code, out, err = run(capfd, *words, "--json")
+    code, out, err = run(*words, "--json")
     assert code == 0, err
     return json.loads(out)
 
 
 @pytest.mark.parametrize("own", [RESNET, LLAMA], ids=["resnet", "llama"])
-def test_plan_and_dryrun_take_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...]) -> None:
-    plan = found(capfd, "plan", *own, "--ranks", "2", "--profile", "t4")
+def test_plan_and_dryrun_take_it(run: Run, own: tuple[str, ...]) -> None:
+    plan = found(run, "plan", *own, "--ranks", "2", "--profile", "t4")
     assert plan["answer"] == "dp=2,precision=fp16"
     assert {each["layout"].split(",")[0] for each in plan["fitting"]} == {"dp=2"}
     assert plan["batch"] == [64, 0]
-    dry = found(capfd, "dryrun", *own, "--layout", "dp=8,zero=2", "--rank", "kinds", "--batch", "20")
+    dry = found(run, "dryrun", *own, "--layout", "dp=8,zero=2", "--rank", "kinds", "--batch", "20")
     assert [each["alike"] for each in dry["runs"]] == [4, 4]  # some have 3 rows, others 2
     assert dry["time"]["seconds"] > 0
-    dry = found(capfd, "dryrun", *own, "--layout", "dp=2,pp=2", "--rank", "kinds")
+    dry = found(run, "dryrun", *own, "--layout", "dp=2,pp=2", "--rank", "kinds")
     assert [each["alike"] for each in dry["runs"]] == [2, 2]  # the stages
     assert all(each["by_axis"]["pp"] > 0 for each in dry["runs"])
     assert dry["time"] is None
 
 
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
-def test_train_takes_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...], tmp_path: Path) -> None:
+def test_train_takes_it(run: Run, own: tuple[str, ...], tmp_path: Path) -> None:
     words = ("train", *own, "--ranks", "2", "--batch", "8", "--save", str(tmp_path / "run"))
-    first = found(capfd, *words, "--steps", "3")
-    again = found(capfd, *words, "--steps", "6")
+    first = found(run, *words, "--steps", "3")
+    again = found(run, *words, "--steps", "6")
     assert again["losses"][:3] == first["losses"]
     assert len({*again["losses"]}) == 6
     assert 0 <= again["test_accuracy"] <= 1
 
 
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
-def test_compare_takes_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...]) -> None:
-    assert found(capfd, "compare", *own, "--a", "dp=1", "--b", "dp=2,zero=3", "--dtype", "float64")["agree"]
+def test_compare_takes_it(run: Run, own: tuple[str, ...]) -> None:
+    assert found(run, "compare", *own, "--a", "dp=1", "--b", "dp=2,zero=3", "--dtype", "float64")["agree"]
 
 
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
-def test_trace_takes_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...]) -> None:
-    traced = found(capfd, "trace", *own, "--layout", "dp=2", "--batch", "8", "--steps", "1")
+def test_trace_takes_it(run: Run, own: tuple[str, ...]) -> None:
+    traced = found(run, "trace", *own, "--layout", "dp=2", "--batch", "8", "--steps", "1")
     assert [each["calls"] for each in traced["ranks"]] == [1, 1]
 
 
 @pytest.mark.parametrize("own", [RESNET, pytest.param(LLAMA, marks=deep)], ids=["resnet", "llama"])
-def test_pipelines_take_it(capfd: pytest.CaptureFixture[str], own: tuple[str, ...]) -> None:
-    assert found(capfd, "compare", *own, "--a", "dp=1", "--b", "pp=2", "--dtype", "float64")["agree"]
+def test_pipelines_take_it(run: Run, own: tuple[str, ...]) -> None:
+    assert found(run, "compare", *own, "--a", "dp=1", "--b", "pp=2", "--dtype", "float64")["agree"]
 
 
-def test_a_loss_of_your_own(capfd: pytest.CaptureFixture[str]) -> None:
-    trained = found(capfd, "train", *RESNET, "--loss", "mine:squares", "--steps", "2", "--batch", "8")
+def test_a_loss_of_your_own(run: Run) -> None:
+    trained = found(run, "train", *RESNET, "--loss", "mine:squares", "--steps", "2", "--batch", "8")
     assert trained["losses"][0] > 4  # the mean of targets from 0 to 4, squared, is 6
     assert trained["test_accuracy"] is None
 
@@ -152,10 +146,8 @@ def test_a_loss_of_your_own(capfd: pytest.CaptureFixture[str]) -> None:
         (("compare", "--model", "mine:resnet", "--a", "dp=1", "--b", "dp=2"), "--data is missing"),
     ],
 )
-def test_what_is_wrong_is_one_line(
-    capfd: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
-) -> None:
+def test_what_is_wrong_is_one_line(run: Run, words: tuple[str, ...], told: str) -> None:
     more = ("--memory", "1GB") if words[0] == "plan" and "--measure" not in words else ()
-    code, out, err = run(capfd, *words, *more)
+    code, out, err = run(*words, *more)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert told in err

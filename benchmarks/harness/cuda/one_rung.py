@@ -70,11 +70,11 @@ class OneRungAtATime:
             if left < SHORTEST:
                 self.watcher.skipped.append(f"{rung}: this part had no time left: run it with -k {rung}")
                 continue
-            failure = self._measure_one(rung, min(LIMITS[self.full], left))
+            failure = self.measure_one(rung, min(LIMITS[self.full], left))
             if failure:
                 self.watcher.failed[f"{SUITE}.py::{rung}"] = failure
 
-    def _measure_one(self, rung: str, limit: float) -> str:
+    def measure_one(self, rung: str, limit: float) -> str:
         """Run one rung's process for `limit` seconds at most; return how it failed as a whole, or ""."""
         selected = f"{rung} and ({self.keyword})" if self.keyword else rung
         words = ["bench", "cuda", "-k", selected, "--out", str(self.out), "--json", "--one-process"]

@@ -66,7 +66,7 @@ def test_the_quick_run_measures_every_product_of_the_table():
     quick = {
         f"test_{name}[{case.id}]"
         for name, cases in {
-            "rung": bench_cpu_matmul._cases(),
+            "rung": bench_cpu_matmul.cases(),
             "all_cores": bench_cpu_matmul.test_all_cores.pytestmark[1].args[1],
         }.items()
         for case in cases
