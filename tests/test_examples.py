@@ -77,7 +77,7 @@ def test_an_example_is_started_by_python_and_by_torchrun(path: Path, words: tupl
 @pytest.mark.deep
 def test_every_example_runs_in_a_notebook() -> None:
     """In one kernel, which imports torch once; each example begins without the names of the one before."""
-    import nbformat  # takes four seconds: a check of addresses builds a grammar
+    import nbformat
     from nbclient import NotebookClient
 
     cells = [nbformat.v4.new_code_cell(text) for path in EXAMPLES for text in ("%reset -f", path.read_text())]

@@ -170,8 +170,9 @@ def suppresses(x):
 
 def swallows_everything(x):
     while True:
-        try:  # noqa: SIM105
-            grows(x)
+        try:
+            while True:
+                x += 1
         except:  # noqa: E722
             pass
 
@@ -354,7 +355,7 @@ def test_what_differs_is_named(got: object, expected: object, says: str) -> None
 
 def test_a_number_is_right_in_any_width() -> None:
     for third in (np.float32(1 / 3), np.float64(1 / 3)):
-        compare(third, 1 / 3, "x", rtol=1e-9)
+        compare(third, 1 / 3, "x", rtol=1e-9, atol=0)
     compare(torch.tensor([1.0, 2.0, 3.0]), A_ROW, "x")
 
 
