@@ -76,7 +76,13 @@ RUNG_9 = (
     Mutant(
         "sums are not swizzled",
         "bank conflicts",
-        swap("(y ^ (lane >> 2))", "y", "((lane & 7) ^ (inside & 7))", "(lane & 7)", file="tiling/warp_store"),
+        swap(
+            "(y ^ (lane >> 2))",
+            "y",
+            "((lane & 7) ^ (inside & 7))",
+            "(lane & 7)",
+            file="tiling/fragment_tiles",
+        ),
     ),
     Mutant(
         "writes c past its last row",
@@ -84,7 +90,7 @@ RUNG_9 = (
         swap(
             "            if i < m:\n                if j + 8",
             "            if True:\n                if j + 8",
-            file="tiling/warp_store",
+            file="tiling/fragment_tiles",
         ),
     ),
 )
