@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -277,7 +278,7 @@ def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
 
 def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
     def count(schedule: str, chunks: int) -> tuple[int, int]:
-        pipeline = Pipeline(own_stages(gpt(), chunks), schedule, 4)
+        pipeline = Pipeline(own_stages(gpt(), chunks, schedule), schedule, 4)
         batch = tokens(torch.Generator().manual_seed(0), 7)
         sent = []
         for _ in range(2):
@@ -286,16 +287,17 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
             sent.append(ledger.bytes_sent)
         return sent[0], sent[1]
 
-    def boundaries(rank: int, ranks: int, chunks: int) -> tuple[int, int]:
-        """Of outputs and of gradients that a rank sends."""
-        return chunks - (rank == ranks - 1), chunks - (rank == 0)
-
     whole = 7 * 8 * 8 * 8  # rows, tokens, width, bytes of a float64
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+    for schedule, chunks in FORMS.values():
         for ranks in (1, 2, 3):
+            held_by = SCHEDULES[schedule].placement(ranks, chunks).ranks
             for rank, (first, second) in enumerate(run(cluster_of, ranks, count, schedule, chunks)):
-                outputs, gradients = boundaries(rank, ranks, chunks) if ranks > 1 else (0, 0)
-                loss = 8 * (ranks - 1) if rank == ranks - 1 else 0
+                # Outputs and gradients that go to a neighbour stage on another rank.
+                outputs, gradients = (
+                    sum(here == rank != there for here, there in pairwise(order))
+                    for order in (held_by, held_by[::-1])
+                )
+                loss = 8 * (ranks - 1) if rank == held_by[-1] else 0
                 assert second == whole * (outputs + gradients) + loss
                 # Of 7 rows in 4 parts there are parts of two sizes.
                 assert first == second + 2 * 80 * outputs
