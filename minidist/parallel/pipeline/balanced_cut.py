@@ -1,9 +1,9 @@
 """Where to cut a chain of layers, given what each layer weighs. Needs no torch.
 
 The slowest part of a pipeline sets the pace, so the heaviest part is made as light as possible. Its weight is
-that of some run of consecutive layers. A bisection finds the lightest run with which the parts suffice: the
-fewest parts are those that are filled one after the other, each as far as that weight allows. With that
-weight as the limit, a dynamic program finds the most even parts.
+that of some run of consecutive layers. A bisection over the runs finds the lightest limit with which so many
+parts suffice, filling one part after the other up to the limit. Under that limit, a dynamic program finds the
+most even parts.
 """
 
 from __future__ import annotations

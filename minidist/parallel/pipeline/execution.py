@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,14 +25,14 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split, to_device
 from minidist.parallel.contract.kept_attributes import evaluating
-from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
+from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.guards.refusals import gradients_are_off, require_metric
 from minidist.parallel.pipeline import schedules
-from minidist.parallel.pipeline.instructions import Instruction, Schedule, placement_of
+from minidist.parallel.pipeline.instructions import Instruction, Schedule
 from minidist.parallel.pipeline.pipeline_checks import check_arguments, check_stages
 from minidist.parallel.pipeline.simulation import Event
-from minidist.parallel.pipeline.split_backward import SplitBackward, split_backward
+from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.pipeline.stage_messages import (
     RankPlan,
     StageMessages,
@@ -70,7 +70,7 @@ class Pipeline:
 
     Args:
         stages: this rank's modules in the order of the chunks, or one module.
-        schedule: "gpipe", "1f1b", "interleaved", "zero_bubble", or one of your own that passes
+        schedule: a name in `schedules.SCHEDULES`, such as "1f1b", or one of your own that passes
             `schedules.check`; the same on all ranks.
         micro_batches: into how many a batch is cut; None for 8, or for as many as your own schedule has. A
             batch of fewer rows has as many micro-batches as rows; your own schedule refuses it.
@@ -103,11 +103,8 @@ class Pipeline:
         self.micro_batches = check_arguments(schedule, micro_batches, chunks, loss, reduction, tied, group)
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
         self._plans: dict[tuple[int, bool], RankPlan] = {}
-        self._plan(self.micro_batches, True)  # refuses sizes that the schedule does not take
-        if isinstance(schedule, str):
-            self.placement = schedule_kind(schedule).placement(self.ranks, chunks)
-        else:
-            self.placement = placement_of(schedule)
+        # Making the plan refuses sizes that the schedule does not take.
+        self.placement = self._plan(self.micro_batches, True).placement
         self.loss_rank = self.placement.ranks[-1]  # which has the last stage
         self._timed: list[list[Event]] = []
         agree_on_runs(group)
@@ -117,8 +114,8 @@ class Pipeline:
         """Forward and backward over a batch: gradients are added to `.grad`, those of tied copies summed.
 
         Sends each stage's output and its gradient once, 80 bytes before each output whose shape is new, 8 (p
-        - 1) bytes from the last rank for the loss, and what `sum_tied` sends. Returns the mean loss over the
-        rows, or the sum, the same on all ranks.
+        - 1) bytes for the loss from the rank that has the last stage, and what `sum_tied` sends. Returns the
+        mean loss over the rows, or the sum, the same on all ranks.
 
         Args:
             inputs, targets: (rows, ...), the same on all ranks; for the first stage, and the last one's loss.
@@ -291,33 +288,25 @@ class StagePass:
     split: SplitBackward | None = None
 
 
+@dataclass
 class StagePasses:
-    """One execution of a schedule on this rank: the batch, and the tensors that wait between two passes.
+    """One execution of a schedule on this rank: the batch, and the tensors that wait between two passes."""
 
-    Args:
-        inputs, targets: for each micro-batch.
-        total: the sum of the losses so far, each times its rows.
-        weight: the factor on a loss before its backward pass, from its rows; None for 1.
-        by_rows: whether the loss is a mean over rows; a sum is added without a factor.
-    """
+    pipeline: Pipeline
+    inputs: Sequence[Any]  # for each micro-batch
+    targets: Sequence[Any]
+    loss: Loss
+    total: Tensor  # the sum of the losses so far, each times its rows
+    weight: Callable[[int], float] | None  # from its rows to the factor on a loss before its backward pass
+    by_rows: bool  # whether the loss is a mean over rows; a sum is added without a factor
+    live: dict[tuple[int, int], StagePass] = field(default_factory=dict)
+    arrived: dict[tuple[str, int, int], Tensors] = field(default_factory=dict)  # inputs, gradients of outputs
+    leaving: dict[tuple[str, int, int], Tensors] = field(default_factory=dict)  # outputs, gradients of inputs
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        loss: Loss,
-        total: Tensor,
-        weight: Callable[[int], float] | None,
-        by_rows: bool,
-    ) -> None:
-        self.modules, self.device, self.placement = pipeline.stages, pipeline.device, pipeline.placement
-        self.stages = self.placement.stages[pipeline.rank]
-        self.inputs, self.targets, self.loss, self.total = inputs, targets, loss, total
-        self.weight, self.by_rows = weight, by_rows
-        self.live: dict[tuple[int, int], StagePass] = {}
-        self.arrived: dict[tuple[str, int, int], Tensors] = {}  # inputs, and gradients of outputs
-        self.leaving: dict[tuple[str, int, int], Tensors] = {}  # outputs, and gradients of inputs
+    def __post_init__(self) -> None:
+        self.modules, self.device = self.pipeline.stages, self.pipeline.device
+        self.stages = self.pipeline.placement.stages[self.pipeline.rank]  # by chunk
+        self.last = len(self.pipeline.placement.ranks) - 1
 
     def execute(self, each: Instruction, messages: StageMessages) -> None:
         """Carry out one instruction."""
@@ -350,7 +339,7 @@ class StagePasses:
             outputs = module(given[0] if len(given) == 1 else tuple(given))
         else:
             outputs = module(self._batch(micro_batch))
-        if stage == len(self.placement.ranks) - 1:
+        if stage == self.last:
             rows = rows_of(self.inputs[micro_batch])
             loss = self.loss(outputs, to_device(self.targets[micro_batch], self.device))
             self.total += loss.detach().double() * (rows if self.by_rows else 1)
@@ -374,7 +363,8 @@ class StagePasses:
         pairs = [(root, g) for root, g in zip(one.roots, gradients, strict=True) if root is not None]
         found: Sequence[Tensor | None] = [None] * len(one.xs)
         if pairs and split:
-            one.split, found = split_backward(pairs, one.xs, recomputes(self.modules[chunk]))
+            one.split = SplitBackward([root for root, _ in pairs], one.xs, recomputes(self.modules[chunk]))
+            found = one.split.input_gradients([gradient for _, gradient in pairs])
         elif pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
             found = [x.grad for x in one.xs]

@@ -1,11 +1,10 @@
 """Find the layers at which a pipeline can cut a model.
 
-The simplest model is the chain of its `layers`: a pipeline then runs the layers alone. Any other model is
+If a model is nothing but the chain of its `layers`, a pipeline runs the layers alone. Any other model is
 traced on an example (layer_trace.py), and each stage runs the model's own `forward` (model_stage.py).
 
-`model.forward` may do more than call one layer after the other: apply a function between two layers, skip
-one, or call one twice. A pipeline would then silently train another model. So `forward` is called once with
-an object that no function can compute with, while each layer only notes that it was called.
+A `forward` that does more than call one layer after the other would silently be trained as another model. To
+tell, it is called once with an object that no function can compute with, and each layer only notes its call.
 """
 
 from __future__ import annotations
@@ -25,10 +24,6 @@ from minidist.parallel.pipeline.model_stage import LayerTrace
 LISTS = nn.ModuleList, nn.Sequential
 CALL = "_compiled_call_impl"
 """The attribute that a module's call looks for first, before hooks."""
-
-
-class _Broken(Exception):
-    """The chain is broken; the message says how."""
 
 
 class _Passed:
@@ -79,7 +74,7 @@ def find_chain(model: nn.Module, layout: Layout, layers: str | None, example: An
 
 
 def _list_of(model: nn.Module, name: str | None) -> str:
-    """The name of the list of layers; ValueError if there is no such one, or several that it could be."""
+    """The name of the list of layers; ValueError if there is none of that name, or several to choose from."""
     lists = {each: part for each, part in model.named_modules() if each and isinstance(part, LISTS)}
     if name is not None and not isinstance(name, str):
         raise TypeError(f"layers is a {type(name).__name__}; give the list's name, such as 'model.layers'")
@@ -160,13 +155,13 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
         index = len(chain) - 1
         name = f"layers.{next(i for i, each in enumerate(layers) if each is layer)}"
         if index == len(layers):
-            raise _Broken(f"{name} is called after the last one")
+            raise BrokenChain(f"{name} is called after the last one")
         if layer is not layers[index]:
-            raise _Broken(f"{name} is called where layers.{index} is next")
+            raise BrokenChain(f"{name} is called where layers.{index} is next")
         if kwargs or len(args) != 1:
-            raise _Broken(f"{name} is called with {len(args) + len(kwargs)} arguments and should get one")
+            raise BrokenChain(f"{name} is called with {len(args) + len(kwargs)} arguments and should get one")
         if args[0] is not chain[-1]:
-            raise _Broken(f"{name} is called with {_described(args[0])} and should get {chain[-1].what}")
+            raise BrokenChain(f"{name} is called with {_described(args[0])} and should get {chain[-1].what}")
         given = _Passed(f"what layers.{index} gave")
         chain.append(given)
         return given
@@ -183,7 +178,7 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
             layer.__dict__.update({CALL: direct, "forward": direct})
         with torch.random.fork_rng(devices=[]):
             result = forward(begin)
-    except _Broken as broken:
+    except BrokenChain as broken:
         return str(broken)
     except Exception as error:
         said = str(error).strip().splitlines()

@@ -1,10 +1,10 @@
 """Find how a model's `forward` calls the layers of a list, so that a pipeline can cut the model between them.
 
-The model computes more than its layers: embeddings before them, masks beside them, a head after them. Here a
-copy of it, which shares its parameters, runs once on the rows of an example. Each tensor carries its sources:
-the parameters and layers from which it was computed. They tell which parameters a stage needs, and whether
-anything but the layers' own outputs goes from one layer to the next. The layers of a model without values,
-or that leaves no memory to run it, run on the meta device; its other parameters are then zeros.
+A model computes more than its layers: embeddings before them, masks beside them, a head after them. Here a
+copy that shares its parameters runs once on the rows of an example. Each tensor carries its sources, the
+parameters and layers from which it was computed. They tell which parameters a stage needs, and whether
+anything but the layers' own outputs goes from one layer to the next. If the model has no values, or there is
+no memory to run it, its layers run on the meta device, and its other parameters are zeros.
 """
 
 from __future__ import annotations

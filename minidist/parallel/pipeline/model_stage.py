@@ -1,11 +1,10 @@
 """A pipeline stage as a run of the model's own `forward`, from the stage's first layer to its last.
 
-Every stage runs `forward` on the same batch, so masks, positions and rotary embeddings are there without a
-message. Layers of other stages only pass tensors through: the last one before the stage's own gives what the
-stage before has sent, and the first one after them ends the run. So the model needs no rewriting. A parameter
-that the stage does not need is NaN without memory: embeddings outside the first stage cost a look-up, and
-what is wrongly computed from them shows. A `LayerTrace`, which layer_trace.py makes, says how the model calls
-its layers.
+Every stage runs `forward` on the same batch, so it has masks, positions and rotary embeddings without a
+message, and the model needs no rewriting. Layers of other stages only pass tensors through: the last one
+before the stage's own gives what the stage before has sent, and the first one after them ends the run.
+Parameters that the stage does not need are NaNs without memory, so that a result that wrongly depends on them
+shows. A `LayerTrace`, which layer_trace.py makes, says how the model calls its layers.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ receives alone, and one execution proves all: if every rank comes to its end in 
 so in every order. (If sends waited for their receivers, 1F1B would hang: neighbours send to each other at the
 same time.)
 
-`completed_sends` finds when a rank knows that a tensor it sent has been received, so that the memory can go.
-A message tells its receiver what the sender had done by then, and what the sender had heard of others: a
-vector clock. These clocks follow from the schedule, so nothing is sent for them. On 4 ranks with 16
-micro-batches a rank keeps at most 16 sent tensors in GPipe and 4 in 1F1B and zero-bubble. In the interleaved
-schedule with 2 or 4 chunks it keeps 7. If a rank learned only what its direct neighbour has received, it
-would keep 11 and 19 there; if a gradient's arrival acknowledged only the output that it belongs to, 32 and
-64, and 16 in 1F1B.
+`completed_sends` finds when a rank knows that a tensor it sent has been received, so that its memory can be
+freed. A message tells its receiver what the sender had done by then, and what the sender had heard of others:
+a vector clock. These clocks follow from the schedule, so nothing is sent for them. On 4 ranks with 16
+micro-batches a rank keeps at most 16 sent tensors in GPipe, 4 in 1F1B and zero bubble, and 7 interleaved with
+2 or 4 chunks. Told only what its direct neighbour has received, it would keep 11 and 19 interleaved. If a
+gradient's arrival acknowledged nothing but its own output, it would keep 32 and 64, and 16 in 1F1B.
 
 Source: Fidge 1988 and Mattern 1989 on vector clocks.
 """
@@ -40,7 +39,7 @@ from minidist.parallel.pipeline.instructions import (
 CompletedSends = Mapping[Instruction, Sequence[Instruction]]
 """For each receive of a rank: the sends that have certainly been received once it is complete."""
 Index = Mapping[tuple[str, int, int], int]
-"""At which place of its rank's list the instruction of a kind, micro-batch and chunk stands."""
+"""The index in its rank's list of the instruction of a kind, micro-batch and chunk."""
 
 
 class Deadlock(ValueError):

@@ -1,7 +1,7 @@
-"""A backward pass in two parts: first the gradient of the input, later those of the weights.
+"""A backward pass in two parts: first the gradients of the inputs, later those of the weights.
 
 A layer's two gradients depend on the gradient of its output, not on each other, and the stage before waits
-for the input's alone. In autograd's graph, the operations between a stage's output and its input are the
+for the input's alone. In autograd's graph, the operations between a stage's outputs and its inputs are the
 trunk. Where the trunk branches off to a weight, the first part notes the gradient that arrives, and the
 second part continues from the notes, with one call of the autograd engine for each such operation. Nothing is
 computed twice, but a hook on an activation runs in both parts, on the same gradient.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,96 +30,71 @@ class SplitBackward:
     at once.
 
     Args:
-        root: the edge of the stage's output, or of the loss.
-        x: the stage's input, a leaf. If it is None, for an input that needs no gradient, the second part does
-            everything.
+        roots: the edges of the stage's outputs, or of the loss.
+        xs: the stage's inputs that need a gradient, which are leaves.
         at_once: compute all gradients in the first part: for a stage that recomputes activations, which a
             second pass through the graph would do again.
     """
 
-    def __init__(self, root: GradientEdge, x: Tensor | None, at_once: bool = False) -> None:
-        self._root, self._x, self._at_once = root, x, at_once
-        self._whole: tuple[Tensor | None] | None = None
-        self._notes: list[tuple[list[Tensor], list[tuple[GradientEdge, Tensor]]]] = []
+    def __init__(self, roots: Sequence[GradientEdge], xs: Sequence[Tensor], at_once: bool = False) -> None:
+        self._roots, self._xs, self._at_once = roots, xs, at_once
+        self._notes: list[tuple[list[Tensor], list[tuple[GradientEdge, Tensor | None]]]] = []
         self._ready: list[tuple[Tensor, Tensor]] = []
 
-    def input_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """The first part: from the gradient of the output, or None for a loss, that of the input, if any."""
-        trunk = {} if self._x is None else _trunk(self._root.node, get_gradient_edge(self._x).node)
-        if self._x is None or self._root.node not in trunk:
-            self._whole = (gradient,)
-            return None
+    def input_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The first part: from the gradients of the outputs, or None for a loss, those of the inputs."""
+        trunk = _trunk([root.node for root in self._roots], [get_gradient_edge(x).node for x in self._xs])
         leaves: dict[Node, list[Tensor]] = {}
-        branches = {node: _weights(node, trunk, leaves) for node in trunk}
-        uses = Counter(id(weight) for weights in branches.values() for weight in weights)
+        branches = [(node, _weights(node, trunk, leaves)) for node in trunk]
+        pairs = [pair for pair in zip(self._roots, gradients, strict=True) if pair[0].node not in trunk]
+        beside = [(pair, _leaves(pair[0].node, leaves)) for pair in pairs]  # outputs that depend on no input
+        uses = Counter(id(weight) for _, own in (*branches, *beside) for weight in own)
         at_once: dict[int, Tensor] = {}
-        later: list[tuple[list[Tensor], list[GradientEdge]]] = []
-        for node, weights in branches.items():
-            own = [weight for weight in weights if uses[id(weight)] == 1]
-            if self._at_once or isinstance(node, BackwardCFunction):
-                own = []
-            at_once.update({id(weight): weight for weight in weights if all(weight is not w for w in own)})
-            if own:
-                later.append((own, [GradientEdge(node, i) for i in range(len(node._input_metadata))]))
-        edges = [edge for _, each in later for edge in each]
-        wanted: Any = [self._x, *at_once.values(), *edges]  # torch takes both kinds in one list
-        found, *others = torch.autograd.grad(
-            [self._root], wanted, [gradient], retain_graph=True, allow_unused=True
+
+        def later(weights: Sequence[Tensor], whole: bool = False) -> list[Tensor]:
+            """The weights whose gradients wait for the second part; the others go to `at_once`."""
+            own = [w for w in weights if uses[id(w)] == 1 and not whole and not self._at_once]
+            at_once.update({id(w): w for w in weights if all(w is not each for each in own)})
+            return own
+
+        self._notes = [(later(weights), [pair]) for pair, weights in beside]
+        noted = [(node, later(own, isinstance(node, BackwardCFunction))) for node, own in branches]
+        edges = [
+            [GradientEdge(n, i) for i in range(len(n._input_metadata))] if own else [] for n, own in noted
+        ]
+        wanted: Any = [*self._xs, *at_once.values(), *chain(*edges)]  # torch takes both kinds in one list
+        if not wanted:
+            return []
+        keep = not self._at_once
+        found = iter(
+            torch.autograd.grad(self._roots, wanted, gradients, retain_graph=keep, allow_unused=True)
         )
+        of_inputs = [next(found) for _ in self._xs]
+        ready = [(weight, next(found)) for weight in at_once.values()]
+        self._ready = [(weight, gradient) for weight, gradient in ready if gradient is not None]
         # The notes hold gradients before hooks on activations change them, since the hooks run again.
-        arrived = iter(others[len(at_once) :])
-        for own, each in later:
-            pairs = [(edge, note) for edge, note in zip(each, arrived, strict=False) if note is not None]
-            self._notes.append((own, pairs))
-        ready = zip(at_once.values(), others, strict=False)
-        self._ready = [(weight, other) for weight, other in ready if other is not None]
-        result: Tensor | None = found
-        return result
+        for (_, own), each in zip(noted, edges, strict=True):
+            arrived = [(edge, next(found)) for edge in each]
+            self._notes.append((own, [(edge, note) for edge, note in arrived if note is not None]))
+        return of_inputs
 
     def weight_gradients(self) -> None:
         """The second part: add the gradients of the weights to `.grad`, as a whole backward pass would."""
-        if self._whole is not None:
-            torch.autograd.backward([self._root], [*self._whole])
-        for weights, pairs in self._notes:
-            if pairs:
-                torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], inputs=weights)
+        for weights, notes in self._notes:
+            if weights and notes:
+                torch.autograd.backward([e for e, _ in notes], [g for _, g in notes], inputs=weights)
         for weight, gradient in self._ready:
             torch.autograd.backward([weight], [gradient])
-        self._notes, self._ready, self._whole = [], [], None
+        self._notes, self._ready = [], []
 
 
-def split_backward(
-    pairs: Sequence[tuple[GradientEdge, Tensor | None]], xs: Sequence[Tensor], at_once: bool
-) -> tuple[SplitBackward, list[Tensor | None]]:
-    """Run the first part; returns the inputs' gradients, and the object that runs the second part.
-
-    pairs: the edge of each output of the stage, with its gradient. xs: the stage's inputs. With several
-    outputs or inputs, all gradients are computed in the first part.
-    """
-    if len(pairs) == 1 and len(xs) < 2:
-        root, gradient = pairs[0]
-        split = SplitBackward(root, xs[0] if xs else None, at_once)
-        found = split.input_gradient(gradient)
-        return split, [found for _ in xs]
-    known: dict[Node, list[Tensor]] = {}
-    inputs = {id(x) for x in xs}
-    leaves = {id(leaf): leaf for root, _ in pairs for leaf in _leaves(root.node, known)}
-    weights = [leaf for each, leaf in leaves.items() if each not in inputs]
-    roots, gradients = zip(*pairs, strict=True)
-    all_found = torch.autograd.grad(roots, [*xs, *weights], gradients, allow_unused=True)
-    split = SplitBackward(roots[0], None)
-    ready = zip(weights, all_found[len(xs) :], strict=True)
-    split._ready = [(weight, gradient) for weight, gradient in ready if gradient is not None]
-    return split, [*all_found[: len(xs)]]
-
-
-def _trunk(root: Node, x: Node) -> dict[Node, None]:
-    """The operations between the output and the input.
+def _trunk(roots: Sequence[Node], xs: Sequence[Node]) -> dict[Node, None]:
+    """The operations between outputs and inputs.
 
     Their order follows from the graph alone and is the same on all ranks: branches may hold collectives.
     """
-    trunk: dict[Node, None] = {x: None}
-    seen, stack = {x}, [(root, False)]
+    trunk = dict.fromkeys(xs)
+    seen, stack = {*xs}, [(root, False) for root in reversed(roots)]
     while stack:
         node, below_done = stack.pop()
         below = [each for each, _ in node.next_functions if each is not None]
@@ -144,9 +120,5 @@ def _weights(node: Node, trunk: Container[Node], known: dict[Node, list[Tensor]]
 def _leaves(node: Node, known: dict[Node, list[Tensor]]) -> list[Tensor]:
     if node not in known:
         variable = getattr(node, "variable", None)
-        found = {} if variable is None else {id(variable): variable}
-        for below, _ in node.next_functions:
-            if below is not None:
-                found.update({id(leaf): leaf for leaf in _leaves(below, known)})
-        known[node] = [*found.values()]
+        known[node] = [variable] if variable is not None else _weights(node, (), known)
     return known[node]

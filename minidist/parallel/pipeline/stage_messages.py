@@ -24,6 +24,7 @@ from minidist.comm.errors import described
 from minidist.comm.mesh import duplicate_group
 from minidist.comm.messages import tell_failure
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.contract.schedule_kinds import StagePlacement
 from minidist.parallel.pipeline.instructions import (
     Channel,
     Instruction,
@@ -52,6 +53,7 @@ class RankPlan(NamedTuple):
     instructions: Sequence[Instruction]
     routes: Mapping[Instruction, tuple[Channel, StageMessage]]  # of each send and receive
     completed: CompletedSends
+    placement: StagePlacement
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> RankPlan:
@@ -61,7 +63,7 @@ class RankPlan(NamedTuple):
             if not each.computes:
                 message = moved(each, rank, placement)
                 routes[each] = channel_of(message, placement), message
-        return cls(schedule[rank], routes, completed_sends(schedule)[rank])
+        return cls(schedule[rank], routes, completed_sends(schedule)[rank], placement)
 
 
 class StageMessages:
@@ -76,7 +78,7 @@ class StageMessages:
         self._posted: deque[tuple[StageMessage, list[comm.Work]]] = deque()
         self._waiting: deque[Instruction] = deque()
         self._sent: dict[Instruction, list[comm.Work]] = {}
-        self._plan = RankPlan((), {}, {})
+        self._plan: RankPlan  # of the schedule that runs
         self._kinds: Sequence[Hashable] = ()
         self._tag = 0
         self._lanes: dict[tuple[str, bool], Group] = {}

@@ -16,7 +16,7 @@ from minidist.model import MLP, cross_entropy
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.pipeline.instructions import Instruction
-from minidist.parallel.pipeline.layer_by_layer import LayerByLayer
+from minidist.parallel.pipeline.layer_by_layer import LayerByLayer, cut
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -28,6 +28,8 @@ ONE: Any = schedules.gpipe(2, 2)
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "no stages": (lambda: Pipeline(None), "stages is None; give this rank's module"),  # type: ignore[arg-type]
+    "empty": (partial(Pipeline, []), r"stages is \[\]; give this rank's module, or one for each chunk"),
+    "parts": (lambda: LayerByLayer([LAYER]), r"part is a list; give a .* with this rank's layers"),  # type: ignore[arg-type]
     "stages": (lambda: Pipeline([None]), r"stages is \[None\]; give this"),  # type: ignore[list-item]
     "no schedule": (partial(Pipeline, LAYER, None), "schedule is None; give a name such as '1f1b', or"),
     "number": (partial(Pipeline, LAYER, 3), "schedule is 3; give a name such as '1f1b', or"),
@@ -80,6 +82,37 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+TWO = [nn.Identity(), nn.Identity()]
+OUT_OF_RANGE: list[tuple[Callable[..., Any], str]] = [
+    (partial(schedules.with_messages, ONE), "the schedule has send F0 for rank 0 already; give what they"),
+    (partial(schedules.by_name, "gpip", 2, 2), "unknown schedule 'gpip': did you mean 'gpipe'"),
+    (partial(schedules.gpipe, 2, 0), "micro_batches is 0; give at least 1"),
+    (partial(schedules.zero_bubble, 2, 4, 2), "chunks is 2, and this schedule has one chunk a rank"),
+    (partial(Instruction, "forwards", 0), "unknown kind of instruction 'forwards'"),
+    (partial(schedules.simulate, ONE, {"backwards": 1}), "unknown time 'backwards'"),
+    (
+        partial(schedules.simulate, ONE, {"forward": [1, 2, 3]}),
+        "give seconds of 0 or more, a number or 2 of them",
+    ),
+    (
+        partial(schedules.simulate, ONE, {"forward": "long"}),  # type: ignore[dict-item]
+        "the times of forward are 'long'; give seconds of 0 or more",
+    ),
+    (partial(Pipeline, LAYER, reduction="average"), "reduction is 'average'; give 'mean' or 'sum'"),
+    (partial(Pipeline, LAYER, "1f2b"), "unknown schedule '1f2b': did you mean '1f1b'"),
+    (partial(Pipeline, LAYER, micro_batches=0), "micro_batches is 0"),
+    (
+        partial(Pipeline, [LAYER, LAYER]),
+        "chunks is 2, and this schedule has one chunk a rank; take interleaved",
+    ),
+    (lambda: Pipeline(LAYER).step(X[:3], Y[:2]), "inputs have 3 rows and targets 2"),
+    (lambda: Pipeline(LAYER).step(X[:0], Y[:0]), "inputs have no rows; give a batch of at least one"),
+    (lambda: LayerByLayer(LAYER).step(X[:0], Y[:0]), "inputs have no rows; give a batch of at least one"),
+    (partial(cut, TWO, 3), "parts is 3 and there are 2 layers; give 1 to 2"),
+    (partial(cut, TWO, 2, [1.0]), "give one of 0 or more"),
+]
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_of_wrong_types_are_told(name: str) -> None:
     call, message = WRONG[name]
@@ -87,14 +120,16 @@ def test_arguments_of_wrong_types_are_told(name: str) -> None:
         call()
 
 
-def test_wrong_values_are_told() -> None:
-    with pytest.raises(ValueError, match="the schedule has send F0 for rank 0 already; give what they"):
-        schedules.with_messages(ONE)
-    with pytest.raises(ValueError, match="the times of forward are 'long'; give seconds of 0 or more"):
-        schedules.simulate(ONE, {"forward": "long"})  # type: ignore[dict-item]
-    for step in (Pipeline(LAYER).step, LayerByLayer(LAYER).step):
-        with pytest.raises(ValueError, match="inputs have no rows; give a batch of at least one"):
-            step(X[:0], Y[:0])
+@pytest.mark.parametrize(("call", "message"), OUT_OF_RANGE)
+def test_wrong_values_are_told(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("kind", [Pipeline, LayerByLayer])
+def test_a_step_without_gradients_is_told(kind: Any) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are off here"):
+        kind(LAYER).step(X, Y)
 
 
 def test_the_legend_tells_the_chunks_apart(tmp_path: Path) -> None:

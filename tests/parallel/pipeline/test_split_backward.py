@@ -108,16 +108,17 @@ def test_both_parts_make_the_whole(name: str, needs_input: bool) -> None:
     module.zero_grad()
 
     x = inputs.clone().requires_grad_() if needs_input else None
-    split = SplitBackward(get_gradient_edge(module(inputs if x is None else x)), x, recomputes(module))
-    found = split.input_gradient(gradient)
+    xs = [] if x is None else [x]
+    split = SplitBackward([get_gradient_edge(module(inputs if x is None else x))], xs, recomputes(module))
+    found = split.input_gradients([gradient])
     assert all(p.grad is None for p in module.parameters())
     split.weight_gradients()
     if needs_input:
-        torch.testing.assert_close(found, whole.grad, **EXACT)
+        torch.testing.assert_close(found, [whole.grad], **EXACT)
         assert x is not None
         assert x.grad is None
     else:
-        assert found is None
+        assert found == []
     torch.testing.assert_close([p.grad for p in module.parameters()], expected, **EXACT)
 
 
@@ -129,8 +130,8 @@ def test_no_product_is_computed_twice() -> None:
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(outputs.sum(), [x, *module.parameters()], retain_graph=True)
     counts.append(counter.get_total_flops())
-    split = SplitBackward(get_gradient_edge(outputs), x)
-    for part in (lambda: split.input_gradient(torch.ones_like(outputs)), split.weight_gradients):
+    split = SplitBackward([get_gradient_edge(outputs)], [x])
+    for part in (lambda: split.input_gradients([torch.ones_like(outputs)]), split.weight_gradients):
         with FlopCounterMode(display=False) as counter:
             part()
         counts.append(counter.get_total_flops())
@@ -144,16 +145,46 @@ def test_no_product_is_computed_twice() -> None:
 def test_pythons_operations_run_once() -> None:
     module = Own()
     x = torch.randn(2, 8, requires_grad=True)
-    split = SplitBackward(get_gradient_edge(module(x)), x)
+    split = SplitBackward([get_gradient_edge(module(x))], [x])
     Squares.runs = 0
-    split.input_gradient(torch.ones(2, 8))
+    split.input_gradients([torch.ones(2, 8)])
     split.weight_gradients()
     assert Squares.runs == 1
 
 
 def test_a_stage_that_ignores_its_input() -> None:
     weight = nn.Parameter(torch.ones(2))
-    split = SplitBackward(get_gradient_edge(weight * 3), torch.zeros(2, requires_grad=True))
-    assert split.input_gradient(torch.ones(2)) is None
+    split = SplitBackward([get_gradient_edge(weight * 3)], [torch.zeros(2, requires_grad=True)])
+    assert split.input_gradients([torch.ones(2)]) == [None]
     split.weight_gradients()
     torch.testing.assert_close(weight.grad, torch.full((2,), 3.0))
+
+
+class Several(nn.Module):
+    """Two inputs and four outputs: one of both inputs, one of none, and one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.beside = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        mixed = self.first(x).tanh() * self.second(y)
+        constant = self.beside(torch.ones_like(x)).tanh()
+        return mixed, constant, mixed, mixed.sum(-1)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_several_outputs_and_inputs(at_once: bool) -> None:
+    module = Several().double()
+    xs = [torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    gradients = [torch.randn(shape, dtype=torch.float64) for shape in ((3, 8), (3, 8), (3, 8), (3,))]
+    torch.autograd.backward(module(*xs), gradients)
+    expected = [x.grad for x in xs], [p.grad for p in module.parameters()]
+    module.zero_grad()
+    split = SplitBackward([get_gradient_edge(each) for each in module(*xs)], xs, at_once)
+    with FlopCounterMode(display=False) as counter:
+        torch.testing.assert_close(split.input_gradients(gradients), expected[0], **EXACT)
+    assert (counter.get_total_flops() == 2 * 2 * 3 * 8 * 8) != at_once  # the inputs' products alone
+    assert all(p.grad is None for p in module.parameters())
+    split.weight_gradients()
+    torch.testing.assert_close([p.grad for p in module.parameters()], expected[1], **EXACT)
