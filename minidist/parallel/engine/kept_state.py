@@ -103,13 +103,13 @@ class KeptAttributes:
     def __init__(self, *owners: Any) -> None:
         self._stores = [(store, {*store}) for store in stores_of(owners)]
         self._values: list[tuple[Callable[[Any], None], Any, Any]] = [
-            (partial(store.__setitem__, name), store[name], _copied(store[name]))
+            (partial(store.__setitem__, name), store[name], copied(store[name]))
             for store, names in self._stores
             for name in names
             if is_kept(name, store[name])
         ]
         variables = [each for owner in owners for each in _variables(owner)]
-        self._values += [(put, x, x if isinstance(x, Tensor) else _copied(x)) for put, x in variables]
+        self._values += [(put, x, x if isinstance(x, Tensor) else copied(x)) for put, x in variables]
 
     def restore(self) -> None:
         """Give the owners the values that they had, and remove attributes that are new."""
@@ -118,6 +118,9 @@ class KeptAttributes:
                 if is_kept(name, store[name]):
                     del store[name]
         for put, value, old in self._values:
+            put(copied(old) if isinstance(old, itertools.count) else value)
+            if old is value:
+                continue
             if isinstance(value, list):
                 value[:] = old
             elif isinstance(value, dict):
@@ -125,7 +128,6 @@ class KeptAttributes:
                 value.update(old)
             elif isinstance(value, Tensor) and differs(value, old) and not _is_expanded(value):
                 value.data.copy_(old)
-            put(_copied(old) if isinstance(old, itertools.count) else value)
 
 
 def is_kept(name: str, value: Any) -> bool:
@@ -135,7 +137,7 @@ def is_kept(name: str, value: Any) -> bool:
     return isinstance(value, Tensor | int | float | itertools.count | None)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A copy of a tensor, a list, a dict or a counting iterator; everything else as it is."""
     if isinstance(value, itertools.count):
         start = ast.literal_eval(repr(value).removeprefix("count"))  # Python 3.14 copies no iterators
@@ -185,7 +187,7 @@ def _is_expanded(x: Tensor) -> bool:
 def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Copies of what modules keep in attributes and buffers, by module and name."""
     return {
-        (name, attribute): _copied(value)
+        (name, attribute): copied(value)
         for name, part in model.named_modules()
         for store in (part._buffers, part.__dict__)
         for attribute, value in store.items()

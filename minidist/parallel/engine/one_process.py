@@ -28,7 +28,7 @@ from minidist.parallel.contract.training_state import (
     whole_chunks,
 )
 from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
-from minidist.parallel.engine.kept_state import KeptAttributes, cells_of, forwards
+from minidist.parallel.engine.kept_state import KeptAttributes, cells_of, copied, forwards
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
 from minidist.parallel.engine.whole_state import Batch, TrainingState
 from minidist.parallel.guards.ownership import untrained
@@ -200,8 +200,7 @@ class OneProcess:
             for store in (part._buffers, part.__dict__):
                 for attribute in store:
                     if (name, attribute) in start.attributes:
-                        value = start.attributes[name, attribute]
-                        store[attribute] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+                        store[attribute] = copied(start.attributes[name, attribute])
         return model
 
     def _load(self, optimizer: Any, names: Mapping[Tensor, str], start: TrainingState) -> None:

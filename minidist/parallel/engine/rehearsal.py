@@ -53,8 +53,8 @@ from minidist.parallel.training.random_off import RandomOff
 
 STEPS = 1, 3, 10, 31, 100, 301, 901
 """The steps that are rehearsed: each comes about three times as late. Among them are multiples of 3, 5, 10
-and 100, counted from 0 and from 1: what a training does now and then often goes by these. For a small model,
-each takes as long as 2.8 more steps, two of which are rank 0's passes with the rows of two ranks."""
+and 100, counted from 0 and from 1: what a training does now and then often goes by these. Of a small model on
+two ranks, each costs as much as 2.5 to 2.8 further steps, two of which are rank 0's passes with all rows."""
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
@@ -70,13 +70,7 @@ class Rehearsal:
     """
 
     def __init__(
-        self,
-        when: bool | str | None,
-        model: nn.Module,
-        optimizer: Any,
-        loss: Any,
-        layout: Layout,
-        clip_norm: Any,
+        self, when: bool | str | None, model: nn.Module, optimizer: Any, loss: Any, layout: Layout, clip: Any
     ) -> None:
         self._when, self._layout, self._steps = when, layout, 0
         self._known: set[Any] = set()  # what has been trained, in which groups, by which kind of batch
@@ -88,7 +82,7 @@ class Rehearsal:
         self._norm: float | None = None  # None if there was no update
         if comm.rank() == 0:
             try:
-                self._alone = OneProcess(model, optimizer, loss, layout, clip_norm)
+                self._alone = OneProcess(model, optimizer, loss, layout, clip)
             except Exception as error:
                 self.why_not = f"the model cannot be copied: {error}"
 
@@ -96,9 +90,9 @@ class Rehearsal:
         """Remember the optimizer's groups and the modules' attributes, which will change; a collective."""
         if self._alone is not None:
             self._alone.device, before = engine.device, plain_attributes(self._alone.model)
-            no_values = {k for k, v in before.items() if isinstance(v, Tensor) and v.is_meta}
-            own = plain_attributes(engine.model).items()
-            self._attributes = {k: v for k, v in own if k not in no_values and k[1] != "training"}
+            no_values = {key for key, x in before.items() if isinstance(x, Tensor) and x.is_meta}
+            now = plain_attributes(engine.model)
+            self._attributes = {k: now[k] for k in now.keys() - no_values if k[1] != "training"}
         self._made = [{**group} for group in engine.state_settings()["groups"]]
         with held_back():
             self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]

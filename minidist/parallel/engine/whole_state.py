@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from minidist import comm
 from minidist.comm.transport.host import this_process
@@ -185,39 +186,39 @@ def _objects(value: Any, rows: int | None = None) -> list[Any]:
 
 def _padded(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same tensor of all ranks, padded where they differ in one axis; empty if no padding shows."""
-    sizes = zip(*(x.shape for x in parts), strict=True)
-    axes = [axis for axis, each in enumerate(sizes) if axis and len({*each}) > 1]
-    if not axes:
-        return parts
+    axes = [
+        i for i, sizes in enumerate(zip(*(x.shape for x in parts), strict=True)) if i and len({*sizes}) > 1
+    ]
     found = _padding([x.movedim(axes[0], 1) for x in parts]) if len(axes) == 1 else None
     if found is None:
-        return []
-    longest, (value, at_start) = max(x.shape[axes[0]] for x in parts), found
-    missing = [(*x.shape[: axes[0]], longest - x.shape[axes[0]], *x.shape[axes[0] + 1 :]) for x in parts]
-    both = [(x, x.new_full(shape, value)) for x, shape in zip(parts, missing, strict=True)]
-    return [torch.cat(each[::-1] if at_start else each, axes[0]) for each in both]
+        return [] if axes else parts
+    (axis,), (value, at_start) = axes, found
+    longest = max(x.shape[axis] for x in parts)
+    ends = [(longest - x.shape[axis], 0) if at_start else (0, longest - x.shape[axis]) for x in parts]
+    others = (0, 0) * (parts[0].dim() - 1 - axis)  # the last axes come first
+    return [functional.pad(x, (*others, *end), value=value) for x, end in zip(parts, ends, strict=True)]
 
 
 def _padding(parts: Sequence[Tensor]) -> tuple[Any, bool] | None:
-    """What ranks pad rows with along axis 1, and whether they do so at the start; None if it does not show.
+    """What ranks fill axis 1 of short rows with, and whether at their start; None if that does not show.
 
-    It is a value that stands twice or more at the end of a row, not at the end of each rank's longest row,
-    and nowhere else; only `IGNORED` may be a label in other places too. Of several, it is the most frequent.
+    It is a value at the end of some rows, twice or more, and nowhere else; on each rank at least one row, the
+    longest, does not end with it. Of several values, it is the most frequent. Labels may be `IGNORED` in
+    other places, too.
     """
     if not all(x.numel() for x in parts):
         return None
     count = Counter[tuple[Any, bool]]()
     for at_start in (False, True):
         rows = [(x if at_start else x.flip(1)).reshape(*x.shape[:2], -1) for x in parts]
-        ends = [x[:, 0][(x[:, 0] == x[:, 0, :1]).all(1)] for x in rows]
-        for value in {value for x in ends for value in x[:, 0].tolist()}:
+        for value in {v for x in rows for v, *more in x[:, 0].tolist() if all(each == v for each in more)}:
             found = [(x == value).all(2).long() for x in rows]
             runs = [each.cumprod(1).sum(1) for each in found]
-            is_end = max(int(run.max()) for run in runs) > 1 and not any(int(run.min()) for run in runs)
-            is_row = any(int(run.max()) == x.shape[1] for x, run in zip(rows, runs, strict=True))
-            alone = all(torch.equal(each.sum(1), run) for each, run in zip(found, runs, strict=True))
-            if is_end and not is_row and (alone or value == IGNORED):
-                count[value, at_start] = sum(int(run.sum()) for run in runs)
+            elsewhere = value != IGNORED and any(
+                int(x.sum()) > int(n.sum()) for x, n in zip(found, runs, strict=True)
+            )
+            if max(int(n.max()) for n in runs) > 1 and not any(int(n.min()) for n in runs) and not elsewhere:
+                count[value, at_start] = sum(int(n.sum()) for n in runs)
     (best, most), (_, second) = [*count.most_common(2), (None, 0), (None, 0)][:2]
     return best if most > second else None
 

@@ -20,6 +20,7 @@ from minidist.checkpoint import saving
 from minidist.comm import ledgers
 from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal, training_step
+from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.sharding import whole_parameters
 from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.random_off import RandomOff
@@ -917,6 +918,30 @@ def test_a_list_with_an_item_for_each_row_is_cut_with_the_rows(
     for found in cluster_of(shape.ranks).run(losses, shape):
         assert found == pytest.approx(expected, rel=1e-12)
     assert not capfd.readouterr().err
+
+
+def padded(lengths: list[int], to: int, at_start: bool) -> dict[str, Tensor]:
+    """Rows as a tokenizer gives them: the last token is 2, and a prompt of two may have no labels."""
+    tokens, mask, labels = (torch.full((len(lengths), to), fill) for fill in (0, 0, -100))
+    for row, length in enumerate(lengths):
+        own = slice(to - length, None) if at_start else slice(length)
+        tokens[row, own] = torch.tensor([*range(3 + row, 2 + row + length), 2])
+        mask[row, own], labels[row, own] = 1, tokens[row, own]
+        labels[row, own][: 0 if at_start else 2] = -100
+    return {"tokens": tokens, "mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_the_padding_of_ranks_shows_how_one_process_pads(at_start: bool) -> None:
+    first, second, third = [6, 3, 4], [4, 4, 3], [9, 5]
+    pieces = [(padded(each, max(each), at_start),) for each in (first, second, third)]
+    (((found,),), is_known) = whole_batch(pieces)
+    assert is_known
+    expected = [padded(each, 9, at_start) for each in (first, second, third)]
+    for name in found:
+        assert torch.equal(found[name], torch.cat([each[name] for each in expected]))
+    unknown = [(padded(each, 5, at_start),) for each in ([5, 5], [5])] + [(padded([7, 7], 7, at_start),)]
+    assert whole_batch(unknown) == (unknown, False)
 
 
 class Pairs(nn.Module):
