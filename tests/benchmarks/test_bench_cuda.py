@@ -90,18 +90,40 @@ class Step:
         self.gpu.clock += 2 * out.numel() * a.shape[1] / self.rate
 
 
-def torch_takes(monkeypatch, bench, gpu, rate):
-    def multiply(a, b, c):
-        torch.mm(a, b, out=c)
-        gpu.clock += 2 * c.numel() * a.shape[1] / rate
+@pytest.fixture
+def measure(bench, monkeypatch):
+    """`measure(...)` runs a benchmark of a made-up rung beside a torch of 4 GFLOP/s, and returns it."""
 
-    monkeypatch.setattr(cuda_timing, "torch_matmul", multiply)
+    def run(step, kind="float32", *more, test="test_rung", full=False, torch_rate=4e9, disabled=False):
+        gpu = step.gpu
+
+        def multiply(a, b, c):
+            torch.mm(a, b, out=c)
+            gpu.clock += 2 * c.numel() * a.shape[1] / torch_rate
+
+        monkeypatch.setattr(cuda_timing, "torch_matmul", multiply)
+        benchmark = FakeBenchmark(disabled=disabled)
+        given = () if test == "test_launch" else (kind, *(more or (32,)))
+        getattr(bench, test)(benchmark, full, gpu, step, *given)
+        return benchmark
+
+    return run
 
 
-def test_the_figures_are_those_of_the_clock(bench, monkeypatch):
-    gpu, benchmark = KnownGpu(), FakeBenchmark()
-    torch_takes(monkeypatch, bench, gpu, 4e9)
-    bench.test_rung(benchmark, False, gpu, Step(gpu), "float32", 32)
+def watched(step, look):
+    """Have a rung look at its operands before it multiplies them."""
+    multiply = step.matmul
+
+    def matmul(a, b, out):
+        look(a, b)
+        multiply(a, b, out)
+
+    step.matmul = matmul
+    return step
+
+
+def test_the_figures_are_those_of_the_clock(measure):
+    benchmark = measure(Step(KnownGpu()))
     extra = benchmark.extra_info
     assert benchmark.group == "CUDA ladder, float32"
     assert benchmark.stats.stats.data == pytest.approx([2 * 32**3 / 1e9] * 5)
@@ -110,49 +132,41 @@ def test_the_figures_are_those_of_the_clock(bench, monkeypatch):
     assert extra["percent_of_gpu_peak"] == pytest.approx(100 * 1e9 / 50e12)
     assert (extra["peak_gflops"], extra["peak_gb_per_s"]) == pytest.approx((50e3, 4e3))
     assert (extra["rung"], extra["dtype"], extra["size"]) == ("s9_some_idea", "float32", 32)
-    assert (extra["label"], extra["series"], extra["peer"]) == (
-        "s9_some_idea, 32",
-        "9 some idea",
-        "torch.matmul",
-    )
+    told = extra["label"], extra["series"], extra["peer"]
+    assert told == ("s9_some_idea, 32", "9 some idea", "torch.matmul")
     assert 0 < extra["worst_error"] < 1e-6
     json.dumps(results.rounded(extra))
 
 
 @pytest.mark.parametrize("kind", ["tf32", "float16", "bfloat16", "float64"])
-def test_each_arithmetic_has_its_group_dtype_and_bound(bench, monkeypatch, kind):
-    gpu, benchmark = KnownGpu(), FakeBenchmark()
-    torch_takes(monkeypatch, bench, gpu, 4e9)
+def test_each_arithmetic_has_its_group_dtype_and_bound(bench, measure, kind):
     seen = set()
-    step = Step(gpu, dtypes=("float16", "bfloat16", "float32", "float64"), tf32=True)
-    multiply = step.matmul
 
-    def matmul(a, b, out):
+    def look(a, b):
         seen.add((str(a.dtype), torch.get_float32_matmul_precision()))
-        multiply(a, b, out)
 
-    step.matmul = matmul
-    bench.test_rung(benchmark, False, gpu, step, kind, 32)
+    step = Step(KnownGpu(), dtypes=("float16", "bfloat16", "float32", "float64"), tf32=True)
+    benchmark = measure(watched(step, look), kind)
     dtype = "float32" if kind == "tf32" else kind
     assert seen == {(f"torch.{dtype}", "high" if kind == "tf32" else "highest")}
     assert benchmark.group == bench.GROUPS[kind]
     assert ("percent_of_gpu_peak" in benchmark.extra_info) == (kind in ROOF.flops)
 
 
-def test_a_gpu_without_peaks_has_no_share_of_them(bench, monkeypatch):
-    gpu, benchmark = KnownGpu(roof=None), FakeBenchmark()
-    torch_takes(monkeypatch, bench, gpu, 4e9)
-    bench.test_rung(benchmark, False, gpu, Step(gpu), "float32", 32)
-    assert not [key for key in benchmark.extra_info if "peak" in key]
+def test_a_gpu_without_peaks_has_no_share_of_them(measure):
+    assert not [key for key in measure(Step(KnownGpu(roof=None))).extra_info if "peak" in key]
 
 
-def test_kinds_of_a_rung(bench):
-    step = SimpleNamespace(dtypes=("float16", "bfloat16", "float32"), tf32=True)
-    assert bench.kinds(step) == ["float16", "bfloat16", "tf32"]
-    assert bench.main_kinds(step) == ["tf32", "bfloat16"]
-    step = SimpleNamespace(dtypes=("float32", "float64"), tf32=False)
-    assert bench.kinds(step) == ["float32", "float64"]
-    assert bench.main_kinds(step) == ["float32"]
+@pytest.mark.parametrize(
+    ("dtypes", "tf32", "kinds", "main"),
+    [
+        (("float16", "bfloat16", "float32"), True, ["float16", "bfloat16", "tf32"], ["tf32", "bfloat16"]),
+        (("float32", "float64"), False, ["float32", "float64"], ["float32"]),
+    ],
+)
+def test_kinds_of_a_rung(bench, dtypes, tf32, kinds, main):
+    step = SimpleNamespace(dtypes=dtypes, tf32=tf32)
+    assert (bench.kinds(step), bench.main_kinds(step)) == (kinds, main)
 
 
 def test_every_rung_is_measured_in_each_of_its_arithmetics(bench):
@@ -164,94 +178,70 @@ def test_every_rung_is_measured_in_each_of_its_arithmetics(bench):
     assert any("float64" in case for case in cases)
 
 
-def test_a_wrong_product_is_never_timed(bench, monkeypatch):
-    gpu, benchmark = KnownGpu(), FakeBenchmark()
+def test_a_wrong_product_is_never_timed(measure):
+    step = Step(KnownGpu(), wrong_from=1)
     with pytest.raises(AssertionError, match=r"^rung s9_some_idea, 32 x 32 x 32 in float32, seed=\d+: 1 of"):
-        bench.test_rung(benchmark, False, gpu, Step(gpu, wrong_from=1), "float32", 32)
-    assert gpu.products == 1
-    assert benchmark.extra_info == {}
+        measure(step)
+    assert step.gpu.products == 1
 
 
-def test_a_product_that_goes_wrong_while_it_is_timed_is_found(bench, monkeypatch):
-    gpu, benchmark = KnownGpu(), FakeBenchmark()
-    torch_takes(monkeypatch, bench, gpu, 4e9)
+def test_a_product_that_goes_wrong_while_it_is_timed_is_found(measure):
+    step = Step(KnownGpu(), wrong_from=5)
     with pytest.raises(AssertionError, match="are wrong"):
-        bench.test_rung(benchmark, False, gpu, Step(gpu, wrong_from=5), "float32", 32)
-    assert gpu.products > 5
+        measure(step)
+    assert step.gpu.products > 5
 
 
-def test_operands_are_fresh_each_time(bench, monkeypatch):
+def test_operands_are_fresh_each_time(bench, measure, monkeypatch):
     seeds = []
-    gpu = KnownGpu()
-    torch_takes(monkeypatch, bench, gpu, 4e9)
     operands = bench.Operands
     monkeypatch.setattr(
         bench, "Operands", lambda *a, seed, **k: seeds.append(seed) or operands(*a, seed=seed, **k)
     )
     for _ in range(2):
-        benchmark = FakeBenchmark(disabled=True)
-        bench.test_rung(benchmark, False, gpu, Step(gpu), "float32", 16)
+        measure(Step(KnownGpu()), "float32", 16, disabled=True)
     assert len(set(seeds)) == 2
 
 
-def test_a_product_that_would_take_too_long_is_left_out_and_says_so(bench, monkeypatch):
-    gpu = KnownGpu()
-    torch_takes(monkeypatch, bench, gpu, 1e9)
-    slow = Step(gpu, rate=2 * 64**3 / 1.5)  # 1.5 s at 64, and an eighth at 32
-    with pytest.raises(
-        pytest.skip.Exception, match=r"would take about 1.50 s, and in a quick run .* at most"
-    ):
-        bench.test_rung(FakeBenchmark(disabled=True), False, gpu, slow, "float32", 64)
-    assert gpu.products == 2  # at 32, to see how fast it is
-    bench.test_rung(FakeBenchmark(disabled=True), True, gpu, slow, "float32", 64)
-    assert gpu.products < 12
+def test_a_product_that_would_take_too_long_is_left_out_and_says_so(measure):
+    slow = Step(KnownGpu(), rate=2 * 64**3 / 1.5)  # 1.5 s at 64, and an eighth at 32
+    told = r"would take about 1.50 s, and in a quick run .* at most"
+    with pytest.raises(pytest.skip.Exception, match=told):
+        measure(slow, "float32", 64, torch_rate=1e9, disabled=True)
+    assert slow.gpu.products == 2  # at 32, to see how fast it is
+    measure(slow, "float32", 64, full=True, torch_rate=1e9, disabled=True)
+    assert slow.gpu.products < 12
 
 
-def test_what_the_gpu_or_its_memory_refuses_is_left_out_and_says_so(bench):
-    gpu = KnownGpu(refused=("s9_some_idea",))
-    for run in (
-        lambda: bench.test_rung(FakeBenchmark(), False, gpu, Step(gpu), "float32", 16),
-        lambda: bench.test_launch(FakeBenchmark(), False, gpu, Step(gpu)),
-        lambda: bench.test_transposed(FakeBenchmark(), False, gpu, Step(gpu), "float32", "nt"),
-    ):
+def test_what_the_gpu_or_its_memory_refuses_is_left_out_and_says_so(measure):
+    refused = Step(KnownGpu(refused=("s9_some_idea",)))
+    for test, more in (("test_rung", (16,)), ("test_launch", ()), ("test_transposed", ("nt",))):
         with pytest.raises(pytest.skip.Exception, match="rung s9_some_idea needs another GPU"):
-            run()
-    small = KnownGpu(free=1000)
+            measure(refused, "float32", *more, test=test)
     with pytest.raises(pytest.skip.Exception, match="more than is free"):
-        bench.test_rung(FakeBenchmark(), False, small, Step(small), "float32", 16)
+        measure(Step(KnownGpu(free=1000)), "float32", 16)
 
 
 @pytest.mark.parametrize("order", ["nt", "tn"])
-def test_transposed_operands_are_multiplied_and_labelled(bench, monkeypatch, order):
-    gpu, benchmark = KnownGpu(), FakeBenchmark()
-    torch_takes(monkeypatch, bench, gpu, 4e9)
+def test_transposed_operands_are_multiplied_and_labelled(measure, order):
     strides = set()
-    step = Step(gpu)
-    multiply = step.matmul
-
-    def matmul(a, b, out):
-        strides.add((a.stride(), b.stride()))
-        multiply(a, b, out)
-
-    step.matmul = matmul
-    bench.test_transposed(benchmark, False, gpu, step, "float32", order)
+    step = watched(Step(KnownGpu()), lambda a, b: strides.add((a.stride(), b.stride())))
+    extra = measure(step, "float32", order, test="test_transposed").extra_info
     assert strides == {((24, 1), (1, 24)) if order == "nt" else ((1, 24), (24, 1))}
-    assert benchmark.extra_info["label"] == f"s9_some_idea, float32, {order}"
-    assert benchmark.extra_info["order"] == order
-    assert "series" not in benchmark.extra_info
+    assert (extra["label"], extra["order"]) == (f"s9_some_idea, float32, {order}", order)
+    assert "series" not in extra
 
 
-def test_launching_is_compared_with_torchs_and_has_a_goal(bench, monkeypatch):
-    gpu, benchmark = KnownGpu(), FakeBenchmark()
-    step = Step(gpu)
+def test_launching_is_compared_with_torchs_and_has_a_goal(measure, monkeypatch):
+    step = Step(KnownGpu())
 
-    def host_seconds(_, program):
+    def host_seconds(gpu, program):
         before = gpu.products
         program()
         return 20e-6 if gpu.products > before else 8e-6
 
-    monkeypatch.setattr(bench.cuda_timing, "host_seconds", host_seconds)
-    bench.test_launch(benchmark, False, gpu, step)
+    monkeypatch.setattr(cuda_timing, "host_seconds", host_seconds)
+    benchmark = measure(step, test="test_launch")
     extra = benchmark.extra_info
     assert benchmark.stats.stats.data == pytest.approx([20e-6] * 30)
     assert extra["beyond_peer"] == pytest.approx(12e-6)
