@@ -11,7 +11,7 @@ import copy
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, CodeType
 from typing import Any
@@ -53,13 +53,8 @@ class KeptState:
     def restore(self) -> None:
         """Restore the engine, as loading a checkpoint would; an optimizer that has not run gets no state."""
         strategy = self.engine.strategy
-        state: dict[str, dict[str, Any]] = defaultdict(dict)
-        for full, (chunk, *_) in self.chunks.items():
-            kind, _, name = full.partition(".")
-            if kind == "optimizer":
-                name, _, key = name.rpartition(".")
-                state[name][key] = chunk.shape, chunk.tensor.dtype
-        strategy.load_settings(copy.deepcopy(self.of_strategy), state)
+        kinds = ((name, box.shape, box.tensor.dtype) for name, (box, *_) in self.chunks.items())
+        strategy.load_settings(copy.deepcopy(self.of_strategy), state_kinds(kinds))
         strategy.drop()
         for chunk in strategy.chunks():
             for kept in self.chunks[chunk.name]:
@@ -73,6 +68,16 @@ class KeptState:
         torch.set_rng_state(self.random[2])
         if self.on_gpu is not None:
             torch.cuda.set_rng_state(self.on_gpu)
+
+
+def state_kinds(tensors: Iterable[tuple[str, Any, torch.dtype]]) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Shape and dtype of an optimizer's state by parameter and key, from those of "optimizer.NAME.KEY"."""
+    found: dict[str, dict[str, tuple[Any, Any]]] = defaultdict(dict)
+    for full, *kind in tensors:
+        if full.startswith("optimizer."):
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            found[name][key] = kind[0], kind[1]
+    return found
 
 
 def _copy_common(source: TensorBox, target: TensorBox) -> None:

@@ -118,10 +118,10 @@ def prepare(
             ranks, names the first difference and a likely cause, and changes nothing (engine/rehearsal.py).
             None does so if rank 0 has memory for three more copies of the whole state, and the environment
             has no MINIDIST_REHEARSE=0; True, in any case; "first", in the first step alone; False, never.
-            Where it cannot run, a line on standard error says why. Random numbers are replaced by constants,
-            and such a step is then taken again. BatchNorms that are not synchronized use their running
-            statistics in it. A loss that compares rows, such as a contrastive one, has to gather those of all
-            data ranks:
+            Where it cannot run, or not tell all, a line on standard error says why. Random numbers are
+            replaced by constants, and such a step is then taken again. BatchNorms that are not synchronized
+            use their running statistics in it. A loss that compares rows, such as a contrastive one, has to
+            gather those of all data ranks:
             `minidist.parallel.tensor_parallel.gather_sequence(features, 0, group=engine.data_group)`.
 
     Raises:

@@ -140,7 +140,9 @@ class Rehearsal:
             part, start = own_part(engine, kept, pairs), None
             if self._alone is not None:
                 start = state_before(engine, kept, self._attributes)
-        inputs = [(x, x.clone()) for batch in batches for _, x in tensors((batch.inputs, batch.targets))]
+        inputs = [
+            (x, x.detach().clone()) for batch in batches for _, x in tensors((batch.inputs, batch.targets))
+        ]
         quiet, self._gradients, self._norm = RandomOff(), [], None
         engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, engine.loss_scale)
         scale, failed, begun = engine.loss_scale, True, (time.perf_counter(), time.process_time())

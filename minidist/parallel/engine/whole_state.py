@@ -40,46 +40,49 @@ def collect(
     Every rank sends all others a table of its boxes, some 100 bytes for each, and `value`. Then it sends
     rank 0 the boxes that no lower rank has.
     """
-    own = {
-        (late, box.name, box.offsets, tuple(box.tensor.shape)): box
-        for late, boxes in enumerate((before, after))
-        for box in boxes
-    }
-    table = [
-        (*key, box.shape, box.tensor.dtype, _sums(box.tensor) if key[0] else ()) for key, box in own.items()
-    ]
+    found = [(late, box) for late, boxes in enumerate((before, after)) for box in boxes]
+    own = {(late, x.name, x.offsets, tuple(x.tensor.shape)): x for late, x in found}
+    sums = {key: _sums(x.tensor) if key[0] else () for key, x in own.items()}
+    table = [(key, x.shape, x.tensor.dtype, sums[key]) for key, x in own.items()]
     gathered = gather_values((table, value))
     holder: dict[Any, tuple[int, tuple[float, ...]]] = {}
     replicas: dict[str, None] = {}
     for rank, (rows, _) in enumerate(gathered):
-        for late, name, offsets, size, _, kind, sums in rows:
-            at, others = holder.setdefault((late, name, offsets, size), (rank, sums))
+        for key, _, kind, sums_there in rows:
+            at, others = holder.setdefault(key, (rank, sums_there))
             bits = torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
-            for x, y in zip(sums, others, strict=True):
+            for x, y in zip(sums_there, others, strict=True):
                 if at != rank and not abs(x - y) <= MARGIN * bits * others[1] and (x == x or y == y):
-                    replicas[name] = None
+                    replicas[key[1]] = None
+
     whole: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for rank, (rows, _) in enumerate(gathered):
-        held = [row for row in rows if holder[row[:4]][0] == rank]
+        held = [row for row in rows if holder[row[0]][0] == rank]
         if comm.rank() == rank and rank:
-            sent = [_bytes(own[row[:4]].tensor) for row in held]
+            sent = [_bytes(own[key].tensor) for key, *_ in held]
             if any(map(len, sent)):
                 comm.send(torch.cat(sent), 0)
-        elif not comm.rank():
-            kinds = [(row[5], torch.Size(row[3])) for row in held]
-            sizes = [kind.itemsize * size.numel() for kind, size in kinds]
-            flat = torch.empty(sum(sizes) if rank else 0, dtype=torch.uint8, device=comm.device())
-            pieces = torch.split(comm.recv(flat, rank), sizes) if len(flat) else None
-            for i, (row, (kind, size)) in enumerate(zip(held, kinds, strict=True)):
-                late, name, offsets, _, shape = row[:5]
-                here = pieces[i].clone().view(kind).view(size) if pieces else own[row[:4]].tensor.detach()
-                if name not in whole[late] and size == shape:
-                    whole[late][name] = here.to(device)
-                    continue
-                if name not in whole[late]:
-                    whole[late][name] = torch.zeros(shape, dtype=kind, device=device)
-                narrowed(whole[late][name], offsets, size).copy_(here)
+        if comm.rank():
+            continue
+        here = _received(held, rank) if rank else [own[key].tensor.detach() for key, *_ in held]
+        for (key, shape, kind, _), x in zip(held, here, strict=True):
+            late, name, offsets, size = key
+            if size == shape and name not in whole[late]:
+                whole[late][name] = x.to(device)
+                continue
+            if name not in whole[late]:
+                whole[late][name] = torch.zeros(shape, dtype=kind, device=device)
+            narrowed(whole[late][name], offsets, size).copy_(x)
     return Collected(*whole, [*replicas], [value for _, value in gathered])
+
+
+def _received(rows: Sequence[Any], rank: int) -> list[Tensor]:
+    """The tensors in these rows of a rank's table."""
+    kinds = [(kind, torch.Size(key[3])) for key, _, kind, _ in rows]
+    sizes = [kind.itemsize * size.numel() for kind, size in kinds]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device())
+    parts = torch.split(comm.recv(flat, rank) if len(flat) else flat, sizes)
+    return [x.clone().view(kind).view(size) for x, (kind, size) in zip(parts, kinds, strict=True)]
 
 
 def _bytes(x: Tensor) -> Tensor:
