@@ -31,23 +31,21 @@ class Files(NamedTuple):
     with_comm: int
 
 
+LIMITS = {
+    "dp=2": Files(11, 18),
+    "dp=2,zero=1": Files(11, 18),
+    "dp=2,zero=2": Files(11, 18),
+    "dp=2,zero=3": Files(16, 24),
+    "tp=2": Files(13, 21),
+    "pp=2,micro_batches=4": Files(11, 21),  # 1F1B
+}
 GOALS = {
     "dp=2": Files(10, 18),
-    "dp=2,zero=1": Files(12, 18),
-    "dp=2,zero=2": Files(12, 18),
     "dp=2,zero=3": Files(12, 18),
     "tp=2": Files(10, 18),
-    "pp=2,micro_batches=4": Files(12, 18),  # 1F1B
+    "pp=2,micro_batches=4": Files(12, 18),
 }
-LIMITS = {
-    "dp=2": Files(11, 26),
-    "dp=2,zero=1": Files(14, 29),
-    "dp=2,zero=2": Files(14, 29),
-    "dp=2,zero=3": Files(14, 30),
-    "tp=2": Files(12, 28),
-    "pp=2,micro_batches=4": Files(13, 32),
-}
-
+"""What is not reached yet."""
 
 DETOUR, IN_THREADS = "with a detour", "in threads"
 """A data-parallel step through a file that no step needs; and what runs in the other threads."""
@@ -101,15 +99,15 @@ def of_ranks() -> list[dict[str, set[str]]]:
 def test_a_reader_of_a_step_opens_few_files(of_ranks: list[dict[str, set[str]]], layout: str) -> None:
     both = [every[layout] for every in of_ranks]
     parallel = [{name for name in found if name.startswith("parallel/")} for found in both]
-    for sets, most, goal in zip((parallel, both), LIMITS[layout], GOALS[layout], strict=True):
+    for sets, most in zip((parallel, both), LIMITS[layout], strict=True):
         found = sorted(max(sets, key=len))
-        message = f"{layout}: {len(found)} files, and {most} are allowed (the goal is {goal})"
+        message = f"{layout}: {len(found)} files, and {most} are allowed"
         assert len(found) <= most, "\n  ".join([message, *found])
 
 
-def test_no_limit_is_below_its_goal() -> None:
+def test_every_goal_is_still_ahead() -> None:
     for layout, goal in GOALS.items():
-        assert all(limit >= wanted for limit, wanted in zip(LIMITS[layout], goal, strict=True)), layout
+        assert any(limit > wanted for limit, wanted in zip(LIMITS[layout], goal, strict=True)), layout
 
 
 def test_one_more_file_is_found(of_ranks: list[dict[str, set[str]]]) -> None:
