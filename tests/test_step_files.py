@@ -35,7 +35,7 @@ LIMITS = {
     "dp=2": Files(11, 18),
     "dp=2,zero=1": Files(11, 18),
     "dp=2,zero=2": Files(11, 18),
-    "dp=2,zero=3": Files(16, 24),
+    "dp=2,zero=3": Files(14, 22),
     "tp=2": Files(13, 21),
     "pp=2,micro_batches=4": Files(11, 21),  # 1F1B
 }

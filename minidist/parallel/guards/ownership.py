@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 
@@ -90,26 +89,6 @@ def require_free(named: Iterable[tuple[str, Tensor]], shared_with: Sequence[str]
         f"the parameter {name} is trained by {by.kind} already, and two would both change it; train on with "
         "the first, or del it, and what refers to it, before the second is made"
     )
-
-
-def refuse_other_optimizers(owner: Any) -> None:
-    """Let no optimizer but `owner.optimizer` step on `owner.pieces()`: RuntimeError before it would."""
-    itself = weakref.ref(owner)
-
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        alive = itself()
-        if alive is None or optimizer is alive.optimizer:
-            return
-        own = {id(parameter) for parameter in alive.pieces()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} was to step on the shards of a FullyShard, whose gradients only "
-                "its own methods complete and forget; give the optimizer's class to FullyShard, and call its "
-                "step() and zero_grad()"
-            )
-
-    hook = register_optimizer_step_pre_hook(check)
-    weakref.finalize(owner, hook.remove).atexit = False
 
 
 def _claims_on(parameter: Tensor) -> list[_Claim]:

@@ -11,12 +11,14 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.comm import work
 from minidist.comm.errors import CollectiveError
@@ -26,7 +28,7 @@ from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.gradient_comm import GradientComm, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
-from minidist.parallel.guards.ownership import FULLY_SHARD, claim, refuse_other_optimizers
+from minidist.parallel.guards.ownership import FULLY_SHARD, claim
 from minidist.parallel.sharding.cut_into_units import Units, build
 from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from minidist.parallel.sharding.memory_source import MemorySource
@@ -102,12 +104,13 @@ class ShardedParameters(SharedParameters):
         self._watch(self.optimizer)
         self.slices.guarded_by(weakly(self._why_not_clipped))
         guard(self.parameters, weakly(self._why_hidden))
-        refuse_other_optimizers(self)
+        hook = register_optimizer_step_pre_hook(weakly(self._refuse_other_optimizer))
+        weakref.finalize(self, hook.remove).atexit = False
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
         optimizer.register_step_pre_hook(weakly(self._before_step))
-        optimizer.register_step_post_hook(weakly(self.after_own_method))
+        optimizer.register_step_post_hook(weakly(self._after_step))
         optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
         follow_own_methods(optimizer, weakly(self.after_own_method))
 
@@ -321,6 +324,18 @@ class ShardedParameters(SharedParameters):
 
     # What a loop around the optimizer may do with it.
 
+    def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise RuntimeError before another optimizer would step on the pieces."""
+        if optimizer is self.optimizer:
+            return
+        own = set(map(id, self.pieces()))
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was to step on the shards of a FullyShard, whose gradients only "
+                "its own methods complete and forget; give the optimizer's class to FullyShard, and call its "
+                "step() and zero_grad()"
+            )
+
     def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.slices.updating:
             return
@@ -332,6 +347,10 @@ class ShardedParameters(SharedParameters):
                 "call the FullyShard's step()"
             )
         self.complete()
+
+    def _after_step(self, *_: Any) -> None:
+        if not self.slices.updating:
+            self.publish()
 
     def _why_not_clipped(self, whole: bool) -> str | None:
         """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
