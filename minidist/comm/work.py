@@ -278,23 +278,19 @@ def run(
         if alone is not None:
             alone()
         start = _nothing
-    if message is not None:  # messages are paired by their tags: any number of threads may send them
-        work = Work(call, start, result, async_op)
-        return cast("Result", work if async_op else work.wait())
     # The ranks of a group pair their calls by order. Two threads of a rank have no order that the other ranks
     # could share: rank 0's first thread would be paired with rank 1's second, and both would get wrong
-    # numbers without a word. A lock would only hide it, so both threads get an error.
-    other = _inside.setdefault(group, call)
-    if other is not call:
+    # numbers without a word. A lock would only hide it, so both threads get an error. Messages are paired by
+    # their tags, so any number of threads may send them.
+    if message is None and (other := _inside.setdefault(group, call)) is not call:
         _inside[group] = call  # so that the other finds it when it leaves
         raise _two_threads(call, other)
     try:
         work = Work(call, start, result, async_op)
         return cast("Result", work if async_op else work.wait())
     finally:
-        other = _inside.pop(group, call)
-        if other is not call:  # another thread has come meanwhile
-            raise _two_threads(call, other)
+        if message is None and (other := _inside.pop(group, call)) is not call:
+            raise _two_threads(call, other)  # the other has come meanwhile
 
 
 _inside: dict[Group, ledgers.Call] = {}

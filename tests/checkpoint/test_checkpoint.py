@@ -143,7 +143,7 @@ def check_same_layout(cluster_of: Clusters, folder: Path, case: contract.Case, l
 
 
 class Backwards(nn.Module):
-    """Layers registered in another order than they are used in; in float32 the order of sums shows."""
+    """Layers are used in another order than they are registered; in float32 the order of sums shows."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

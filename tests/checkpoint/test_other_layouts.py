@@ -136,19 +136,3 @@ def test_ranks_may_cut_copies_at_other_places(cluster_of: Clusters, layout: str,
     expected = cluster_of(4).run(alone)[0]
     for found in cluster_of(4).run(train):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=2,tp=2,zero=3", "pp=4,zero=1"])
-def test_an_export_has_the_whole_model(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
-    path = tmp_path / "model.pt"
-
-    def export() -> dict[str, Tensor]:
-        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE(layout))
-        md.export(engine, path)
-        return engine.full_state_dict()
-
-    expected = CASE.model(0).state_dict()
-    for weights in [*cluster_of(4).run(export), torch.load(path, weights_only=True)]:
-        assert [*weights] == [*expected]
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name

@@ -114,6 +114,7 @@ def load_gpt(layout: md.Layout, source: Path, target: Path, device: str | None) 
     assert md.load_pretrained(engine, source) == ([], [])
     md.export(engine, target, max_file_bytes=2000)
     md.export(engine, target.with_suffix(".safetensors"))
+    md.export(engine, target.with_suffix(".pt"))
     return engine.full_state_dict()
 
 
@@ -126,6 +127,8 @@ def load_gpt(layout: md.Layout, source: Path, target: Path, device: str | None) 
         ("tp=2", None),
         ("dp=4,zero=3,shard=2", None),
         ("tp=2,pp=2", "meta"),
+        ("dp=2,tp=2,zero=3", None),
+        ("pp=4,zero=1", None),
     ],
 )
 def test_any_layout_reads_and_writes_the_same_files(
@@ -139,7 +142,10 @@ def test_any_layout_reads_and_writes_the_same_files(
     divided = {name: value for file in files for name, value in load_file(file).items()}
     assert expected.keys() - divided.keys() == {"layers.3.output.weight"}, "a tied matrix is stored once"
     whole = load_file(tmp_path / "out.safetensors")
-    for weights in [*found, {**divided, "layers.3.output.weight": divided["layers.0.token.weight"]}, whole]:
+    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all([*weights] == [*expected] for weights in [*found, saved]), "in the model's order"
+    with_tied = {**divided, "layers.3.output.weight": divided["layers.0.token.weight"]}
+    for weights in [*found, with_tied, whole, saved]:
         assert {*weights} == {*expected}
         for name, value in expected.items():
             assert torch.equal(weights[name], value), name

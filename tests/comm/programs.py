@@ -17,6 +17,18 @@ def run_script(folder: Path, text: str, *words: str, **environment: str) -> subp
     return _run([str(written(folder, text)), *words], environment)
 
 
+def run_as_users_do(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
 def torchrun(
     folder: Path, text: str, *options: str, children: str = "2", without: str = ""
 ) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The times of calls on CUDA tensors: the GPU's, not those of the launches; on a stream of the tests."""
+"""The times of calls on CUDA tensors are the GPU's, not those of the launches; with a stand-in for its stream."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reduced(seconds: float, compute: float) -> Work:
-    """An all-reduce of so many seconds, beside which the stream computes."""
+    """An all-reduce that takes `seconds`, while the stream computes for `compute` seconds."""
     call = Call("all_reduce", "torch", "float32", (8,), (0, 1), 32, on_gpu=True)
     work = Work(call, lambda at_once: Nccl(Stream.now + seconds), lambda: None, True)
     Stream.now += compute

@@ -160,7 +160,7 @@ def test_a_call_under_way_does_not_count(cluster_of: Clusters) -> None:
 
 
 def test_the_ledger_times_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of 1 s whose message takes 5 s more, beside 2 s of the rank's own work."""
+    """A call takes 1 s, and its message 5 s more, during which the rank works for 2 s."""
     clock = Clock()
     monkeypatch.setattr(work, "time", clock)
     with comm.ledger() as ledger:

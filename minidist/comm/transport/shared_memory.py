@@ -2,8 +2,7 @@
 
 For each rank the memory has a header, in which the rank writes what it is about to do, semaphores for
 barriers (`host.py`), and three staging buffers. Every collective begins with a barrier, after which each rank
-reads all
-headers: if ranks make different calls, all of them learn it at once.
+reads all headers: if ranks make different calls, all of them learn it at once.
 
 Each of n ranks reduces its n-th of the tensor from all ranks' memory, and the others read the result from
 there. This is the reduce-scatter and all-gather of a ring, and reads as many bytes from other ranks as a ring

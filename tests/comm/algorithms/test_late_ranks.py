@@ -1,7 +1,7 @@
-"""Steps run over the latest transport that there is: it moves a message only when every rank waits.
+"""Steps run over the slowest transport possible: it moves a message only when every rank waits.
 
-All ranks are threads of this process. Who does not wait for what it has to wait for then goes wrong each
-time, where over sockets it does once in a while; and who waits for what never comes is seen at once.
+All ranks are threads of this process. A rank that forgets to wait for something goes wrong here every time,
+where over sockets it does once in a while. A rank that waits for what never comes is found at once.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_algorithms_run_however_late(name: str, ranks: int) -> None:
             torch.testing.assert_close(buffer, torch.arange(ELEMENTS) * (2**ranks - 1), rtol=0, atol=0)
 
 
-def test_who_waits_for_ever_is_seen_here() -> None:
+def test_a_rank_that_waits_for_ever_is_found() -> None:
     one = algorithms.schedule("all_reduce", "ring", 2, ELEMENTS)
     one = CollectiveSchedule("all_reduce", ELEMENTS, (one.steps[0], one.steps[1][:1]))
     with pytest.raises(RuntimeError, match="deadlock"):

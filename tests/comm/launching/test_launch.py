@@ -27,7 +27,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.launching.cluster import available_cores
-from tests.comm.programs import written
+from tests.comm.programs import run_as_users_do, written
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG, until
 from tests.helpers.processes import alive, descendants, wait_until_gone
@@ -331,13 +331,7 @@ def test_a_stopped_supervisor_does_not_hang_the_caller(tmp_path: Path) -> None:
 def test_a_script_that_hides_a_module_is_named(tmp_path: Path) -> None:
     """torch imports timeit, so every new process would import the script and start yet another one."""
     (tmp_path / "timeit.py").write_text("import minidist as md\nmd.launch(md.rank, ranks=2)\n")
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "timeit.py")],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    done = run_as_users_do(tmp_path / "timeit.py")
     assert done.returncode == 1
     assert f"{tmp_path / 'timeit.py'} was imported while ranks were being started" in done.stderr
     assert "rename it" in done.stderr
@@ -635,15 +629,7 @@ def test_a_script_needs_no_main_guard_no_module_and_no_stream(tmp_path: Path) ->
         "sys.stderr.write(str(md.launch(lambda: print('lost') or md.rank(), ranks=2)))\n",
         encoding="utf-8",
     )
-    environment = {"MINIDIST_PRELOAD": "wave, no_such_module", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    done = run_as_users_do(script, MINIDIST_PRELOAD="wave, no_such_module", PYTHONIOENCODING="ascii")
     there, preloaded, escaped = done.stdout.splitlines()
     assert there == "[0, 6]"
     assert preloaded == "[True, True] False"
@@ -671,16 +657,8 @@ def test_the_supervisor_frees_what_it_has_imported(tmp_path: Path, fault: bool) 
             gc.unfreeze = lambda: None
         """)
     )
-    script = tmp_path / "script.py"
-    script.write_text("import minidist as md\nprint(md.launch(int, 1))\n")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-        env={**os.environ, "MINIDIST_PRELOAD": "keeper"},
-    )
+    script = written(tmp_path, "import minidist as md\nprint(md.launch(int, 1))\n")
+    done = run_as_users_do(script, MINIDIST_PRELOAD="keeper")
     assert done.stdout == "[0]\n", done.stderr
     assert (tmp_path / "freed").read_text() == ("" if fault else "freed")
 

@@ -61,13 +61,13 @@ def test_a_rank_that_raises_is_stopped_so_that_its_peers_notice(cluster: md.Clus
     assert "no such weight" in error.traceback
 
 
-def test_all_that_may_fail_can(cluster: md.Cluster) -> None:
+def test_every_rank_that_may_fail_can(cluster: md.Cluster) -> None:
     first, *errors = cluster.run(lambda: md.rank() and os._exit(4))
     assert first == 0
     assert [(error.rank, error.exit_code) for error in errors] == [(1, 4), (2, 4)]
 
 
-def test_another_ranks_failure_stops_all_as_ever(cluster: md.Cluster) -> None:
+def test_a_failure_of_another_rank_stops_all(cluster: md.Cluster) -> None:
     def work() -> None:
         if md.rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -46,7 +46,7 @@ RANKS = 2
 LIMIT = 2.0
 """Seconds that ranks wait for each other once the wire is cut."""
 LAYOUTS = {"dp=4": 9, "dp=2,tp=2,zero=1": 9, "dp=2,pp=2,micro_batches=2": 9}
-"""And the rows of their global batches."""
+"""Each layout, and the rows of its global batches."""
 SIZE = 2**22
 """Bytes of the tensor that is reduced."""
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)

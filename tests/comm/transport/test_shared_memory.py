@@ -71,16 +71,6 @@ def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
     assert any(small_buffers(2).run(reduce))
 
 
-def test_what_is_sent_counts_as_sent_and_not_as_on_the_wire(cluster_of: Clusters) -> None:
-    def count() -> tuple[int, int, str]:
-        with comm.ledger() as ledger:
-            comm.all_reduce(torch.ones(12))
-            comm.all_reduce(torch.ones(12), algorithm="torch")
-        return ledger.bytes_sent, ledger.bytes_on_wire, ledger.calls[0].algorithm
-
-    assert cluster_of(3).run(count) == [(128, 64, "shared_memory")] * 3
-
-
 def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
     def overlap() -> tuple[float, float, float]:
         x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]

@@ -7,23 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import MLP
 from tests.helpers import contract
+from tests.parallel.averaging.models import mlp, vectors
 
 Clusters = Callable[[int], md.Cluster]
-
-
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (count,), generator=generator)
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
 
 
 def train(case: contract.Case, **options: int) -> tuple[contract.Trained, list[bool], int]:

@@ -19,30 +19,22 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, config
+from minidist.model import GPT, config
 from minidist.parallel.averaging.parameter_assignment import ServerPart, divide
 from minidist.parallel.averaging.parameter_server import bytes_per_step
 from minidist.parallel.averaging.server import ServerReport, Serving
 from minidist.parallel.averaging.staleness import Updates
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
+from tests.parallel.averaging.models import mlp, vectors
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (count,), generator=generator)
-
-
 def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
     text = torch.randint(0, 11, (count, 9), generator=generator)
     return text[:, :-1], text[:, 1:]
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
 
 
 def gpt(seed: int) -> nn.Module:
