@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model import MLP, Sampler, accuracy, dataset
+from minidist.parallel.compression import by_name
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
 from tests.helpers import contract
@@ -171,12 +172,9 @@ def test_without_error_feedback_it_is_lost(cluster_of: Clusters, compression: Co
 
 COMPRESSIONS: dict[str, str | Compression | None] = {
     "none": None,
-    "float16": "float16",
-    "bfloat16": "bfloat16",
+    **{name: name for name in by_name.COMPRESSIONS},
     "top 5%": md.TopK(0.05),
     "rank 2": md.PowerSGD(2),
-    "the top's default": "topk",
-    "the factors' default": "powersgd",
 }
 
 
@@ -253,7 +251,7 @@ def test_all_learn_the_digits(cluster_of: Clusters) -> None:
     assert reference > 0.95
     for name, (_, right) in results.items():
         # The top 1% of 2400 elements is 24 a rank and step: such a run is a few steps behind.
-        assert right > reference - (0.08 if name == "the top's default" else 0.03), results
+        assert right > reference - (0.08 if name == "topk" else 0.03), results
 
 
 def test_gradients_of_half_precision(cluster_of: Clusters) -> None:
