@@ -18,6 +18,7 @@ from minidist.parallel.contract.batch import tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome, TrainingState
 from minidist.parallel.engine.whole_state import micro_batches, whole_batch
+from minidist.parallel.sharding import residency
 from minidist.parallel.training.moved_results import MARGIN, forward_hooks, move, moved_results
 
 Outputs = dict[str, list[Tensor]]
@@ -99,8 +100,8 @@ def told(
     name = first.name.removeprefix("model.")
     if name in start.trained:
         gradient = f"gradient.{name}"
-        whole_state = layout.zero + layout.pp + layout.tp == 2  # each rank updates all parameters
-        remedy = STATE if whole_state else OPTIMIZER
+        updates_all = residency.ROWS[layout.zero].state and layout.pp * layout.tp == 1  # on each rank
+        remedy = STATE if updates_all else OPTIMIZER
         if (gradient in found.tensors) != (gradient in by_one.tensors):
             remedy = UNUSED
     elif first.name.startswith("model."):

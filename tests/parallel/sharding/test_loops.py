@@ -1,26 +1,29 @@
-"""A loop of one's own at stages 1 to 3: the optimizer's own methods, and clipping by the whole norm."""
+"""A loop of one's own in each row of the table: the contract, groups of ranks, clipping by the whole norm."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from minidist import comm
 from minidist.parallel.training import clipping
 from minidist.parallel.training.clipping import clip_grad_norm
 from tests.helpers import contract
-from tests.parallel.sharding import test_fully_shard as stage3
 from tests.parallel.sharding import test_parameter_groups as grouped
+from tests.parallel.sharding.cases import CASES, check_loop, in_a_loop, own_loop
 
 Clusters = Callable[[int], md.Cluster]
-CASE = stage3.CASES["unused"]
+CASE = CASES["unused"]
 X, Y = CASE.global_batches()[0]
 
 
@@ -28,53 +31,127 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-def loop(model: Any, optimizer: Any, clip: Callable[[], Any] | None, zero_first: bool = False) -> list[float]:
+def loop(
+    model: Any,
+    optimizer: Any,
+    rank: int,
+    size: int,
+    clip: tuple[float, float] | None,
+    zero_first: bool = False,
+) -> list[float]:
     """Four steps, with two backward passes in the second, and one that is forgotten in the third."""
-    size, rank = (md.size(), md.rank()) if isinstance(optimizer, md.ZeroOptimizer | Owned) else (1, 0)
+    own = optimizer.optimizer if isinstance(optimizer, md.FullyShard) else optimizer
     norms = []
     for step in range(4):
         x, y = X[rank::size], Y[rank::size]
         if zero_first:
-            optimizer.zero_grad()
+            own.zero_grad()
         for again in range(1 + (step in (1, 2))):
             CASE.loss(model(x / (1 + again)), y).backward()  # type: ignore[no-untyped-call]
             if step == 2 and not again:
-                optimizer.zero_grad()
-        if clip is not None:
-            norms.append(float(clip()))
-        optimizer.step()
+                own.zero_grad()
+        if clip is not None and hasattr(optimizer, "clip_grad_norm"):
+            norms.append(optimizer.clip_grad_norm(*clip))
+        elif clip is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), *clip)))
+        own.step()
         if not zero_first:
-            optimizer.zero_grad()
+            own.zero_grad()
+    assert clip is None or size > 1 or min(norms) < clip[0] < max(norms)
     return norms
 
 
-class Owned:
-    """A FullyShard's optimizer."""
+@pytest.mark.parametrize(("zero", "ranks"), [(0, 2), (1, 1), (2, 2), (1, 3), (2, 3)])
+def test_a_loop_equals_one_process(cluster_of: Clusters, zero: int, ranks: int) -> None:
+    for name in ("mlp", "unused", "frozen"):
+        case = replace(CASES[name], optimizer=contract.ADAMW, batches=(12, 24, 12, 8))
+        for passes in (1, 2) if name != "unused" else (1,):
+            for trained in cluster_of(ranks).run(own_loop, zero, case, passes):
+                contract.compare(trained, contract.train_in_one_process(case))
 
-    def __init__(self, sharded: md.FullyShard) -> None:
-        self.step, self.zero_grad = sharded.optimizer.step, sharded.optimizer.zero_grad
+
+def test_averaged_gradients_may_be_averaged_again(cluster_of: Clusters) -> None:
+    def train() -> contract.Trained:
+        model = case.model(md.rank())
+        wrapped = md.DataParallel(model)
+        optimizer = md.ZeroOptimizer(model.parameters(), case.optimizer)
+        losses = []
+        for inputs, targets in case.global_batches():
+            share = slice(*(len(inputs) * (md.rank() + i) // md.size() for i in (0, 1)))
+            optimizer.zero_grad()
+            loss = case.loss(wrapped(inputs[share]), targets[share])
+            loss.backward()  # type: ignore[no-untyped-call]
+            wrapped.synchronize()
+            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            for parameter, grad in zip(model.parameters(), before, strict=True):
+                torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=0)  # as torch leaves it
+            losses.append(float(comm.all_reduce(loss.detach(), "mean")))
+        return contract.Trained(losses, model.state_dict())
+
+    case = replace(CASES["mlp"], batches=(12, 24, 12, 8))
+    for trained in cluster_of(2).run(train):
+        contract.compare(trained, contract.train_in_one_process(case))
 
 
-def expected(
-    clip: float | None, norm_type: float = 2.0, **options: Any
-) -> tuple[dict[str, Tensor], list[float]]:
-    model = CASE.model(0)
-    optimizer = sgd(model.parameters())
-    norm = None if clip is None else lambda: nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type)
-    return model.state_dict(), loop(model, optimizer, norm, **options)
+@pytest.mark.parametrize("zero", range(4))
+def test_a_group_of_ranks_trains_by_itself(cluster_of: Clusters, zero: int) -> None:
+    def train() -> float:
+        groups = [torch.distributed.new_group(members) for members in ([0], [1, 2])]
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, md.rank())
+        group, make = groups[min(md.rank(), 1)], partial(torch.optim.SGD, lr=1.0)
+        called, optimizer, state = in_a_loop(zero, model, make, group=group)
+        (called(torch.ones(1, 1)) * md.rank()).sum().backward()
+        optimizer.step()
+        return float(state()["weight"])
+
+    assert cluster_of(3).run(train) == [0.0, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Path) -> None:
+    def train(offload: str) -> tuple[contract.Trained, list[str]]:
+        trained = own_loop(3, CASE, offload=offload, keep=kept)
+        long = [v for s in kept[0].optimizer.state.values() for v in s.values() if v.dim()]
+        mapped = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
+        assert long
+        return trained, [line for line in mapped.splitlines() if "minidist-offload-" in line]
+
+    kept: list[Any] = []
+    for trained, on_disk in cluster_of(2).run(train, "cpu" if where == "cpu" else str(tmp_path)):
+        contract.compare(trained, contract.train_in_one_process(CASE))
+        if os.path.exists("/proc/self/maps"):
+            assert bool(on_disk) == (where == "disk")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("zero_first", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_optimizers_own_methods_do_at_stage_3(cluster_of: Clusters, ranks: int, zero_first: bool) -> None:
-    def train() -> dict[str, Tensor]:
-        sharded = md.FullyShard(CASE.model(md.rank()), sgd)
-        loop(sharded, Owned(sharded), None, zero_first)
-        return sharded.state_dict()
+    check_loop(cluster_of(ranks), CASE.model, partial(loop, clip=None, zero_first=zero_first), sgd)
 
-    wanted, _ = expected(None, zero_first=zero_first)
-    for state in cluster_of(ranks).run(train):
-        compare(state, wanted)
+
+@pytest.mark.parametrize("clip", [(0.5, 2.0), (0.15, math.inf)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_loop_of_ones_own_clips(
+    cluster_of: Clusters, ranks: int, stage: int, clip: tuple[float, float]
+) -> None:
+    check_loop(cluster_of(ranks), CASE.model, partial(loop, clip=clip), sgd, stage)
+
+
+def test_a_norm_of_a_ranks_own_shards_is_caught(cluster_of: Clusters) -> None:
+    """A planted fault."""
+
+    def alone(*arguments: Any) -> list[float]:
+        with pytest.MonkeyPatch.context() as patch:
+            norm = clipping.global_norm
+            patch.setattr(clipping, "global_norm", lambda grads, _, *rest: norm(grads, False, *rest))
+            return loop(*arguments, clip=(0.5, 2.0))
+
+    with pytest.raises((AssertionError, md.RankError), match="not close"):
+        check_loop(cluster_of(2), CASE.model, alone, sgd)
 
 
 def test_masters_reach_the_units_by_the_optimizers_own_step() -> None:
@@ -98,34 +175,10 @@ def test_what_the_optimizers_own_step_cannot_do_it_says(tmp_path: Path) -> None:
         sharded.optimizer.step()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_loop_of_ones_own_clips(cluster_of: Clusters, ranks: int, stage: int, norm_type: float) -> None:
-    def train() -> tuple[dict[str, Tensor], list[float]]:
-        model = CASE.model(md.rank())
-        if stage == 3:
-            sharded = md.FullyShard(model, sgd)
-            norms = loop(sharded, Owned(sharded), lambda: sharded.clip_grad_norm(limit, norm_type))
-            return sharded.state_dict(), norms
-        optimizer = md.ZeroOptimizer(model.parameters(), sgd, stage)
-        norms = loop(model, optimizer, lambda: optimizer.clip_grad_norm(limit, norm_type))
-        return model.state_dict(), norms
-
-    limit = 0.5 if norm_type == 2 else 0.15
-    wanted, norms = expected(limit, norm_type)
-    assert min(norms) < limit < max(norms)
-    for state, own in cluster_of(ranks).run(train):
-        compare(state, wanted)
-        torch.testing.assert_close(own, norms, rtol=1e-10, atol=0)
-
-
 def test_clipping_again_shortens_what_is_left(cluster_of: Clusters) -> None:
     def norms(stage: int) -> list[float]:
-        model = CASE.model(md.rank())
-        parallel: Any = md.FullyShard(model, sgd) if stage == 3 else model
-        clipper = parallel if stage == 3 else md.ZeroOptimizer(model.parameters(), sgd, stage)
-        CASE.loss(parallel(X), Y).backward()  # type: ignore[no-untyped-call]
+        model, clipper, _ = in_a_loop(stage, CASE.model(md.rank()), sgd)
+        CASE.loss(model(X), Y).backward()  # type: ignore[no-untyped-call]
         return [clipper.clip_grad_norm(limit) for limit in (0.3, 0.1, 1.0)]
 
     for stage in (1, 2, 3):
@@ -204,25 +257,3 @@ def test_gradients_that_are_not_there_yet_are_not_clipped_in_silence() -> None:
             sharded.clip_grad_norm(bad)
     del optimizer
     assert clip_grad_norm(model.parameters(), 1.0) >= 0
-
-
-def by_each_ranks_own(patch: pytest.MonkeyPatch) -> None:
-    norm = clipping.global_norm
-    patch.setattr(clipping, "global_norm", lambda grads, _, *rest: norm(grads, False, *rest))
-
-
-def test_a_planted_fault_is_caught(cluster_of: Clusters) -> None:
-    def train() -> list[float]:
-        with pytest.MonkeyPatch.context() as patch:
-            by_each_ranks_own(patch)
-            sharded = md.FullyShard(CASE.model(md.rank()), sgd)
-            return loop(sharded, Owned(sharded), lambda: sharded.clip_grad_norm(0.3))
-
-    _, norms = expected(0.3)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(cluster_of(2).run(train)[0], norms)
-
-
-def compare(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(state[name], value, rtol=contract.TOLERANCE, atol=contract.TOLERANCE)
