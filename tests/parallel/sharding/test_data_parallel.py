@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist import comm
 from minidist.parallel.compression.sparse_gradients import sparse_bytes
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES
 
 Clusters = Callable[[int], md.Cluster]
@@ -29,7 +30,6 @@ FORMS: list[dict[str, Any]] = [
     {"bucket_mb": 0, "overlap": False},
     {"bucket_mb": 0.0002},
 ]
-every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 class Net(nn.Module):
@@ -82,129 +82,111 @@ def same_gradients(model: nn.Module, reference: nn.Module) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-def step_of_both(model: md.DataParallel, reference: nn.Module, x: Tensor, y: Tensor) -> None:
+def step_of_both(
+    model: md.DataParallel, reference: nn.Module, x: Tensor, y: Tensor, create_graph: bool = False
+) -> None:
     """The gradients of this rank's rows, averaged, are those of all."""
     model.zero_grad()
     reference.zero_grad()
-    loss_of(model, mine(x), mine(y)).backward()
+    loss_of(model, mine(x), mine(y)).backward(create_graph=create_graph)
     loss_of(reference, x, y).backward()
     model.synchronize()
     same_gradients(model.module, reference)
 
 
-@every_form
-@pytest.mark.parametrize(("ranks", "set_to_none"), [(1, True), (2, False), (3, True)])
-def test_a_loop_with_clipping(
-    cluster_of: Clusters, form: dict[str, Any], ranks: int, set_to_none: bool
-) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net(md.rank()), **form), Net(0)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (model, reference)]
-        for x, y in batches(4, rows=6):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(reference, x, y).backward()
-            model.synchronize()
-            for m, optimizer in zip((model, reference), optimizers, strict=True):
-                norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-                assert norm > 0.1, "it was clipped"
-                optimizer.step()
-            same(model.module, reference)
-
-    cluster_of(ranks).run(train)
+@on_ranks(1, 2, 3, form=FORMS)
+def test_a_loop_with_clipping(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(md.rank()), **form), Net(0)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (model, reference)]
+    for x, y in batches(4, rows=6):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=md.size() != 2)
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        model.synchronize()
+        for m, optimizer in zip((model, reference), optimizers, strict=True):
+            norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            assert norm > 0.1, "it was clipped"
+            optimizer.step()
+        same(model.module, reference)
 
 
-@every_form
-def test_gradients_are_this_ranks_own(cluster_of: Clusters, form: dict[str, Any]) -> None:
-    def write() -> None:
-        model = md.DataParallel(Net(), **form)
-        for x, y in batches(2):
-            model.zero_grad()
-            loss_of(model, mine(x), mine(y)).backward()
-            model.synchronize()
-            comm.barrier()
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(float(md.rank()))
-            comm.barrier()
-            for parameter in model.parameters():
-                assert parameter.grad is None or bool((parameter.grad == md.rank()).all())
-            comm.barrier()
-
-    cluster_of(3).run(write)
+@on_ranks(3, form=FORMS)
+def test_gradients_are_this_ranks_own(form: dict[str, Any]) -> None:
+    model = md.DataParallel(Net(), **form)
+    for x, y in batches(2):
+        model.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        model.synchronize()
+        comm.barrier()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(float(md.rank()))
+        comm.barrier()
+        for parameter in model.parameters():
+            assert parameter.grad is None or bool((parameter.grad == md.rank()).all())
+        comm.barrier()
 
 
-@every_form
-def test_several_backward_passes_add_up(cluster_of: Clusters, form: dict[str, Any]) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net(), **form), Net()
-        for number in range(3):
-            (x, y), (v, w) = batches(2)
-            model.zero_grad()
-            reference.zero_grad()
-            loss_of(reference, x, y).backward()
-            loss_of(reference, v, w).backward()
-            first = loss_of(model, mine(x), mine(y))
-            if number == 0:  # one after the other
-                first.backward()
-                loss_of(model, mine(v), mine(w)).backward()
-            elif number == 1:  # both graphs at once
-                second = loss_of(model, mine(v), mine(w))
-                second.backward()
-                first.backward()
-            else:  # the module twice in one graph
-                (first + loss_of(model, mine(v), mine(w))).backward()
-            model.synchronize()
-            same_gradients(model.module, reference)
-
-    cluster_of(2).run(train)
+@on_ranks(2, form=FORMS)
+def test_several_backward_passes_add_up(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for number in range(3):
+        (x, y), (v, w) = batches(2)
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, x, y).backward()
+        loss_of(reference, v, w).backward()
+        first = loss_of(model, mine(x), mine(y))
+        if number == 0:  # one after the other
+            first.backward()
+            loss_of(model, mine(v), mine(w)).backward()
+        elif number == 1:  # both graphs at once
+            second = loss_of(model, mine(v), mine(w))
+            second.backward()
+            first.backward()
+        else:  # the module twice in one graph
+            (first + loss_of(model, mine(v), mine(w))).backward()
+        model.synchronize()
+        same_gradients(model.module, reference)
 
 
-@pytest.mark.parametrize(("form", "ranks"), [*((form, 2) for form in FORMS), (FORMS[0], 1)], ids=str)
-def test_no_sync_sends_the_sum_once(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
-    def train(all_inside: bool) -> None:
-        model, reference = md.DataParallel(Net(), **form), Net()
-        for step, (x, y) in enumerate(batches(3, rows=14)):
-            model.zero_grad(set_to_none=step == 1)
-            reference.zero_grad()
-            loss_of(reference, x, y).backward()
-            # The last micro-batch is smaller: each is weighted with its rows.
-            parts = [*zip(mine(x).split(3), mine(y).split(3), strict=True)]
-            with comm.ledger() as ledger:
-                with model.no_sync():
-                    for part in parts if all_inside else parts[:-1]:
-                        (loss_of(model, *part) * len(part[0]) / len(mine(x))).backward()
-                assert not ledger.calls
-                if not all_inside:
-                    (loss_of(model, *parts[-1]) * len(parts[-1][0]) / len(mine(x))).backward()
-                model.synchronize()
-                if step:
-                    assert ledger.bytes_sent == model.bytes_per_step()
-            same_gradients(model.module, reference)
-
-    for all_inside in (False, True):
-        cluster_of(ranks).run(train, all_inside)
-
-
-@every_form
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_mean_over_rows_of_unequal_shares(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net(), **form), Net()
-        for x, y in batches(3, rows=7):
-            model.zero_grad()
-            reference.zero_grad()
-            loss_of(reference, x, y).backward()
-            share = slice(0, 7) if ranks == 1 else [slice(0, 5), slice(5, 7), slice(7, 7)][md.rank()]
+@on_ranks(1, 2, form=FORMS, all_inside=[False, True])
+def test_no_sync_sends_the_sum_once(form: dict[str, Any], all_inside: bool) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for step, (x, y) in enumerate(batches(3, rows=14)):
+        model.zero_grad(set_to_none=step == 1)
+        reference.zero_grad()
+        loss_of(reference, x, y).backward()
+        # The last micro-batch is smaller: each is weighted with its rows.
+        parts = [*zip(mine(x).split(3), mine(y).split(3), strict=True)]
+        with comm.ledger() as ledger:
             with model.no_sync():
-                for v, w in zip(x[share].split(2), y[share].split(2), strict=True):
-                    if len(v):
-                        (loss_of(model, v, w) * len(v)).backward()
-            model.synchronize(rows=len(x[share]))
-            same_gradients(model.module, reference)
+                for part in parts if all_inside else parts[:-1]:
+                    (loss_of(model, *part) * len(part[0]) / len(mine(x))).backward()
+            assert not ledger.calls
+            if not all_inside:
+                (loss_of(model, *parts[-1]) * len(parts[-1][0]) / len(mine(x))).backward()
+            model.synchronize()
+            if step:
+                assert ledger.bytes_sent == model.bytes_per_step()
+        same_gradients(model.module, reference)
 
-    cluster_of(ranks).run(train)
+
+@on_ranks(1, 2, 3, form=FORMS)
+def test_the_mean_over_rows_of_unequal_shares(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for x, y in batches(3, rows=7):
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, x, y).backward()
+        share = slice(0, 7) if md.size() == 1 else [slice(0, 5), slice(5, 7), slice(7, 7)][md.rank()]
+        with model.no_sync():
+            for v, w in zip(x[share].split(2), y[share].split(2), strict=True):
+                if len(v):
+                    (loss_of(model, v, w) * len(v)).backward()
+        model.synchronize(rows=len(x[share]))
+        same_gradients(model.module, reference)
 
 
 def test_rows_have_to_be_somewhere(cluster_of: Clusters) -> None:
@@ -215,127 +197,110 @@ def test_rows_have_to_be_somewhere(cluster_of: Clusters) -> None:
         cluster_of(2).run(none)
 
 
-@every_form
-def test_a_rank_without_a_backward_pass_takes_part(cluster_of: Clusters, form: dict[str, Any]) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net(), **form), Net()
-        for idle, (x, y) in enumerate(batches(2)):
-            model.zero_grad()
-            reference.zero_grad()
-            (loss_of(reference, x, y) / 2).backward()
-            if md.rank() != idle:
-                loss_of(model, x, y).backward()
-            model.synchronize()
-            same_gradients(model.module, reference)
-
-    cluster_of(2).run(train)
-
-
-@every_form
-def test_after_an_exception_the_next_step_works(cluster_of: Clusters, form: dict[str, Any]) -> None:
-    class Middle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
-
-        def forward(self, x: Tensor, failing: bool = False) -> Any:
-            x = self.a(x)
-            if failing:
-                x.register_hook(raising)  # type: ignore[no-untyped-call]
-            return self.b(x)
-
-    def raising(_: Tensor) -> None:
-        raise ArithmeticError("on purpose")
-
-    def train(who: tuple[int, ...], set_to_none: bool) -> None:
-        model, reference = md.DataParallel(Middle(), **form), Middle()
-        for step, (x, y) in enumerate(batches(5)):
-            failing = step in (0, 2) and md.rank() in who
-            model.zero_grad(set_to_none=set_to_none)
-            reference.zero_grad()
-            if failing:
-                with pytest.raises(ArithmeticError, match="on purpose"):
-                    loss_of(partial(model, failing=True), mine(x), mine(y)).backward()
-                if len(who) == 1:  # the others wait for this rank's part of the step
-                    model.synchronize()
-                continue
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(reference, x, y).backward()
-            model.synchronize()
-            if step not in (0, 2):
-                same_gradients(model.module, reference)
-
-    for set_to_none in (True, False):
-        cluster_of(2).run(train, (0, 1), set_to_none)
-        cluster_of(2).run(train, (1,), set_to_none)
-
-
-def test_a_forgotten_synchronize_is_noticed(cluster_of: Clusters) -> None:
-    def train() -> str:
-        model = md.DataParallel(nn.Linear(4, 2).double(), overlap=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        ((x, y),) = batches(1)
-        loss_of(model, x, y).backward()
-        other.step()  # has nothing to do with it
-        with pytest.raises(RuntimeError, match="synchronize") as caught:
-            optimizer.step()
+@on_ranks(2, form=FORMS)
+def test_a_rank_without_a_backward_pass_takes_part(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for idle, (x, y) in enumerate(batches(2)):
+        model.zero_grad()
+        reference.zero_grad()
+        (loss_of(reference, x, y) / 2).backward()
+        if md.rank() != idle:
+            loss_of(model, x, y).backward()
         model.synchronize()
-        optimizer.step()
-        return str(caught.value)
-
-    wanted = (
-        "the optimizer was to step on gradients of this rank alone; call the DataParallel's synchronize()"
-    )
-    assert all(text.startswith(wanted) for text in cluster_of(2).run(train))
+        same_gradients(model.module, reference)
 
 
-def test_with_overlap_backward_leaves_means_as_in_torchs(cluster_of: Clusters) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net()), Net()
-        for x, y in batches(3):
-            model.zero_grad()
-            reference.zero_grad()
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(reference, x, y).backward()
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor, failing: bool = False) -> Any:
+        x = self.a(x)
+        if failing:
+            x.register_hook(raising)  # type: ignore[no-untyped-call]
+        return self.b(x)
+
+
+def raising(_: Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@on_ranks(2, form=FORMS, who=[(0, 1), (1,)], set_to_none=[True, False])
+def test_after_an_exception_the_next_step_works(
+    form: dict[str, Any], who: tuple[int, ...], set_to_none: bool
+) -> None:
+    model, reference = md.DataParallel(Failing(), **form), Failing()
+    for step, (x, y) in enumerate(batches(5)):
+        model.zero_grad(set_to_none=set_to_none)
+        reference.zero_grad()
+        if step in (0, 2) and md.rank() in who:
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                loss_of(partial(model, failing=True), mine(x), mine(y)).backward()
+            if len(who) == 1:  # the others wait for this rank's part of the step
+                model.synchronize()
+            continue
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        model.synchronize()
+        if step not in (0, 2):
             same_gradients(model.module, reference)
 
-    cluster_of(2).run(train)
+
+@on_ranks(2)
+def test_a_forgotten_synchronize_is_noticed() -> None:
+    model = md.DataParallel(nn.Linear(4, 2).double(), overlap=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    ((x, y),) = batches(1)
+    loss_of(model, x, y).backward()
+    other.step()  # has nothing to do with it
+    wanted = "^the optimizer was to step on gradients of this rank alone; call the DataParallel's synchronize"
+    with pytest.raises(RuntimeError, match=wanted):
+        optimizer.step()
+    model.synchronize()
+    optimizer.step()
 
 
-@every_form
-def test_parameters_may_be_frozen_and_thawed(cluster_of: Clusters, form: dict[str, Any]) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net(), **form), Net()
-        for step, (x, y) in enumerate(batches(6)):
-            for net in (model.module, reference):
-                net.frozen.requires_grad_(step in (2, 3))
-                net.first.weight.requires_grad_(step != 4)
-            step_of_both(model, reference, x, y)
-
-    cluster_of(2).run(train)
+@on_ranks(2)
+def test_with_overlap_backward_leaves_means_as_in_torchs() -> None:
+    model, reference = md.DataParallel(Net()), Net()
+    for x, y in batches(3):
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        same_gradients(model.module, reference)
 
 
-def test_a_module_may_change_its_dtype(cluster_of: Clusters) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2).double()
-        for step, (x, y) in enumerate(batches(4)):
-            dtype = torch.float32 if step < 2 else torch.float64
-            model.zero_grad()
-            model.to(dtype)
-            reference.load_state_dict(model.module.state_dict())
-            reference.zero_grad()
-            loss_of(model, mine(x).to(dtype), mine(y).to(dtype)).backward()
-            loss_of(reference, x, y).backward()
-            model.synchronize()
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                assert ours.grad is not None
-                assert theirs.grad is not None
-                rounding = 1e-5 if step < 2 else 1e-12
-                torch.testing.assert_close(ours.grad, theirs.grad.to(dtype), rtol=rounding, atol=rounding)
+@on_ranks(2, form=FORMS)
+def test_parameters_may_be_frozen_and_thawed(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for step, (x, y) in enumerate(batches(6)):
+        for net in (model.module, reference):
+            net.frozen.requires_grad_(step in (2, 3))
+            net.first.weight.requires_grad_(step != 4)
+        step_of_both(model, reference, x, y)
 
-    cluster_of(2).run(train)
+
+@on_ranks(2)
+def test_a_module_may_change_its_dtype() -> None:
+    model, reference = md.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2).double()
+    for step, (x, y) in enumerate(batches(4)):
+        dtype = torch.float32 if step < 2 else torch.float64
+        model.zero_grad()
+        model.to(dtype)
+        reference.load_state_dict(model.module.state_dict())
+        reference.zero_grad()
+        loss_of(model, mine(x).to(dtype), mine(y).to(dtype)).backward()
+        loss_of(reference, x, y).backward()
+        model.synchronize()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            rounding = 1e-5 if step < 2 else 1e-12
+            torch.testing.assert_close(ours.grad, theirs.grad.to(dtype), rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("how", ["module", "parameter", "replaced"])
@@ -355,57 +320,49 @@ def test_a_parameter_added_later_is_an_error(cluster_of: Clusters, how: str) -> 
         cluster_of(2).run(train)
 
 
-def test_a_model_may_have_sparse_gradients_alone(cluster_of: Clusters) -> None:
-    def train() -> torch.Tensor:
-        torch.manual_seed(0)
-        model = md.DataParallel(nn.Embedding(5, 3, sparse=True))
-        for _ in range(2):  # the first backward pass settles the buckets, of which there are none
-            model.zero_grad()
-            model(torch.tensor([1, 2 + md.rank()])).sum().backward()
-            model.synchronize()
-        return model.module.weight.grad.to_dense()
-
+@on_ranks(2)
+def test_a_model_may_have_sparse_gradients_alone() -> None:
+    torch.manual_seed(0)
+    model = md.DataParallel(nn.Embedding(5, 3, sparse=True))
+    for _ in range(2):  # the first backward pass settles the buckets, of which there are none
+        model.zero_grad()
+        model(torch.tensor([1, 2 + md.rank()])).sum().backward()
+        model.synchronize()
     expected = torch.tensor([0.0, 1, 0.5, 0.5, 0])[:, None].expand(5, 3)
-    for gradient in cluster_of(2).run(train):
-        torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(model.module.weight.grad.to_dense(), expected)
 
 
-def test_a_wrapper_loads_a_state_and_is_not_copied(cluster_of: Clusters) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Net(), bucket_mb=0.0002), Net()
-        (x, y), (v, w) = batches(2)
-        loss_of(model, mine(x), mine(y)).backward()
-        model.synchronize()
-        ddp = nn.parallel.DistributedDataParallel(Net())
-        assert list(model.state_dict()) == list(ddp.state_dict())
-        model.load_state_dict(ddp.state_dict())
-        for refused in (copy.deepcopy, pickle.dumps, cloudpickle.dumps):
-            with pytest.raises(TypeError, match="cannot be copied or pickled; save its state_dict"):
-                refused(model)
-        for each in (model, md.DataParallel(copy.deepcopy(model.module))):
-            step_of_both(each, reference, v, w)
-        with torch.no_grad():
-            assert not model(x).requires_grad
-
-    cluster_of(2).run(train)
+@on_ranks(2)
+def test_a_wrapper_loads_a_state_and_is_not_copied() -> None:
+    model, reference = md.DataParallel(Net(), bucket_mb=0.0002), Net()
+    (x, y), (v, w) = batches(2)
+    loss_of(model, mine(x), mine(y)).backward()
+    model.synchronize()
+    ddp = nn.parallel.DistributedDataParallel(Net())
+    assert list(model.state_dict()) == list(ddp.state_dict())
+    model.load_state_dict(ddp.state_dict())
+    for refused in (copy.deepcopy, pickle.dumps, cloudpickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; save its state_dict"):
+            refused(model)
+    for each in (model, md.DataParallel(copy.deepcopy(model.module))):
+        step_of_both(each, reference, v, w)
+    with torch.no_grad():
+        assert not model(x).requires_grad
 
 
-def test_a_wrapper_leaves_nothing_behind(cluster_of: Clusters) -> None:
+@on_ranks(2)
+def test_a_wrapper_leaves_nothing_behind() -> None:
     """Its hooks do nothing once it is gone, and a second wrapper works."""
-
-    def train() -> int:
-        net = Net()
-        (x, y), (v, w) = batches(2)
-        model = md.DataParallel(net)
-        loss_of(model, mine(x), mine(y)).backward()
-        model.synchronize()
-        del model
-        with comm.ledger() as ledger:
-            loss_of(net, mine(v), mine(w)).backward()
-        step_of_both(md.DataParallel(net), Net(), v, w)
-        return len(ledger.calls)
-
-    assert cluster_of(2).run(train) == [0, 0]
+    net = Net()
+    (x, y), (v, w) = batches(2)
+    model = md.DataParallel(net)
+    loss_of(model, mine(x), mine(y)).backward()
+    model.synchronize()
+    del model
+    with comm.ledger() as ledger:
+        loss_of(net, mine(v), mine(w)).backward()
+    step_of_both(md.DataParallel(net), Net(), v, w)
+    assert not ledger.calls
 
 
 class Table(nn.Module):
@@ -419,96 +376,78 @@ class Table(nn.Module):
         return self.table(words) + self.bias
 
 
-@every_form
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_sparse_gradients_are_gathered(cluster_of: Clusters, form: dict[str, Any], ranks: int) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Table(True), **form), Table(False)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
-        words = torch.tensor([[3, 3, 7], [7, 9, 9], [1, 9, 49]])
-        shares = [words[rank, : 3 - rank] for rank in range(md.size())]
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=step < 2)
-            users = [rank for rank in range(ranks) if step < 2 or rank != 1]  # in the end, all but rank 1
-            for rank in users:
-                (reference(shares[rank]).square().sum() / ranks).backward()
-            if md.rank() in users:
-                model(shares[md.rank()]).square().sum().backward()
-            model.synchronize()
-            grad = model.module.table.weight.grad
-            assert grad is not None
-            assert grad.is_sparse
-            torch.testing.assert_close(grad.to_dense(), reference.table.weight.grad, rtol=1e-12, atol=1e-12)
-            touched = {word for rank in users for word in shares[rank].tolist()}
-            assert grad.coalesce().indices()[0].tolist() == sorted(touched)
-            for optimizer in optimizers:
-                optimizer.step()
-
-    cluster_of(ranks).run(train)
-
-
-def test_sparse_gradients_cost_the_rows_that_were_touched(cluster_of: Clusters) -> None:
-    def count() -> tuple[int, int]:
-        model = md.DataParallel(Table(True))
-        for _ in range(2):
-            model.zero_grad()
-            with comm.ledger() as ledger:
-                model(torch.tensor([5, 5, 8, 9][: 4 - md.rank()])).sum().backward()
-                model.synchronize()
-        return ledger.bytes_sent, model.bytes_per_step() + sparse_bytes(3, 3, 8, md.size())
-
-    for sent, wanted in cluster_of(3).run(count):
-        assert sent == wanted
-
-
-def test_gradients_are_stored_once(cluster_of: Clusters) -> None:
-    """After a step the gradients' memory is the buckets': each parameter's is a view into one."""
-
-    def measure(set_to_none: bool) -> tuple[int, int, int]:
-        model = md.DataParallel(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))))
-        for _ in range(3):
-            model.zero_grad(set_to_none=set_to_none)
-            model(torch.ones(2, 50)).sum().backward()
-            model.synchronize()
-        storages = {
-            p.grad.untyped_storage().data_ptr(): p.grad for p in model.parameters() if p.grad is not None
-        }
-        held = {bucket.gradients.untyped_storage().data_ptr() for bucket in model.reducer.rounds.buckets}
-        assert set(storages) == held
-        parameters = sum(p.numel() for p in model.parameters())
-        return parameters, sum(b.gradients.numel() for b in model.reducer.rounds.buckets), len(storages)
-
-    for set_to_none in (True, False):
-        for parameters, elements, storages in cluster_of(2).run(measure, set_to_none):
-            assert parameters == 6 * (50 * 50 + 50)
-            assert elements == parameters + 12 + 2, "and the counts"
-            assert storages == 1
-
-
-def test_rank_0s_order_of_arrival_decides_the_buckets(cluster_of: Clusters) -> None:
-    class Either(nn.Module):
-        """Layers that are used, and so bring gradients, in an order of the rank's own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for place in ORDERS[md.rank()]:
-                x = self.layers[place](x)
-            return x
-
-    def order() -> list[list[int]]:
-        model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
-        model(torch.ones(1, 2)).sum().backward()
+@on_ranks(1, 2, 3, form=FORMS)
+def test_sparse_gradients_are_gathered(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Table(True), **form), Table(False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    words = torch.tensor([[3, 3, 7], [7, 9, 9], [1, 9, 49]])
+    shares = [words[rank, : 3 - rank] for rank in range(md.size())]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step < 2)
+        users = [rank for rank in range(md.size()) if step < 2 or rank != 1]  # in the end, all but rank 1
+        for rank in users:
+            (reference(shares[rank]).square().sum() / md.size()).backward()
+        if md.rank() in users:
+            model(shares[md.rank()]).square().sum().backward()
         model.synchronize()
-        return [bucket.param_indices for bucket in model.reducer.rounds.buckets]
+        grad = model.module.table.weight.grad
+        assert grad is not None
+        assert grad.is_sparse
+        torch.testing.assert_close(grad.to_dense(), reference.table.weight.grad, rtol=1e-12, atol=1e-12)
+        touched = {word for rank in users for word in shares[rank].tolist()}
+        assert grad.coalesce().indices()[0].tolist() == sorted(touched)
+        for optimizer in optimizers:
+            optimizer.step()
 
-    assert cluster_of(2).run(order) == [[[3, 1], [2, 0]]] * 2
+
+@on_ranks(3)
+def test_sparse_gradients_cost_the_rows_that_were_touched() -> None:
+    model = md.DataParallel(Table(True))
+    for _ in range(2):
+        model.zero_grad()
+        with comm.ledger() as ledger:
+            model(torch.tensor([5, 5, 8, 9][: 4 - md.rank()])).sum().backward()
+            model.synchronize()
+    assert ledger.bytes_sent == model.bytes_per_step() + sparse_bytes(3, 3, 8, md.size())
 
 
-ORDERS = ([0, 2, 1, 3], [3, 2, 1, 0])
+@on_ranks(2, set_to_none=[True, False])
+def test_gradients_are_stored_once(set_to_none: bool) -> None:
+    """After a step the gradients' memory is the buckets': each parameter's is a view into one."""
+    model = md.DataParallel(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))))
+    for _ in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        model(torch.ones(2, 50)).sum().backward()
+        model.synchronize()
+    buckets = model.reducer.rounds.buckets
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    assert storages == {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets}
+    assert len(storages) == 1
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == 6 * (50 * 50 + 50)
+    assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
+
+
+class Either(nn.Module):
+    """Layers that are used, and so bring gradients, in an order of the rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in ([0, 2, 1, 3], [3, 2, 1, 0])[md.rank()]:
+            x = self.layers[place](x)
+        return x
+
+
+@on_ranks(2)
+def test_rank_0s_order_of_arrival_decides_the_buckets() -> None:
+    model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
+    model(torch.ones(1, 2)).sum().backward()
+    model.synchronize()
+    assert [bucket.param_indices for bucket in model.reducer.rounds.buckets] == [[3, 1], [2, 0]]
 
 
 class Recomputing(nn.Module):
@@ -531,17 +470,11 @@ class Recomputing(nn.Module):
         return out
 
 
-@every_form
-@pytest.mark.parametrize(("use_reentrant", "tied"), [(False, False), (False, True), (True, False)], ids=str)
-def test_activations_may_be_recomputed(
-    cluster_of: Clusters, form: dict[str, Any], use_reentrant: bool, tied: bool
-) -> None:
-    def train() -> None:
-        model, reference = md.DataParallel(Recomputing(use_reentrant, tied), **form), Recomputing(False, tied)
-        for x, y in batches(3):
-            step_of_both(model, reference, x, y)
-
-    cluster_of(2).run(train)
+@on_ranks(2, form=FORMS, how=[(False, False), (False, True), (True, False)])
+def test_activations_may_be_recomputed(form: dict[str, Any], how: tuple[bool, bool]) -> None:
+    model, reference = md.DataParallel(Recomputing(*how), **form), Recomputing(False, how[1])
+    for x, y in batches(3):
+        step_of_both(model, reference, x, y)
 
 
 def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
@@ -576,33 +509,28 @@ class Course(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("bucket_mb", [0, 0.0001, 0.0016, 0.01, 25])
-def test_weights_equal_one_process_after_each_step(cluster_of: Clusters, bucket_mb: float) -> None:
-    def train() -> None:
-        torch.manual_seed(md.rank())
-        alone = Course().double()
-        model = md.DataParallel(copy.deepcopy(alone), bucket_mb=bucket_mb)
-        own = [torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True)]
-        assert (
-            all(own) if md.rank() == 0 else own == [name == "fixed" for name, _ in alone.named_parameters()]
-        )
-        alone.load_state_dict(model.module.state_dict())
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
-        for x, y in batches(5):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss_of(alone, x, y).backward()
-            loss_of(model, mine(x), mine(y)).backward()
-            model.synchronize()
-            for optimizer in optimizers:
-                optimizer.step()
-            pairs = zip(alone.named_parameters(), model.named_parameters(), strict=True)
-            for (name, wanted), (wrapped, parameter) in pairs:
-                assert wrapped == f"module.{name}"
-                assert parameter.requires_grad == wanted.requires_grad
-                torch.testing.assert_close(parameter, wanted, rtol=1e-12, atol=1e-12)
-
-    cluster_of(2).run(train)
+@on_ranks(2, bucket_mb=[0, 0.0001, 0.0016, 0.01, 25])
+def test_weights_equal_one_process_after_each_step(bucket_mb: float) -> None:
+    torch.manual_seed(md.rank())
+    alone = Course().double()
+    model = md.DataParallel(copy.deepcopy(alone), bucket_mb=bucket_mb)
+    own = [torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True)]
+    assert all(own) if md.rank() == 0 else own == [name == "fixed" for name, _ in alone.named_parameters()]
+    alone.load_state_dict(model.module.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for x, y in batches(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(alone, x, y).backward()
+        loss_of(model, mine(x), mine(y)).backward()
+        model.synchronize()
+        for optimizer in optimizers:
+            optimizer.step()
+        pairs = zip(alone.named_parameters(), model.named_parameters(), strict=True)
+        for (name, wanted), (wrapped, parameter) in pairs:
+            assert wrapped == f"module.{name}"
+            assert parameter.requires_grad == wanted.requires_grad
+            torch.testing.assert_close(parameter, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
@@ -622,36 +550,26 @@ def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
     assert together == [[0, 0], [pytest.approx(1.0), pytest.approx(1.0)]], "it started from rank 0's again"
 
 
-def test_overlap_is_measured(cluster_of: Clusters) -> None:
-    def train() -> tuple[float, int]:
-        model = md.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_mb=0.02)
-        for _ in range(3):
-            with comm.ledger() as ledger:
-                model(torch.ones(8, 64)).sum().backward()
-                model.synchronize()
-        return ledger.comm_overlap, len(ledger.calls)
-
-    for share, calls in cluster_of(2).run(train):
-        assert 0 <= share <= 1
-        assert 6 <= calls <= 7, "a weight fills a bucket, with a bias or two"
-
-
-def test_algorithms_and_accumulation_of_graphs(cluster_of: Clusters) -> None:
-    """Every algorithm of the door gives the same; and a graph of the gradients does no harm."""
-
-    def train(algorithm: str) -> None:
-        model, reference = md.DataParallel(Net(), algorithm=algorithm, bucket_mb=0.0002), Net()
-        for x, y in batches(3, rows=6):
-            model.zero_grad()
-            reference.zero_grad()
-            loss_of(model, mine(x), mine(y)).backward(create_graph=algorithm == "auto")
-            loss_of(reference, x, y).backward()
+@on_ranks(2)
+def test_overlap_is_measured() -> None:
+    model = md.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_mb=0.02)
+    for _ in range(3):
+        with comm.ledger() as ledger:
+            model(torch.ones(8, 64)).sum().backward()
             model.synchronize()
-            same_gradients(model.module, reference)
+    assert 0 <= ledger.comm_overlap <= 1
+    assert 6 <= len(ledger.calls) <= 7, "a weight fills a bucket, with a bias or two"
 
-    cluster = cluster_of(3)
-    for algorithm in ("auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "naive"):
-        cluster.run(partial(train, algorithm))
+
+ALGORITHMS = ["auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "naive"]
+
+
+@on_ranks(3, algorithm=ALGORITHMS)
+def test_algorithms_and_accumulation_of_graphs(algorithm: str) -> None:
+    """Every algorithm of the collectives gives the same; and a graph of the gradients does no harm."""
+    model, reference = md.DataParallel(Net(), algorithm=algorithm, bucket_mb=0.0002), Net()
+    for x, y in batches(3, rows=6):
+        step_of_both(model, reference, x, y, create_graph=algorithm == "auto")
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -713,21 +631,16 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text
         md.DataParallel(**{"module": nn.Linear(1, 1), **arguments})
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_synchronize_sends_its_gradients_and_their_counts(cluster_of: Clusters, overlap: bool) -> None:
-    def count() -> list[int]:
-        model = md.DataParallel(nn.Linear(3, 2), overlap=overlap)
-        sent = []
-        for _ in range(2):
-            with comm.ledger() as ledger:
-                model(torch.ones(1, 3)).sum().backward()
-                before = ledger.bytes_sent
-                model.synchronize()
-            sent = [before, ledger.bytes_sent]
-        return sent
-
+@on_ranks(2, overlap=[True, False])
+def test_synchronize_sends_its_gradients_and_their_counts(overlap: bool) -> None:
+    model = md.DataParallel(nn.Linear(3, 2), overlap=overlap)
+    for _ in range(2):
+        with comm.ledger() as ledger:
+            model(torch.ones(1, 3)).sum().backward()
+            before = ledger.bytes_sent
+            model.synchronize()
     whole = 4 * (3 * 2 + 2) + 4 * (2 + 2)  # two counts, and room for rows and loss
-    assert cluster_of(2).run(count) == [[whole if overlap else 0, whole]] * 2
+    assert (before, ledger.bytes_sent) == (whole if overlap else 0, whole)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

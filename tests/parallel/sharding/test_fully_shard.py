@@ -28,6 +28,7 @@ from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.elementwise_optimizers import is_elementwise
 from tests.helpers import contract
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,
@@ -44,15 +45,13 @@ from tests.parallel.sharding.cases import (
 Clusters = Callable[[int], md.Cluster]
 
 
-def test_units_are_gathered_ahead_where_that_takes_no_core(cluster_of: Clusters) -> None:
-    def chosen() -> list[bool]:
-        sharded = [md.FullyShard(untied(0), SGD)]
-        with comm.using("ring"):
-            sharded.append(md.FullyShard(untied(0), SGD))
-        sharded.append(md.FullyShard(untied(0), SGD, prefetch=True))
-        return [each.shared.runtime.prefetch for each in sharded]
-
-    assert cluster_of(2).run(chosen) == [[False, True, True]] * 2
+@on_ranks(2)
+def test_units_are_gathered_ahead_where_that_takes_no_core() -> None:
+    sharded = [md.FullyShard(untied(0), SGD)]
+    with comm.using("ring"):
+        sharded.append(md.FullyShard(untied(0), SGD))
+    sharded.append(md.FullyShard(untied(0), SGD, prefetch=True))
+    assert [each.shared.runtime.prefetch for each in sharded] == [False, True, True]
 
 
 def test_other_optimizers_are_refused_before_anything_is_sharded() -> None:
@@ -111,44 +110,29 @@ class Headed(nn.Module):
 def test_a_unit_works_by_itself(cluster_of: Clusters, tied: bool) -> None:
     """A head takes the activations in chunks, each with a backward pass of its own, as long losses do."""
 
-    def loss_of(model: Callable[..., Tensor], head: nn.Module, tokens: Tensor) -> Tensor:
-        hidden, total, grads = model(tokens, hidden_only=True), torch.zeros(()), []
-        for chunk in hidden.detach().chunk(3):
-            chunk.requires_grad_()
-            loss = head(chunk).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach()
-            assert chunk.grad is not None
-            grads.append(chunk.grad)
-        hidden.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
-        return total
-
-    def train() -> None:
-        model, peer = Headed(tied).double(), Headed(tied).double()
-        sharded = md.FullyShard(model, torch.optim.SGD, units=[model.embed, model.body, model.head], lr=0.5)
-        optimizer = torch.optim.SGD(peer.parameters(), lr=0.5)
+    def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
+        head, found = getattr(model, "module", model).head, []
         for step in range(3):
-            tokens = (torch.arange(12).view(6, 2) * (step + 2) + step) % 9
-            share = tokens[md.rank() :: md.size()]
-            shares = [tokens[rank :: md.size()] for rank in range(md.size())]
-            ours = loss_of(sharded, model.head, share)
-            theirs = [loss_of(peer, peer.head, each) for each in shares]
-            torch.testing.assert_close(ours, theirs[md.rank()])
-            for parameter in peer.parameters():
-                assert parameter.grad is not None
-                parameter.grad /= md.size()
-            sharded.step()
-            sharded.zero_grad()
+            tokens = ((torch.arange(12).view(6, 2) * (step + 2) + step) % 9)[rank::size]
+            hidden, total, grads = model(tokens, hidden_only=True), torch.zeros(()).double(), []
+            for chunk in hidden.detach().chunk(3):
+                chunk.requires_grad_()
+                loss = head(chunk).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+                assert chunk.grad is not None
+                grads.append(chunk.grad)
+            hidden.backward(torch.cat(grads))
             optimizer.step()
             optimizer.zero_grad()
+            found.append(float(comm.all_reduce(total, "mean")))
             with torch.no_grad():
-                hidden = torch.ones(2, 4, dtype=torch.float64)
                 if not tied:  # tied, it is a part of the root unit's
-                    torch.testing.assert_close(model.head(hidden), peer.head(hidden))
-        for name, value in sharded.state_dict().items():
-            torch.testing.assert_close(value, peer.state_dict()[name], rtol=0, atol=1e-12)
+                    found += head(torch.ones(2, 4, dtype=torch.float64)).flatten().tolist()
+        return found
 
-    cluster_of(2).run(train)
+    make, units = partial(torch.optim.SGD, lr=0.5), [nn.Embedding, nn.Linear]
+    check_loop(cluster_of(2), lambda _: Headed(tied).double(), loop, make, units=units)
 
 
 def test_a_unit_by_itself_that_failed_leaves_nothing() -> None:
@@ -188,23 +172,23 @@ def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> No
         sharded(torch.ones(2, 3))
 
 
-def test_summon_shows_and_takes_back(cluster_of: Clusters) -> None:
-    def edit() -> tuple[bool, ...]:
-        sharded = md.FullyShard(untied(md.rank()), SGD)
-        original = untied(0).state_dict()
-        with sharded.summon() as model:
-            same = all(torch.equal(original[name], value) for name, value in model.state_dict().items())
-            with torch.no_grad():
-                model.layers[2].mlp.up.weight.mul_(3)
-        tripled = torch.equal(
-            sharded.state_dict()["layers.2.mlp.up.weight"], 3 * original["layers.2.mlp.up.weight"]
-        )
-        sharded.load_state_dict(original)
-        again = all(torch.equal(original[name], value) for name, value in sharded.state_dict().items())
-        shards = sum(p.numel() for p in sharded.parameters())
-        return same, tripled, again, shards < 0.51 * sum(v.numel() for v in original.values())
+@on_ranks(2)
+def test_summon_shows_and_takes_back() -> None:
+    sharded, name = md.FullyShard(untied(md.rank()), SGD), "layers.2.mlp.up.weight"
+    original = untied(0).state_dict()
+    with sharded.summon() as model:
+        same(model.state_dict(), original)
+        with torch.no_grad():
+            model.get_parameter(name).mul_(3)
+    assert torch.equal(sharded.state_dict()[name], 3 * original[name])
+    sharded.load_state_dict(original)
+    same(sharded.state_dict(), original)
+    shards = sum(p.numel() for p in sharded.parameters())
+    assert shards < 0.51 * sum(v.numel() for v in original.values())
 
-    assert cluster_of(2).run(edit) == [(True,) * 4] * 2
+
+def same(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(state), dict(wanted), rtol=0, atol=0)
 
 
 def test_named_shards_say_where_each_element_is(cluster_of: Clusters) -> None:
@@ -235,44 +219,21 @@ def test_what_it_cannot_do_it_says() -> None:
         md.FullyShard(lambda x: x, torch.optim.SGD)  # type: ignore[arg-type]
 
 
-def test_several_dtypes_keep_theirs(cluster_of: Clusters) -> None:
-    def train() -> dict[str, Tensor]:
-        model = nn.Sequential(nn.Linear(6, 6).double(), nn.Linear(6, 3).double())
-        model.register_parameter("shift", nn.Parameter(torch.zeros(3)))
-        model.register_parameter("count", nn.Parameter(torch.tensor([7]), requires_grad=False))
-        sharded = md.FullyShard(model, SGD)
-        x, y = vectors(torch.Generator().manual_seed(0), 4)
-        with torch.no_grad():
-            sharded(x)
-        nn.functional.cross_entropy(sharded(x), y).backward()
-        sharded.step()
-        return sharded.state_dict()
-
-    for state in cluster_of(2).run(train):
-        kinds = {name: value.dtype for name, value in state.items()}
-        assert kinds["0.weight"] == torch.float64
-        assert kinds["shift"] == torch.float32
-        assert state["count"].tolist() == [7]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_master_copies_keep_what_half_precision_rounds_away(cluster_of: Clusters, dtype: torch.dtype) -> None:
-    def train() -> tuple[list[float], list[str]]:
-        model = nn.Linear(1, 1, bias=False).to(dtype)
-        sharded = md.FullyShard(model, torch.optim.SGD, lr=2.0**-13, master=torch.float32)
-        sharded.load_state_dict({"weight": torch.ones(1, 1, dtype=dtype)})
-        for _ in range(64):
-            sharded.zero_grad()
-            sharded(torch.ones(1, 1, dtype=dtype)).sum().backward()
-            sharded.step()
-        with sharded.summon():
-            pass  # takes nothing back, since nothing was written
-        shards = [p.dtype for p in sharded.parameters()]
-        return [float(sharded.state_dict()["weight"])], [*map(str, shards)]
-
-    found = cluster_of(2).run(train)
-    assert [weight for (weight,), _ in found] == [1 - 64 * 2.0**-13] * 2
-    assert [kinds for _, kinds in found] == [["torch.float32"], []]  # rank 1 has padding alone
+@on_ranks(2)
+def test_several_dtypes_keep_theirs() -> None:
+    model = nn.Sequential(nn.Linear(6, 6).double(), nn.Linear(6, 3).double())
+    model.register_parameter("shift", nn.Parameter(torch.zeros(3)))
+    model.register_parameter("count", nn.Parameter(torch.tensor([7]), requires_grad=False))
+    sharded = md.FullyShard(model, SGD)
+    x, y = vectors(torch.Generator().manual_seed(0), 4)
+    with torch.no_grad():
+        sharded(x)
+    nn.functional.cross_entropy(sharded(x), y).backward()
+    sharded.step()
+    state = sharded.state_dict()
+    assert state["0.weight"].dtype == torch.float64
+    assert state["shift"].dtype == torch.float32
+    assert state["count"].tolist() == [7]
 
 
 def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
@@ -343,57 +304,44 @@ class Live(TorchDispatchMode):
 WIDE = config("byte-tiny", vocabulary=16, context=8, layers=12, heads=2, width=32, tied=False)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(cluster_of: Clusters, ahead: bool) -> None:
-    def measure() -> tuple[list[int], int, int, int]:
-        strategy = Sharded(GPT(WIDE, seed=0), contract.ADAMW, ZERO_3, {"prefetch": ahead})
-        parallel = strategy.shared
-        most = 0
+@on_ranks(4, ahead=[False, True])
+def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(ahead: bool) -> None:
+    strategy = Sharded(GPT(WIDE, seed=0), contract.ADAMW, ZERO_3, {"prefetch": ahead})
+    units, buckets = strategy.shared.units, strategy.shared.buckets
+    gathered: list[int] = []
 
-        def now(*_: Any) -> None:
-            nonlocal most
-            gathered = sum(f.values.untyped_storage().nbytes() for u in parallel.units for f in u.buckets)
-            most = max(most, gathered)
+    def now(*_: Any) -> None:
+        gathered.append(sum(bucket.values.untyped_storage().nbytes() for bucket in buckets))
 
-        for part in parallel.units[0].module.modules():
-            part.register_forward_hook(now)
-            part.register_full_backward_hook(now)
-        tokens = torch.randint(0, 16, (2, 9), generator=torch.Generator().manual_seed(0))
-        for _ in range(2):
-            strategy.zero_grad()
-            outputs = strategy.forward(tokens[:, :-1])
-            nn.functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            strategy.synchronize()
-            strategy.update()
-        gc.collect()
-        kinds = vars(strategy.held())
-        held = [storage_bytes(kinds[kind]) for kind in ("parameters", "gradients", "optimizer")]
-        unit = max(bucket.length for u in parallel.units for bucket in u.buckets) * 4
-        elements = sum(p.numel() for p in parallel.units[0].module.parameters())
-        return held, most, unit, 4 * elements
-
-    for (parameters, gradients, optimizer), most, unit, whole in cluster_of(4).run(measure):
-        assert parameters == pytest.approx(whole / 4, rel=0.01)
-        assert gradients == pytest.approx(whole / 4 + 2 * unit, rel=0.01)  # and the buffers to reduce in
-        assert optimizer == pytest.approx(2 * whole / 4, rel=0.01)
-        assert most == (1 + ahead) * unit
-        assert most < whole / 4
+    for part in units[0].module.modules():
+        part.register_forward_hook(now)
+        part.register_full_backward_hook(now)
+    tokens = torch.randint(0, 16, (2, 9), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        strategy.zero_grad()
+        outputs = strategy.forward(tokens[:, :-1])
+        nn.functional.cross_entropy(outputs.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        strategy.synchronize()
+        strategy.update()
+    gc.collect()
+    held = strategy.held()
+    unit = max(bucket.length for bucket in buckets) * 4
+    whole = 4 * sum(p.numel() for p in units[0].module.parameters())
+    assert storage_bytes(held.parameters) == pytest.approx(whole / 4, rel=0.01)
+    # And the buffers to reduce in.
+    assert storage_bytes(held.gradients) == pytest.approx(whole / 4 + 2 * unit, rel=0.01)
+    assert storage_bytes(held.optimizer) == pytest.approx(2 * whole / 4, rel=0.01)
+    assert max(gathered) == (1 + ahead) * unit < whole / 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_made_on_meta_is_never_whole(cluster_of: Clusters, ranks: int) -> None:
-    def make() -> tuple[int, int, int, bool]:
-        with Live() as live:
-            sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
-        whole = GPT(WIDE, seed=5).state_dict()
-        same = all(torch.equal(whole[name], value) for name, value in sharded.state_dict().items())
-        unit = max(4 * bucket.length for unit in sharded.shared.units for bucket in unit.buckets)
-        return live.most, live.now, unit, same
-
-    for most, kept, unit, same in cluster_of(ranks).run(make):
-        assert same
-        # The unit's parameters and their flat tensor, the values of one as they are drawn, in float64.
-        assert unit < most - kept < 3 * unit
+@on_ranks(2, 4)
+def test_a_model_made_on_meta_is_never_whole() -> None:
+    with Live() as live:
+        sharded = md.FullyShard(GPT(WIDE, seed=5, device="meta"), torch.optim.SGD)
+    same(sharded.state_dict(), GPT(WIDE, seed=5).state_dict())
+    unit = max(4 * bucket.length for bucket in sharded.shared.buckets)
+    # The unit's parameters and their flat tensor, the values of one as they are drawn, in float64.
+    assert unit < live.most - live.now < 3 * unit
 
 
 @pytest.mark.parametrize("build", [partial(MLP, (6, 5, 3)), partial(GPT, config("byte-tiny", layers=1))])
@@ -427,31 +375,24 @@ class Head(nn.Module):
             nn.init.normal_(parameter)
 
 
-@pytest.mark.parametrize("head_first", [False, True])
-@pytest.mark.parametrize("by_itself", [False, True])
-def test_a_tied_head_with_a_bias_begins_once(cluster_of: Clusters, head_first: bool, by_itself: bool) -> None:
-    def make() -> tuple[dict[str, Tensor], list[str]]:
-        with torch.device("meta"):
-            model = Head(head_first)
-        if by_itself:
-            model.initialize_part = None  # type: ignore[assignment, method-assign]
-        sharded = md.FullyShard(model, SGD)
-        return sharded.state_dict(), model.begun
-
+@on_ranks(2, head_first=[False, True], by_itself=[False, True])
+def test_a_tied_head_with_a_bias_begins_once(head_first: bool, by_itself: bool) -> None:
+    with torch.device("meta"):
+        model = Head(head_first)
+    if by_itself:
+        model.initialize_part = None  # type: ignore[assignment, method-assign]
+    state = md.FullyShard(model, SGD).state_dict()
+    weight = state["layers.0.weight"]
+    torch.testing.assert_close(weight, state["layers.2.weight"], rtol=0, atol=0)
+    if by_itself:  # a table's are normal; a head's, and its bias, are at most 1 / sqrt(4)
+        assert (weight.abs().max() <= 0.5) == head_first
+        assert 0 < state[f"layers.{2 - 2 * head_first}.bias"].abs().max() <= 0.5
+        return
     wanted = Head(head_first)
-    for part in [] if by_itself else reversed(wanted.layers):  # the first holder writes last
+    for part in reversed(wanted.layers):  # the first holder writes last
         wanted.initialize_part(part)
-    for state, begun in cluster_of(2).run(make):
-        weight = state["layers.0.weight"]
-        torch.testing.assert_close(weight, state["layers.2.weight"], rtol=0, atol=0)
-        if by_itself:  # a table's are normal; a head's, and its bias, are at most 1 / sqrt(4)
-            assert (weight.abs().max() <= 0.5) == head_first
-            assert 0 < state[f"layers.{2 - 2 * head_first}.bias"].abs().max() <= 0.5
-        else:
-            assert sorted(begun) == ["layers.0", "layers.1", "layers.2"][: 3 - head_first]
-            assert len({*begun}) == len(begun)
-            for name, value in wanted.state_dict().items():
-                torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    assert sorted(model.begun) == ["layers.0", "layers.1", "layers.2"][: 3 - head_first]
+    same(state, wanted.state_dict())
 
 
 def test_other_models_on_meta_say_how_they_begin() -> None:
@@ -482,13 +423,11 @@ def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
     )
 
 
-def test_the_tensors_of_a_whole_model_may_be_kept(cluster_of: Clusters) -> None:
-    def keep() -> None:
-        engine = md.prepare(seeded(Skipping)(md.rank()), torch.optim.SGD, md.Layout(dp=2, zero=3))
-        kept = dict(engine.whole())  # of units that were freed since
-        torch.testing.assert_close(kept, engine.full_state_dict(), rtol=0, atol=0)
-
-    cluster_of(2).run(keep)
+@on_ranks(2)
+def test_the_tensors_of_a_whole_model_may_be_kept() -> None:
+    engine = md.prepare(seeded(Skipping)(md.rank()), torch.optim.SGD, md.Layout(dp=2, zero=3))
+    kept = dict(engine.whole())  # of units that were freed since
+    torch.testing.assert_close(kept, engine.full_state_dict(), rtol=0, atol=0)
 
 
 def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from minidist import comm
 from minidist.parallel.training import clipping
 from minidist.parallel.training.clipping import clip_grad_norm
 from tests.helpers import contract
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding import test_parameter_groups as grouped
 from tests.parallel.sharding.cases import CASES, check_loop, in_a_loop, own_loop
 
@@ -154,10 +155,33 @@ def test_a_norm_of_a_ranks_own_shards_is_caught(cluster_of: Clusters) -> None:
         check_loop(cluster_of(2), CASE.model, alone, sgd)
 
 
+@on_ranks(2, zero=[1, 2, 3], dtype=[torch.bfloat16, torch.float16])
+def test_masters_keep_what_half_precision_rounds_away(zero: int, dtype: torch.dtype) -> None:
+    model = nn.Linear(5, 1, bias=False).to(dtype)
+    nn.init.ones_(model.weight)
+    make = partial(torch.optim.SGD, lr=2.0**-13)
+    called, optimizer, state = in_a_loop(zero, model, make, master=torch.float32)
+    for _ in range(63):
+        optimizer.zero_grad()
+        called(torch.ones(1, 5, dtype=dtype)).sum().backward()
+        optimizer.step()
+    if zero == 3:
+        with called.summon():
+            pass  # takes nothing back, since nothing was written
+        masters = [*called.parameters()]
+    else:
+        masters = [piece.tensor for piece in optimizer.shared.slices.all]
+    assert all(each.dtype == torch.float32 for each in masters)
+    own = [value for each in masters for value in each.flatten().tolist()]
+    assert comm.all_reduce(torch.tensor(len(own))) == 5
+    exact = 1 - 63 * 2.0**-13  # which neither dtype has
+    assert own == [exact] * len(own)
+    assert state()["weight"].tolist() == [[float(torch.tensor(exact).to(dtype))] * 5]
+
+
 def test_masters_reach_the_units_by_the_optimizers_own_step() -> None:
-    sharded = md.FullyShard(
-        nn.Linear(1, 1, bias=False).bfloat16(), torch.optim.SGD, lr=1.0, master=torch.float32
-    )
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    sharded = md.FullyShard(model, torch.optim.SGD, lr=1.0, master=torch.float32)
     before = sharded.state_dict()["weight"]
     sharded(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     sharded.optimizer.step()

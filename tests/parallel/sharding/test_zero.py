@@ -7,7 +7,6 @@ import gc
 import pickle
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,82 +14,69 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from minidist import comm
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
 
 Clusters = Callable[[int], md.Cluster]
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_rank_keeps_its_share_and_no_more(cluster_of: Clusters, ranks: int) -> None:
-    def measure(stage: int, name: str) -> tuple[int, int, int, int]:
-        case = CASES[name]
-        model = case.model(0)
-        options = {"bucket_mb": 0.001}
-        layout = md.Layout(dp=md.size(), zero=stage)
-        engine = md.prepare(model, case.optimizer, layout, data_parallel=options)
-        for inputs, targets in case.global_batches()[:3]:
-            engine.step(inputs[:4], targets[:4])
-        held = engine.strategy.held()
-        alone = OPTIM.AdamW(case.model(0).parameters())
-        for group in alone.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        alone.step()
-        whole = storage_bytes(v for s in alone.state.values() for v in s.values())
-        buckets = engine.strategy.shared.buckets
-        largest = max(bucket.length for bucket in buckets) * 8
-        grads = storage_bytes(held.gradients)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        shares = storage_bytes(b.reduced for b in buckets) if stage == 2 else 0
-        assert stage == 1 or grads <= shares + 2 * largest
-        return storage_bytes(held.optimizer), whole, grads, shares
-
-    elements, parameters = sizes_of(CASES["gpt"].model(0))
-    for stage in (1, 2):
-        for state, whole, grads, shares in cluster_of(ranks).run(measure, stage, "gpt"):
-            padding = 16 * ranks * parameters
-            assert abs(state - whole / ranks) <= padding
-            if stage == 1:
-                assert abs(grads - 8 * elements) <= padding
-            else:
-                assert abs(shares - 8 * elements / ranks) <= padding
-                assert grads < 8 * elements or ranks < 3
-
-    # Whole parameters: all ranks' states together are one process's.
-    def factored() -> int:
-        case = CASES["adafactor"]
-        engine = md.prepare(case.model(0), case.optimizer, md.Layout(dp=md.size(), zero=1))
-        engine.step(*CASES["mlp"].rows(torch.Generator().manual_seed(0), 4))
-        return len(engine.optimizer.state)
-
-    assert sum(cluster_of(ranks).run(factored)) == 4
+@on_ranks(1, 3, stage=[1, 2])
+def test_a_rank_keeps_its_share_and_no_more(stage: int) -> None:
+    case, ranks = CASES["gpt"], md.size()
+    model = case.model(0)
+    layout = md.Layout(dp=ranks, zero=stage)
+    engine = md.prepare(model, case.optimizer, layout, data_parallel={"bucket_mb": 0.001})
+    for inputs, targets in case.global_batches()[:3]:
+        engine.step(inputs[:4], targets[:4])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    alone = OPTIM.AdamW(case.model(0).parameters())
+    for group in alone.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    alone.step()
+    whole = storage_bytes(v for s in alone.state.values() for v in s.values())
+    elements, parameters = sizes_of(model)
+    padding = 16 * ranks * parameters
+    held, buckets = engine.strategy.held(), engine.strategy.shared.buckets
+    grads = storage_bytes(held.gradients)
+    assert abs(storage_bytes(held.optimizer) - whole / ranks) <= padding
+    if stage == 1:
+        assert abs(grads - 8 * elements) <= padding
+    else:
+        shares = storage_bytes(bucket.reduced for bucket in buckets)
+        assert grads <= shares + 2 * 8 * max(bucket.length for bucket in buckets)
+        assert abs(shares - 8 * elements / ranks) <= padding
+        assert grads < 8 * elements or ranks < 3
 
 
-def test_gradients_are_freed_as_backward_goes(cluster_of: Clusters) -> None:
-    def watch() -> list[int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12))).double()
-        zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, stage=2, bucket_mb=512 / 2**20, lr=0.1)
-        held: list[int] = []
-        for _ in range(2):
-            held.clear()
-            x = torch.randn(2, 8, dtype=torch.float64)
-            for layer in model:
-                x = layer(x)
-                x.register_hook(lambda _: held.append(sum(p.grad is not None for p in model.parameters())))
-            x.sum().backward()
-            zero.step()
-        plan = zero.shared.rounds
-        assert plan is not None
-        assert len(zero.shared.buckets) == 12
-        private = [b for b in zero.shared.buckets if b.holds]
-        assert not private
-        return [*held, storage_bytes(plan.tensors())]
+@on_ranks(1, 3)
+def test_the_state_of_whole_parameters_is_one_processs_over_all_ranks() -> None:
+    case = CASES["adafactor"]
+    engine = md.prepare(case.model(0), case.optimizer, md.Layout(dp=md.size(), zero=1))
+    engine.step(*case.rows(torch.Generator().manual_seed(0), 4))
+    assert comm.all_reduce(torch.tensor(len(engine.optimizer.state))) == 4
 
-    for *held, memory in cluster_of(2).run(watch):
-        assert held == [0] * 12
-        assert memory == 12 * 512 // 2 + 2 * 512
+
+@on_ranks(2)
+def test_gradients_are_freed_as_backward_goes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12))).double()
+    zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, stage=2, bucket_mb=512 / 2**20, lr=0.1)
+    held: list[int] = []
+    for _ in range(2):
+        held.clear()
+        x = torch.randn(2, 8, dtype=torch.float64)
+        for layer in model:
+            x = layer(x)
+            x.register_hook(lambda _: held.append(sum(p.grad is not None for p in model.parameters())))
+        x.sum().backward()
+        zero.step()
+    assert held == [0] * 12
+    assert len(zero.shared.buckets) == 12
+    assert not [b for b in zero.shared.buckets if b.holds]
+    assert storage_bytes(zero.shared.rounds.tensors()) == 12 * 512 // 2 + 2 * 512
 
 
 # In a loop of one's own, as torch's ZeroRedundancyOptimizer is used.
@@ -194,70 +180,64 @@ def test_a_loaded_state_does_not_settle_the_order_of_gradients() -> None:
     assert float(other.state_dict()["state"][0]["step"]) == 2
 
 
-@both_stages
-def test_parameters_that_are_added_thawed_and_scheduled(cluster_of: Clusters, stage: int) -> None:
-    def train() -> None:
-        model, peer_model = small(md.rank()), small()
-        last, peer_last = nn.Linear(2, 4).double(), nn.Linear(2, 4).double()
-        with torch.no_grad():
-            for parameter, peer in zip(last.parameters(), peer_last.parameters(), strict=True):
-                peer.fill_(0.5)
-                parameter.fill_(0.5 if md.rank() == 0 else 7.0)
-        model[0].bias.requires_grad_(False)
-        peer_model[0].bias.requires_grad_(False)
-        zero: Any = md.ZeroOptimizer(model.parameters(), OPTIM.AdamW, stage, lr=0.1)
-        plain = OPTIM.AdamW(peer_model.parameters(), lr=0.1)
-        pair = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (zero, plain)]
-        train_both(model, zero, peer_model, plain, 3, pair)
-        assert zero.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.05
-        zero.add_param_group({"params": last.parameters(), "lr": 0.03})
-        plain.add_param_group({"params": peer_last.parameters(), "lr": 0.03})
-        model.append(last)
-        peer_model.append(peer_last)
+@on_ranks(2, stage=[1, 2])
+def test_parameters_that_are_added_thawed_and_scheduled(stage: int) -> None:
+    model, peer_model = small(md.rank()), small()
+    last, peer_last = nn.Linear(2, 4).double(), nn.Linear(2, 4).double()
+    with torch.no_grad():
+        for parameter, peer in zip(last.parameters(), peer_last.parameters(), strict=True):
+            peer.fill_(0.5)
+            parameter.fill_(0.5 if md.rank() == 0 else 7.0)
+    model[0].bias.requires_grad_(False)
+    peer_model[0].bias.requires_grad_(False)
+    zero: Any = md.ZeroOptimizer(model.parameters(), OPTIM.AdamW, stage, lr=0.1)
+    plain = OPTIM.AdamW(peer_model.parameters(), lr=0.1)
+    pair = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (zero, plain)]
+    train_both(model, zero, peer_model, plain, 3, pair)
+    assert zero.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.05
+    zero.add_param_group({"params": last.parameters(), "lr": 0.03})
+    plain.add_param_group({"params": peer_last.parameters(), "lr": 0.03})
+    model.append(last)
+    peer_model.append(peer_last)
+    compare_models(model, peer_model)
+    train_both(model, zero, peer_model, plain, 3)
+    for each in (model, peer_model):
+        each[0].bias.requires_grad_(True)
+        each[2].weight.requires_grad_(False)
+    train_both(model, zero, peer_model, plain, 2)
+    assert zero.shared._before is None  # nor the memory of its buckets
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        zero.add_param_group({"params": last.parameters()})
+    zero.consolidate_state_dict()
+    if md.rank() == 0:
+        same_state(zero.state_dict(), plain.state_dict())
+
+
+@on_ranks(2, stage=[1, 2])
+def test_a_closure_and_zero_grad(stage: int) -> None:
+    model, peer_model = small(), small()
+    zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, stage, lr=0.1)
+    plain = OPTIM.SGD(peer_model.parameters(), lr=0.1)
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def closure(module: nn.Module, optimizer: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = module(x).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for _ in range(2):
+        ours = zero.step(partial(closure, model, zero))
+        torch.testing.assert_close(ours, plain.step(partial(closure, peer_model, plain)))
         compare_models(model, peer_model)
-        train_both(model, zero, peer_model, plain, 3)
-        for each in (model, peer_model):
-            each[0].bias.requires_grad_(True)
-            each[2].weight.requires_grad_(False)
-        train_both(model, zero, peer_model, plain, 2)
-        assert zero.shared._before is None  # nor the memory of its buckets
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            zero.add_param_group({"params": last.parameters()})
-        zero.consolidate_state_dict()
-        if md.rank() == 0:
-            same_state(zero.state_dict(), plain.state_dict())
-
-    cluster_of(2).run(train)
-
-
-@both_stages
-def test_a_closure_and_zero_grad(cluster_of: Clusters, stage: int) -> None:
-    def train() -> None:
-        model, peer_model = small(), small()
-        zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, stage, lr=0.1)
-        plain = OPTIM.SGD(peer_model.parameters(), lr=0.1)
-        x = torch.ones(2, 4, dtype=torch.float64)
-
-        def closure(module: nn.Module, optimizer: Any) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = module(x).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        for _ in range(2):
-            ours = zero.step(partial(closure, model, zero))
-            torch.testing.assert_close(ours, plain.step(partial(closure, peer_model, plain)))
-            compare_models(model, peer_model)
-        closure(model, zero)
-        zero.zero_grad()  # and nothing is left of it
-        assert all(parameter.grad is None for parameter in model.parameters())
-        before = copy.deepcopy(model.state_dict())
-        zero.step()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, before[name])
-        assert zero.step() is None
-
-    cluster_of(2).run(train)
+    closure(model, zero)
+    zero.zero_grad()  # and nothing is left of it
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    zero.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert zero.step() is None
 
 
 @both_stages
@@ -291,42 +271,31 @@ def test_a_step_hands_on_what_the_optimizer_takes() -> None:
     assert weight.item() == 0.5
 
 
-def test_gradients_set_by_hand_and_fewer_elements_than_ranks(cluster_of: Clusters) -> None:
-    def train(stage: int) -> list[float]:
-        weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-        zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1.0)
-        for _ in range(2):
-            weight.grad = torch.tensor([float(md.rank()), 1.0])
-            zero.step()
-            zero.zero_grad()
-        values: list[float] = weight.tolist()
-        return values
-
-    for stage in (1, 2):
-        assert cluster_of(4).run(train, stage) == [[-2.0, 0.0]] * 4
+@on_ranks(4, stage=[1, 2])
+def test_gradients_set_by_hand_and_fewer_elements_than_ranks(stage: int) -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1.0)
+    for _ in range(2):
+        weight.grad = torch.tensor([float(md.rank()), 1.0])
+        zero.step()
+        zero.zero_grad()
+    assert weight.tolist() == [-2.0, 0.0]
 
 
-def test_a_backward_pass_that_failed_leaves_nothing(cluster_of: Clusters) -> None:
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+@on_ranks(2)
+def test_a_backward_pass_that_failed_leaves_nothing() -> None:
+    def failing(_: Tensor) -> None:
+        raise ArithmeticError("in backward")
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ArithmeticError("in backward")
-
-    def train() -> None:
-        model, peer_model = small(), small()
-        zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, 2, lr=0.1)
-        plain = OPTIM.SGD(peer_model.parameters(), lr=0.1)
-        train_both(model, zero, peer_model, plain, 1)
-        x = torch.ones(2, 4, dtype=torch.float64)
-        with pytest.raises(ArithmeticError):
-            model[2](Failing.apply(model[1](model[0](x)))).sum().backward()
-        train_both(model, zero, peer_model, plain, 2)
-
-    cluster_of(2).run(train)
+    model, peer_model = small(), small()
+    zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, 2, lr=0.1)
+    plain = OPTIM.SGD(peer_model.parameters(), lr=0.1)
+    train_both(model, zero, peer_model, plain, 1)
+    hidden = model[1](model[0](torch.ones(2, 4, dtype=torch.float64)))
+    hidden.register_hook(failing)
+    with pytest.raises(ArithmeticError):
+        model[2](hidden).sum().backward()
+    train_both(model, zero, peer_model, plain, 2)
 
 
 @pytest.mark.parametrize(
@@ -380,22 +349,3 @@ def test_ranks_whose_parameters_differ_are_told(cluster_of: Clusters) -> None:
 
     with pytest.raises(md.RankError, match="parameters of rank 1 in the group differ from rank 0's"):
         cluster_of(2).run(make)
-
-
-@both_stages
-def test_masters_keep_what_bfloat16_would_round_away(cluster_of: Clusters, stage: int) -> None:
-    def train() -> list[Any]:
-        weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-        zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1e-3, master=torch.float32)
-        for _ in range(8):
-            weight.grad = torch.ones_like(weight)
-            zero.step()
-        masters = [piece.tensor for piece in zero.shared.slices.all]
-        assert all(m.dtype == torch.float32 for m in masters)
-        return [weight.float().tolist(), torch.cat([*masters, torch.zeros(0)]).tolist()]
-
-    got = cluster_of(2).run(train)
-    exact = 1 - 8e-3  # 8 steps of 0.001, each less than half of bfloat16's spacing below 1, which is 0.004
-    for weight, _ in got:
-        assert weight == [float(torch.tensor(exact).bfloat16())] * 5
-    assert [*chain(*(masters for _, masters in got))] == pytest.approx([exact] * 5, rel=1e-6)
