@@ -18,6 +18,7 @@ from minidist.parallel.contract.batch import tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome
 from minidist.parallel.engine.whole_state import TrainingState, micro_batches, whole_batch
+from minidist.parallel.sharding import residency
 from minidist.parallel.training.moved_results import MARGIN, forward_hooks, move, moved_results
 
 Outputs = dict[str, list[Tensor]]
@@ -109,7 +110,7 @@ def compared(
     kind, _, name = first.name.partition(".")
     cause = "minidist.compare shows the first layer that differs"
     if kind == "model" and any(name in part.trained for part in start.parts):
-        whole_state = layout.zero + layout.pp + layout.tp == 2  # each rank updates all parameters
+        whole_state = residency.ROWS[layout.zero].state and layout.pp * layout.tp == 1  # all on each rank
         cause = STATE if whole_state else OPTIMIZER
         if (f"gradient.{name}" in found.tensors) != (f"gradient.{name}" in by_one.tensors):
             cause = f"{name} {UNUSED}"

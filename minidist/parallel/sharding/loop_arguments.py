@@ -11,6 +11,10 @@ from torch import nn
 
 from minidist._arguments import is_number
 from minidist.parallel.guards.refusals import require_trained
+from minidist.parallel.sharding.residency import ROWS
+
+WHOLE_PARAMETERS = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
+"""The stages of `ZeroOptimizer`."""
 
 
 def check_arguments(
@@ -40,7 +44,7 @@ def check_arguments(
 
 def check_zero_arguments(stage: Any, optimizer_class: Any, bucket_mb: Any, master: Any) -> None:
     """TypeError or ValueError where an argument of `ZeroOptimizer` is wrong."""
-    if stage not in (1, 2) or isinstance(stage, bool):
+    if stage not in WHOLE_PARAMETERS or isinstance(stage, bool):
         raise ValueError(f"stage is {stage!r}; give 1 or 2, or use FullyShard for stage 3")
     _check_class(optimizer_class)
     check_bucket_mb(bucket_mb)

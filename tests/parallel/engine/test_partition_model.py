@@ -22,7 +22,7 @@ from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
 from tests.helpers import contract
-from tests.parallel.sharding.test_data_parallel import CASES
+from tests.parallel.sharding.cases import CASES
 from tests.parallel.test_layouts import CASE, gpt
 
 Clusters = Callable[[int], md.Cluster]

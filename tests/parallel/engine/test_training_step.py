@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from tests.helpers import contract
-from tests.parallel.sharding.test_data_parallel import CASES
+from tests.parallel.sharding.cases import CASES
 
 Clusters = Callable[[int], md.Cluster]
 GPT = CASES["gpt"]

@@ -19,7 +19,7 @@ from minidist.parallel.pipeline.layer_trace import Argument, Sent, trace_layers
 from tests.helpers import contract
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
-from tests.parallel.sharding.test_data_parallel import CASES
+from tests.parallel.sharding.cases import CASES
 
 Clusters = Callable[[int], md.Cluster]
 PP = md.Layout(pp=2)

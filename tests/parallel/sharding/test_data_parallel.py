@@ -1,386 +1,659 @@
-"""Data parallelism in every form: the contract, the bytes, and planted faults that the contract catches."""
+"""DataParallel in loops that users write: what torch's users expect of gradients, messages, mistakes told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist import comm
-from minidist.kernels import CPU_LADDER
-from minidist.model import GPT, MLP, config
-from minidist.model.loss import accuracy
-from minidist.model.matmul import Linear
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.sharding import reducer, whole_parameters
-from minidist.parallel.sharding.gradient_rounds import GradientRounds
-from tests.helpers import contract
-from tests.helpers.step_bytes import bytes_of_a_step
+from minidist.parallel.compression.sparse_gradients import sparse_bytes
+from tests.helpers.on_ranks import on_ranks
+from tests.parallel.sharding.cases import CASES
 
 Clusters = Callable[[int], md.Cluster]
-ADAMW = contract.ADAMW
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False},
+    {"bucket_mb": 0},
+    {"bucket_mb": 0, "overlap": False},
+    {"bucket_mb": 0.0002},
+]
 
 
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (count,), generator=generator)
+class Net(nn.Module):
+    """Two layers that are tied, a frozen one, and one of another dtype."""
 
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
-
-
-def mlp_on_rung(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64, linear=partial(Linear, rung=CPU_LADDER[3]))
-
-
-def gpt(seed: int) -> nn.Module:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=2, heads=2, width=8)
-    return GPT(shape, seed=seed, dtype=torch.float64)
-
-
-def frozen(seed: int) -> nn.Module:
-    model = mlp(seed)
-    for parameter in list(model.parameters())[:2]:
-        parameter.requires_grad_(False)
-    return model
-
-
-class Tied(nn.Module):
-    """Two layers that share one weight."""
-
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first, self.second, self.frozen = (nn.Linear(4, 4).double() for _ in range(3))
         self.second.weight = self.first.weight
-        self.last = nn.Linear(6, 3)
+        self.frozen.requires_grad_(False)
+        self.single = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+        x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        out: Tensor = self.single(x.float()).double()
         return out
 
 
-class Choosing(nn.Module):
-    """A layer that only rows with a positive first number go through, and one that none does."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.always, self.sometimes, self.never = (nn.Linear(6, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, 0] > 0
-        out: Tensor = self.always(x)
-        if chosen.any():
-            out = out.index_add(0, chosen.nonzero()[:, 0], self.sometimes(x[chosen]))
-        return out
+def batches(count: int, rows: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    """Global batches, the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        yield tuple(  # type: ignore[misc]
+            torch.randn(rows, columns, generator=generator, dtype=torch.float64) for columns in (4, 2)
+        )
 
 
-class Counting(nn.Module):
-    """A model with a buffer, which starts differently on every rank and takes no gradient."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(6, 3)
-        self.register_buffer("scale", torch.full((3,), 1.0 + seed))
-        self.register_buffer("mask", torch.tensor([True, seed == 0, True]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) * self.scale * self.mask
-        return out
+def mine(x: Tensor) -> Tensor:
+    return x.tensor_split(md.size())[md.rank()]
 
 
-def doubled(build: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    return lambda seed: build(seed).double()
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
 
 
-CASES = {
-    "mlp": contract.Case(mlp, vectors),
-    "mlp on our matmul": contract.Case(mlp_on_rung, vectors),
-    "gpt": contract.Case(gpt, tokens),
-    "sgd": contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    "adafactor": contract.Case(mlp, vectors, partial(torch.optim.Adafactor, lr=0.1)),
-    "frozen": contract.Case(frozen, vectors),
-    "tied": contract.Case(doubled(Tied), vectors),
-    "unused": contract.Case(doubled(Choosing), vectors),
-    "buffers": contract.Case(doubled(Counting), vectors),
-    "squares": contract.Case(mlp, vectors, loss=lambda y, t: (y - t[:, None]).square().mean()),
-}
+def same(model: nn.Module, reference: nn.Module) -> None:
+    """Fail where a parameter differs by more than the rounding of the float32 layer."""
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert parameter.requires_grad == theirs[name].requires_grad
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
 
 
-def on_ranks(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Each case on 3 ranks, whose shares are uneven; two cases also on other numbers of ranks."""
-    return [*((name, 3) for name in names), *((name, n) for name in ("gpt", "unused") for n in (1, 2, 4))]
+def same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "ranks"), on_ranks(CASES))
-def test_every_parameter_equals_one_process(cluster_of: Clusters, name: str, ranks: int) -> None:
-    contract.check(cluster_of(ranks), CASES[name], md.Layout(dp=ranks))
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (2, 2), (2, 3), (2, 50)])
-def test_micro_batches_change_nothing(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
-    contract.check(cluster_of(ranks), CASES["gpt"], md.Layout(dp=ranks, micro_batches=micro_batches))
-
-
-def test_micro_batches_are_as_many_as_asked(cluster_of: Clusters) -> None:
-    def count() -> list[int]:
-        rows: list[int] = []
-
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            rows.append(len(outputs))
-            return torch.nn.functional.cross_entropy(outputs, targets)
-
-        layout = md.Layout(dp=md.size(), micro_batches=3)
-        engine = md.prepare(mlp(0), ADAMW, layout, loss=loss, check_loss=False)
-        engine.step(*vectors(torch.Generator().manual_seed(0), 7))
-        return rows
-
-    assert cluster_of(2).run(count) == [[3, 2, 2]] * 2
-
-
-def test_a_group_averages_by_itself(cluster_of: Clusters) -> None:
-    def reduce() -> float:
-        groups = [torch.distributed.new_group(members) for members in ([0], [1, 2])]
-        model = md.DataParallel(nn.Linear(1, 1, bias=False), group=groups[min(md.rank(), 1)])
-        (model(torch.ones(1, 1)) * md.rank()).sum().backward()
-        model.synchronize()
-        (weight,) = model.parameters()
-        assert weight.grad is not None
-        return float(weight.grad)
-
-    assert cluster_of(3).run(reduce) == [0.0, 1.5, 1.5]
-
-
-def test_evaluation_drops_nothing_out() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.dropout = nn.Linear(6, 3), nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.dropout(self.linear(x))
-            return out
-
-    model = Dropping().double()
-    inputs, targets = vectors(torch.Generator().manual_seed(0), 50)
-    engine = md.prepare(model, ADAMW)
-    assert len({engine.evaluate(inputs, targets) for _ in range(5)}) == 1
-    assert model.training
-
-
-def without_broadcast(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(comm, "broadcast", lambda x, **_: x)
-
-
-def without_one_bucket(patch: pytest.MonkeyPatch) -> None:
-    """A bucket is sent, and what comes back is dropped."""
-    reduce = Bucket._reduce_to_everyone
-
-    def wrong(self: Bucket, over: GradientComm) -> Any:
-        if self.gradients.numel() == 3:  # the last layer's bias
-            yield over.all_reduce(self.gradients.clone())
-        else:
-            yield from reduce(self, over)
-
-    patch.setattr(Bucket, "_reduce_to_everyone", wrong)
-
-
-def mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    """Average over ranks and not over rows: wrong where shares differ in size."""
-    synchronize = reducer.Reducer.synchronize
-
-    def wrong(self: reducer.Reducer) -> GradientRounds:
-        for parameter in self.parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(13 / md.size() / ROWS[md.size()][md.rank()])
-        return synchronize(self)
-
-    patch.setattr(reducer.Reducer, "synchronize", wrong)
-
-
-def another_order_on_one_rank(patch: pytest.MonkeyPatch) -> None:
-    agree = whole_parameters.agree_on_order
-
-    def wrong(*arguments: Any) -> list[int]:
-        return agree(*arguments)[:: 1 - 2 * md.rank()]
-
-    patch.setattr(whole_parameters, "agree_on_order", wrong)
-
-
-def without_what_backward_left(patch: pytest.MonkeyPatch) -> None:
-    """Gradients that no hook has moved into their buckets are not moved at all."""
-    patch.setattr(reducer.Reducer, "_complete", lambda *_: None)
-
-
-ROWS = {2: (6, 7)}
-FAULTS: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Any]] = {
-    without_broadcast: {},
-    without_one_bucket: {"bucket_mb": 0},
-    mean_of_means: {"overlap": False},
-    another_order_on_one_rank: {},
-    without_what_backward_left: {"overlap": False},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_contract_catches_a_planted_fault(
-    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]
+def step_of_both(
+    model: md.DataParallel, reference: nn.Module, x: Tensor, y: Tensor, create_graph: bool = False
 ) -> None:
-    case = replace(CASES["mlp"], batches=(13, 13, 13))
-    options = {"data_parallel": FAULTS[fault]}
-
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(case, md.Layout(dp=2), options)
-
-    expected = contract.train_in_one_process(case)
-    contract.check(cluster_of(2), case, md.Layout(dp=2), **options)
-    _, trained = cluster_of(2).run(train)
-    with pytest.raises(AssertionError, match="not close"):
-        contract.compare(trained, expected)
+    """The gradients of this rank's rows, averaged, are those of all."""
+    model.zero_grad()
+    reference.zero_grad()
+    loss_of(model, mine(x), mine(y)).backward(create_graph=create_graph)
+    loss_of(reference, x, y).backward()
+    model.synchronize()
+    same_gradients(model.module, reference)
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "naive": {"bucket_mb": 0, "overlap": False},
-    "naive, overlapped": {"bucket_mb": 0},
-    "buckets": {"overlap": False},
-    "overlap": {},
-    "small buckets": {"bucket_mb": 0.0003},
-    "small buckets after backward": {"bucket_mb": 0.0003, "overlap": False},
-    "buffers": {"broadcast_buffers": True},
-}
-
-
-# Every form on 3 ranks, and the one with most messages on other numbers of ranks.
-@pytest.mark.parametrize(
-    ("form", "ranks"), [*((form, 3) for form in FORMS), *(("small buckets", ranks) for ranks in (1, 2, 4))]
-)
-def test_every_form_meets_the_contract(cluster_of: Clusters, form: str, ranks: int) -> None:
-    for name in ("gpt", "unused"):
-        layout = md.Layout(dp=ranks, micro_batches=2)
-        contract.check(cluster_of(ranks), CASES[name], layout, data_parallel=FORMS[form])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, ranks: int) -> None:
-    case = CASES["gpt"]
-
-    def count(form: str) -> tuple[int, int, int, int, int, int]:
-        model = case.model(0)
-        engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size()), data_parallel=FORMS[form])
-        inputs, targets = case.rows(torch.Generator().manual_seed(md.rank()), 3)
-        engine.step(inputs, targets)  # the ranks agree on the buckets
-        with comm.ledger() as ledger:
-            engine.step(inputs, targets)
-        exact = engine.strategy.bytes_per_step()
-        predicted = bytes_of_a_step(model, md.size(), FORMS[form].get("bucket_mb", 25))
-        return ledger.bytes_sent, exact, predicted, len(ledger.calls), *sizes_of(model)
-
-    for form in ("naive", "naive, overlapped", "buckets", "overlap", "small buckets"):
-        for sent, exact, predicted, calls, elements, parameters in cluster_of(ranks).run(count, form):
-            assert sent == exact
-            # The exact share, but for less than one byte that each call's division drops.
-            whole = 2 * (ranks - 1) / ranks * 8 * (elements + 2 + parameters)
-            assert whole - calls <= sent <= whole
-            assert abs(sent - predicted) < max(calls, 1)
-            if ranks > 1:
-                many = {"buckets": 1, "overlap": 1, "naive": parameters, "naive, overlapped": parameters}
-                assert calls == many.get(form, calls)
-                assert form != "small buckets" or 1 < calls < parameters
-
-
-def sizes_of(model: nn.Module) -> tuple[int, int]:
-    return sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
-
-
-def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters) -> None:
-    case = CASES["mlp"]
-    inputs, targets = case.rows(torch.Generator().manual_seed(3), 7)
-
-    def evaluate() -> tuple[float, float, float, bool, bool]:
-        model = case.model(md.rank())
-        engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size()))
-        share = slice(0, 7) if md.rank() == 0 else slice(0, 0)  # a rank may have none
-        x, y = inputs[share], targets[share]
-        before = engine.full_state_dict()
-        results = engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])
-        unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
-        return *results, unchanged, model.training
-
-    outputs = case.model(0)(inputs)
-    for loss, right, nothing, unchanged, training in cluster_of(2).run(evaluate):
-        assert loss == pytest.approx(float(case.loss(outputs, targets).detach()), rel=1e-12)
-        assert right == pytest.approx(float((outputs.argmax(-1) == targets).double().mean()), rel=1e-12)
-        assert nothing != nothing
-        assert unchanged
-        assert training
-
-
-def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters) -> None:
-    case = replace(CASES["unused"], batches=(8, 4, 12))
-
-    def train() -> contract.Trained:
-        model = md.DataParallel(case.model(md.rank()))
-        optimizer = case.optimizer(model.parameters())
-        losses = []
-        for inputs, targets in case.global_batches():
-            share = slice(*(len(inputs) * (md.rank() + i) // 2 for i in (0, 1)))
-            optimizer.zero_grad()
-            loss = case.loss(model(inputs[share]), targets[share])
-            loss.backward()  # type: ignore[no-untyped-call]
-            model.synchronize()
+@on_ranks(1, 2, 3, form=FORMS)
+def test_a_loop_with_clipping(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(md.rank()), **form), Net(0)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (model, reference)]
+    for x, y in batches(4, rows=6):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=md.size() != 2)
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        model.synchronize()
+        for m, optimizer in zip((model, reference), optimizers, strict=True):
+            norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            assert norm > 0.1, "it was clipped"
             optimizer.step()
-            losses.append(float(comm.all_reduce(loss.detach(), "mean")))
-        return contract.Trained(losses, model.module.state_dict())
-
-    for trained in cluster_of(2).run(train):
-        contract.compare(trained, contract.train_in_one_process(case))
+        same(model.module, reference)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_synchronize_sends_its_gradients_and_their_counts(cluster_of: Clusters, overlap: bool) -> None:
-    def count() -> list[int]:
-        model = md.DataParallel(nn.Linear(3, 2), overlap=overlap)
-        sent = []
-        for _ in range(2):
-            with comm.ledger() as ledger:
-                model(torch.ones(1, 3)).sum().backward()
-                before = ledger.bytes_sent
+@on_ranks(3, form=FORMS)
+def test_gradients_are_this_ranks_own(form: dict[str, Any]) -> None:
+    model = md.DataParallel(Net(), **form)
+    for x, y in batches(2):
+        model.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        model.synchronize()
+        comm.barrier()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(float(md.rank()))
+        comm.barrier()
+        for parameter in model.parameters():
+            assert parameter.grad is None or bool((parameter.grad == md.rank()).all())
+        comm.barrier()
+
+
+@on_ranks(2, form=FORMS)
+def test_several_backward_passes_add_up(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for number in range(3):
+        (x, y), (v, w) = batches(2)
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, x, y).backward()
+        loss_of(reference, v, w).backward()
+        first = loss_of(model, mine(x), mine(y))
+        if number == 0:  # one after the other
+            first.backward()
+            loss_of(model, mine(v), mine(w)).backward()
+        elif number == 1:  # both graphs at once
+            second = loss_of(model, mine(v), mine(w))
+            second.backward()
+            first.backward()
+        else:  # the module twice in one graph
+            (first + loss_of(model, mine(v), mine(w))).backward()
+        model.synchronize()
+        same_gradients(model.module, reference)
+
+
+@on_ranks(1, 2, form=FORMS, all_inside=[False, True])
+def test_no_sync_sends_the_sum_once(form: dict[str, Any], all_inside: bool) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for step, (x, y) in enumerate(batches(3, rows=14)):
+        model.zero_grad(set_to_none=step == 1)
+        reference.zero_grad()
+        loss_of(reference, x, y).backward()
+        # The last micro-batch is smaller: each is weighted with its rows.
+        parts = [*zip(mine(x).split(3), mine(y).split(3), strict=True)]
+        with comm.ledger() as ledger:
+            with model.no_sync():
+                for part in parts if all_inside else parts[:-1]:
+                    (loss_of(model, *part) * len(part[0]) / len(mine(x))).backward()
+            assert not ledger.calls
+            if not all_inside:
+                (loss_of(model, *parts[-1]) * len(parts[-1][0]) / len(mine(x))).backward()
+            model.synchronize()
+            if step:
+                assert ledger.bytes_sent == model.bytes_per_step()
+        same_gradients(model.module, reference)
+
+
+@on_ranks(1, 2, 3, form=FORMS)
+def test_the_mean_over_rows_of_unequal_shares(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for x, y in batches(3, rows=7):
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, x, y).backward()
+        share = slice(0, 7) if md.size() == 1 else [slice(0, 5), slice(5, 7), slice(7, 7)][md.rank()]
+        with model.no_sync():
+            for v, w in zip(x[share].split(2), y[share].split(2), strict=True):
+                if len(v):
+                    (loss_of(model, v, w) * len(v)).backward()
+        model.synchronize(rows=len(x[share]))
+        same_gradients(model.module, reference)
+
+
+def test_rows_have_to_be_somewhere(cluster_of: Clusters) -> None:
+    def none() -> None:
+        md.DataParallel(nn.Linear(1, 1)).synchronize(rows=0)
+
+    with pytest.raises(md.RankError, match="rows is 0, and over all ranks 0; give each rank's number"):
+        cluster_of(2).run(none)
+
+
+@on_ranks(2, form=FORMS)
+def test_a_rank_without_a_backward_pass_takes_part(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for idle, (x, y) in enumerate(batches(2)):
+        model.zero_grad()
+        reference.zero_grad()
+        (loss_of(reference, x, y) / 2).backward()
+        if md.rank() != idle:
+            loss_of(model, x, y).backward()
+        model.synchronize()
+        same_gradients(model.module, reference)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor, failing: bool = False) -> Any:
+        x = self.a(x)
+        if failing:
+            x.register_hook(raising)  # type: ignore[no-untyped-call]
+        return self.b(x)
+
+
+def raising(_: Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@on_ranks(2, form=FORMS, who=[(0, 1), (1,)], set_to_none=[True, False])
+def test_after_an_exception_the_next_step_works(
+    form: dict[str, Any], who: tuple[int, ...], set_to_none: bool
+) -> None:
+    model, reference = md.DataParallel(Failing(), **form), Failing()
+    for step, (x, y) in enumerate(batches(5)):
+        model.zero_grad(set_to_none=set_to_none)
+        reference.zero_grad()
+        if step in (0, 2) and md.rank() in who:
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                loss_of(partial(model, failing=True), mine(x), mine(y)).backward()
+            if len(who) == 1:  # the others wait for this rank's part of the step
                 model.synchronize()
-            sent = [before, ledger.bytes_sent]
-        return sent
+            continue
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        model.synchronize()
+        if step not in (0, 2):
+            same_gradients(model.module, reference)
 
+
+@on_ranks(2)
+def test_a_forgotten_synchronize_is_noticed() -> None:
+    model = md.DataParallel(nn.Linear(4, 2).double(), overlap=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    ((x, y),) = batches(1)
+    loss_of(model, x, y).backward()
+    other.step()  # has nothing to do with it
+    wanted = "^the optimizer was to step on gradients of this rank alone; call the DataParallel's synchronize"
+    with pytest.raises(RuntimeError, match=wanted):
+        optimizer.step()
+    model.synchronize()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_with_overlap_backward_leaves_means_as_in_torchs() -> None:
+    model, reference = md.DataParallel(Net()), Net()
+    for x, y in batches(3):
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        same_gradients(model.module, reference)
+
+
+@on_ranks(2, form=FORMS)
+def test_parameters_may_be_frozen_and_thawed(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Net(), **form), Net()
+    for step, (x, y) in enumerate(batches(6)):
+        for net in (model.module, reference):
+            net.frozen.requires_grad_(step in (2, 3))
+            net.first.weight.requires_grad_(step != 4)
+        step_of_both(model, reference, x, y)
+
+
+@on_ranks(2)
+def test_a_module_may_change_its_dtype() -> None:
+    model, reference = md.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2).double()
+    for step, (x, y) in enumerate(batches(4)):
+        dtype = torch.float32 if step < 2 else torch.float64
+        model.zero_grad()
+        model.to(dtype)
+        reference.load_state_dict(model.module.state_dict())
+        reference.zero_grad()
+        loss_of(model, mine(x).to(dtype), mine(y).to(dtype)).backward()
+        loss_of(reference, x, y).backward()
+        model.synchronize()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            rounding = 1e-5 if step < 2 else 1e-12
+            torch.testing.assert_close(ours.grad, theirs.grad.to(dtype), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("how", ["module", "parameter", "replaced"])
+def test_a_parameter_added_later_is_an_error(cluster_of: Clusters, how: str) -> None:
+    def train() -> None:
+        model = md.DataParallel(nn.Sequential(nn.Linear(4, 2)))
+        if how == "module":
+            model.module.append(nn.Linear(2, 2))
+        elif how == "parameter":
+            model.module.register_parameter("extra", nn.Parameter(torch.ones(1)))
+        else:
+            model.module[0].weight = nn.Parameter(torch.ones(2, 4))
+        model(torch.ones(1, 4))
+
+    name = {"module": r"1\.weight", "parameter": "extra", "replaced": r"0\.weight"}[how]
+    with pytest.raises(md.RankError, match=f"the parameter {name} was added after the DataParallel was made"):
+        cluster_of(2).run(train)
+
+
+@on_ranks(2)
+def test_a_model_may_have_sparse_gradients_alone() -> None:
+    torch.manual_seed(0)
+    model = md.DataParallel(nn.Embedding(5, 3, sparse=True))
+    for _ in range(2):  # the first backward pass settles the buckets, of which there are none
+        model.zero_grad()
+        model(torch.tensor([1, 2 + md.rank()])).sum().backward()
+        model.synchronize()
+    expected = torch.tensor([0.0, 1, 0.5, 0.5, 0])[:, None].expand(5, 3)
+    torch.testing.assert_close(model.module.weight.grad.to_dense(), expected)
+
+
+@on_ranks(2)
+def test_a_wrapper_loads_a_state_and_is_not_copied() -> None:
+    model, reference = md.DataParallel(Net(), bucket_mb=0.0002), Net()
+    (x, y), (v, w) = batches(2)
+    loss_of(model, mine(x), mine(y)).backward()
+    model.synchronize()
+    ddp = nn.parallel.DistributedDataParallel(Net())
+    assert list(model.state_dict()) == list(ddp.state_dict())
+    model.load_state_dict(ddp.state_dict())
+    for refused in (copy.deepcopy, pickle.dumps, cloudpickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; save its state_dict"):
+            refused(model)
+    for each in (model, md.DataParallel(copy.deepcopy(model.module))):
+        step_of_both(each, reference, v, w)
+    with torch.no_grad():
+        assert not model(x).requires_grad
+
+
+@on_ranks(2)
+def test_a_wrapper_leaves_nothing_behind() -> None:
+    """Its hooks do nothing once it is gone, and a second wrapper works."""
+    net = Net()
+    (x, y), (v, w) = batches(2)
+    model = md.DataParallel(net)
+    loss_of(model, mine(x), mine(y)).backward()
+    model.synchronize()
+    del model
+    with comm.ledger() as ledger:
+        loss_of(net, mine(v), mine(w)).backward()
+    step_of_both(md.DataParallel(net), Net(), v, w)
+    assert not ledger.calls
+
+
+class Table(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 3, sparse=sparse).double()
+        self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.table(words) + self.bias
+
+
+@on_ranks(1, 2, 3, form=FORMS)
+def test_sparse_gradients_are_gathered(form: dict[str, Any]) -> None:
+    model, reference = md.DataParallel(Table(True), **form), Table(False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    words = torch.tensor([[3, 3, 7], [7, 9, 9], [1, 9, 49]])
+    shares = [words[rank, : 3 - rank] for rank in range(md.size())]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step < 2)
+        users = [rank for rank in range(md.size()) if step < 2 or rank != 1]  # in the end, all but rank 1
+        for rank in users:
+            (reference(shares[rank]).square().sum() / md.size()).backward()
+        if md.rank() in users:
+            model(shares[md.rank()]).square().sum().backward()
+        model.synchronize()
+        grad = model.module.table.weight.grad
+        assert grad is not None
+        assert grad.is_sparse
+        torch.testing.assert_close(grad.to_dense(), reference.table.weight.grad, rtol=1e-12, atol=1e-12)
+        touched = {word for rank in users for word in shares[rank].tolist()}
+        assert grad.coalesce().indices()[0].tolist() == sorted(touched)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@on_ranks(3)
+def test_sparse_gradients_cost_the_rows_that_were_touched() -> None:
+    model = md.DataParallel(Table(True))
+    for _ in range(2):
+        model.zero_grad()
+        with comm.ledger() as ledger:
+            model(torch.tensor([5, 5, 8, 9][: 4 - md.rank()])).sum().backward()
+            model.synchronize()
+    assert ledger.bytes_sent == model.bytes_per_step() + sparse_bytes(3, 3, 8, md.size())
+
+
+@on_ranks(2, set_to_none=[True, False])
+def test_gradients_are_stored_once(set_to_none: bool) -> None:
+    """After a step the gradients' memory is the buckets': each parameter's is a view into one."""
+    model = md.DataParallel(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))))
+    for _ in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        model(torch.ones(2, 50)).sum().backward()
+        model.synchronize()
+    buckets = model.reducer.rounds.buckets
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    assert storages == {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets}
+    assert len(storages) == 1
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == 6 * (50 * 50 + 50)
+    assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
+
+
+class Either(nn.Module):
+    """Layers that are used, and so bring gradients, in an order of the rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in ([0, 2, 1, 3], [3, 2, 1, 0])[md.rank()]:
+            x = self.layers[place](x)
+        return x
+
+
+@on_ranks(2)
+def test_rank_0s_order_of_arrival_decides_the_buckets() -> None:
+    model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
+    model(torch.ones(1, 2)).sum().backward()
+    model.synchronize()
+    assert [bucket.param_indices for bucket in model.reducer.rounds.buckets] == [[3, 1], [2, 0]]
+
+
+class Recomputing(nn.Module):
+    """Two layers whose activations are not kept; they share a weight if tied."""
+
+    def __init__(self, use_reentrant: bool, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use_reentrant = use_reentrant
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.last = nn.Linear(4, 2).double()
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in (self.a, self.b):
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        out: Tensor = self.last(x)
+        return out
+
+
+@on_ranks(2, form=FORMS, how=[(False, False), (False, True), (True, False)])
+def test_activations_may_be_recomputed(form: dict[str, Any], how: tuple[bool, bool]) -> None:
+    model, reference = md.DataParallel(Recomputing(*how), **form), Recomputing(False, how[1])
+    for x, y in batches(3):
+        step_of_both(model, reference, x, y)
+
+
+def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
+    def train() -> None:
+        model = md.DataParallel(Recomputing(use_reentrant=True, tied=True))
+        for x, y in batches(3):
+            model.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            model.synchronize()
+
+    with pytest.raises(
+        md.RankError, match=r"a\.weight came twice in one backward pass.* use_reentrant=False"
+    ):
+        cluster_of(2).run(train)
+
+
+class Course(nn.Module):
+    """Tied layers with others between them, and a parameter that is frozen and unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((4, 6), (6, 9), (9, 6), (6, 9)))
+        self.layers[3].weight = self.layers[1].weight
+        self.head = nn.Linear(9, 2)
+        self.head.bias.requires_grad_(False)
+        self.fixed = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@on_ranks(2, bucket_mb=[0, 0.0001, 0.0016, 0.01, 25])
+def test_weights_equal_one_process_after_each_step(bucket_mb: float) -> None:
+    torch.manual_seed(md.rank())
+    alone = Course().double()
+    model = md.DataParallel(copy.deepcopy(alone), bucket_mb=bucket_mb)
+    own = [torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True)]
+    assert all(own) if md.rank() == 0 else own == [name == "fixed" for name, _ in alone.named_parameters()]
+    alone.load_state_dict(model.module.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for x, y in batches(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(alone, x, y).backward()
+        loss_of(model, mine(x), mine(y)).backward()
+        model.synchronize()
+        for optimizer in optimizers:
+            optimizer.step()
+        pairs = zip(alone.named_parameters(), model.named_parameters(), strict=True)
+        for (name, wanted), (wrapped, parameter) in pairs:
+            assert wrapped == f"module.{name}"
+            assert parameter.requires_grad == wanted.requires_grad
+            torch.testing.assert_close(parameter, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
+    def train(broadcast_buffers: bool) -> list[float]:
+        model = md.DataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
+        seen = []
+        for _ in range(2):
+            model(torch.full((2, 1), 10.0 * md.rank())).sum().backward()
+            model.synchronize()
+            seen.append(float(model.module.running_mean))
+        model.eval()
+        model(torch.zeros(2, 1))
+        return seen
+
+    apart, together = (cluster_of(2).run(train, choice) for choice in (False, True))
+    assert apart == [[0, 0], [pytest.approx(1.0), pytest.approx(1.9)]]
+    assert together == [[0, 0], [pytest.approx(1.0), pytest.approx(1.0)]], "it started from rank 0's again"
+
+
+@on_ranks(2)
+def test_overlap_is_measured() -> None:
+    model = md.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_mb=0.02)
+    for _ in range(3):
+        with comm.ledger() as ledger:
+            model(torch.ones(8, 64)).sum().backward()
+            model.synchronize()
+    assert 0 <= ledger.comm_overlap <= 1
+    assert 6 <= len(ledger.calls) <= 7, "a weight fills a bucket, with a bias or two"
+
+
+ALGORITHMS = ["auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "naive"]
+
+
+@on_ranks(3, algorithm=ALGORITHMS)
+def test_algorithms_and_accumulation_of_graphs(algorithm: str) -> None:
+    """Every algorithm of the collectives gives the same; and a graph of the gradients does no harm."""
+    model, reference = md.DataParallel(Net(), algorithm=algorithm, bucket_mb=0.0002), Net()
+    for x, y in batches(3, rows=6):
+        step_of_both(model, reference, x, y, create_graph=algorithm == "auto")
+
+
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parameters=st.lists(st.tuples(SHAPES, DTYPES), max_size=5),
+    ranks=st.integers(2, 4),
+    bucket_bytes=st.sampled_from([0, 8, 30, 10**6]),
+    overlap=st.booleans(),
+    data=st.data(),
+)
+def test_any_parameters_used_on_any_ranks(
+    cluster_of: Clusters,
+    parameters: list[tuple[tuple[int, ...], torch.dtype]],
+    ranks: int,
+    bucket_bytes: int,
+    overlap: bool,
+    data: st.DataObject,
+) -> None:
+    """The mean over the ranks, within the rounding of bfloat16; none where nobody has one."""
+    some = st.lists(st.booleans(), min_size=len(parameters), max_size=len(parameters))
+    used = data.draw(st.lists(st.lists(some, min_size=2, max_size=2), min_size=ranks, max_size=ranks))
+
+    def train() -> None:
+        module = nn.ParameterList(nn.Parameter(torch.ones(shape, dtype=d)) for shape, d in parameters)
+        model = md.DataParallel(module, bucket_mb=bucket_bytes / 2**20, overlap=overlap)
+        for step in range(2):
+            model.zero_grad()
+            mine = [p for p, is_used in zip(module, used[md.rank()][step], strict=True) if is_used]
+            if mine:
+                torch.stack([(p * ranks * (md.rank() + 1)).sum().double() for p in mine]).sum().backward()
+            model.synchronize()
+            for place, parameter in enumerate(module):
+                users = [rank for rank in range(ranks) if used[rank][step][place]]
+                if not users:
+                    assert parameter.grad is None
+                    continue
+                wanted = torch.full_like(parameter, float(sum(rank + 1 for rank in users)))
+                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-2, atol=0)
+
+    cluster_of(ranks).run(train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
+        ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
+        ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
+        ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
+        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        md.DataParallel(**{"module": nn.Linear(1, 1), **arguments})
+
+
+@on_ranks(2, overlap=[True, False])
+def test_synchronize_sends_its_gradients_and_their_counts(overlap: bool) -> None:
+    model = md.DataParallel(nn.Linear(3, 2), overlap=overlap)
+    for _ in range(2):
+        with comm.ledger() as ledger:
+            model(torch.ones(1, 3)).sum().backward()
+            before = ledger.bytes_sent
+            model.synchronize()
     whole = 4 * (3 * 2 + 2) + 4 * (2 + 2)  # two counts, and room for rows and loss
-    assert cluster_of(2).run(count) == [[whole if overlap else 0, whole]] * 2
+    assert (before, ledger.bytes_sent) == (whole if overlap else 0, whole)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fault", [False, True])
 def test_weighted_losses_give_the_weighted_mean(cluster_of: Clusters, overlap: bool, fault: bool) -> None:
     """Ranks have several micro-batches or none, of unequal numbers of labels that count. Twice, as a loop."""
-    inputs, targets = vectors(torch.Generator().manual_seed(3), 11)
+    inputs, targets = CASES["mlp"].rows(torch.Generator().manual_seed(3), 11)
     targets[4:9] = -100
     shares = [[slice(0, 3), slice(3, 7)], [slice(7, 11)], []]
     loss_of = nn.functional.cross_entropy
 
     def train() -> list[Tensor | None]:
-        model = md.DataParallel(mlp(0), overlap=overlap)
+        model = md.DataParallel(CASES["mlp"].model(0), overlap=overlap)
         for _ in range(2):
             model.zero_grad()
             own = shares[md.rank()]
@@ -392,7 +665,7 @@ def test_weighted_losses_give_the_weighted_mean(cluster_of: Clusters, overlap: b
             model.synchronize(None if own else 0)
         return [parameter.grad for parameter in model.parameters()]
 
-    reference = mlp(0)
+    reference = CASES["mlp"].model(0)
     loss_of(reference(inputs), targets).backward()
     wanted = [parameter.grad for parameter in reference.parameters()]
     for found in cluster_of(3).run(train):
@@ -402,17 +675,10 @@ def test_weighted_losses_give_the_weighted_mean(cluster_of: Clusters, overlap: b
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:
-    def train() -> None:
-        engine = md.prepare(mlp(0), torch.optim.SGD, md.Layout(dp=2))
-        rows = md.rank()
-        engine.step(torch.zeros(rows, 6, dtype=torch.float64), torch.zeros(rows, dtype=torch.int64))
+def test_bytes_are_known_after_a_step(cluster_of: Clusters) -> None:
+    def ask() -> None:
+        md.DataParallel(nn.Linear(1, 1)).bytes_per_step()
 
-    with pytest.raises(md.RankError, match="rank 0 of 2 was given no rows; use a global batch of at least"):
-        cluster_of(2).run(train)
-
-
-def test_rows_and_targets_have_to_agree() -> None:
-    engine = md.prepare(mlp(0), torch.optim.SGD)
-    with pytest.raises(ValueError, match="inputs have 3 rows and targets 2"):
-        engine.step(torch.zeros(3, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(md.RankError, match="the buckets follow from the first backward pass; train a step"):
+        cluster_of(2).run(ask)
+    assert md.DataParallel(nn.Linear(1, 1)).bytes_per_step() == 0

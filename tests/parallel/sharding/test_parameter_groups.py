@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.sharding import parameter_groups
 from tests.helpers import contract
-from tests.parallel.sharding import test_fully_shard as stage3
-from tests.parallel.sharding import test_zero as zero
+from tests.parallel.sharding.cases import ALL, in_groups
 
 Clusters = Callable[[int], md.Cluster]
-GROUPED = replace(stage3.CASES["unused"], optimizer=zero.in_groups)
+GROUPED = replace(ALL["unused"], optimizer=in_groups)
 
 
 def some_left_out(parameters: Any) -> torch.optim.Optimizer:
@@ -54,18 +51,13 @@ def adagrads(parameters: Any) -> torch.optim.Optimizer:
 
 CASES = {
     "unused": GROUPED,
-    "gpt": replace(stage3.CASES["gpt"], optimizer=zero.in_groups),
-    "frozen": replace(stage3.CASES["frozen"], optimizer=zero.in_groups),
-    "odd": replace(stage3.CASES["odd"], optimizer=zero.in_groups),
-    "left out": replace(stage3.CASES["mlp"], optimizer=some_left_out),
-    "one's own": replace(stage3.CASES["mlp"], optimizer=partial(Halved, lr=0.2)),
-    "with state": replace(stage3.CASES["mlp"], optimizer=adagrads),
+    "gpt": replace(ALL["gpt"], optimizer=in_groups),
+    "frozen": replace(ALL["frozen"], optimizer=in_groups),
+    "odd": replace(ALL["odd"], optimizer=in_groups),
+    "left out": replace(ALL["mlp"], optimizer=some_left_out),
+    "one's own": replace(ALL["mlp"], optimizer=partial(Halved, lr=0.2)),
+    "with state": replace(ALL["mlp"], optimizer=adagrads),
 }
-
-
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in CASES), ("unused", 1), ("gpt", 2)])
-def test_groups_equal_one_process(cluster_of: Clusters, name: str, ranks: int) -> None:
-    contract.check(cluster_of(ranks), CASES[name], md.Layout(dp=ranks, zero=3, micro_batches=2))
 
 
 def test_what_is_left_out_stays(cluster_of: Clusters) -> None:
@@ -109,58 +101,6 @@ def test_a_function_may_look_at_the_model(cluster_of: Clusters, master: torch.dt
             torch.testing.assert_close(state[name], value)
 
 
-# Each way, and each case away from stage 3 and to it.
-@pytest.mark.parametrize(
-    ("before", "after", "name"),
-    [
-        (3, 0, "unused"),
-        (3, 1, "left out"),
-        (3, 3, "with state"),
-        (0, 3, "left out"),
-        (1, 3, "unused"),
-        (3, 1, "with state"),
-        (1, 3, "with state"),
-        (3, 3, "left out"),
-    ],
-)
-def test_groups_move_between_stages(
-    cluster_of: Clusters, tmp_path: Path, name: str, before: int, after: int
-) -> None:
-    case = replace(CASES[name], batches=(12, 13, 7, 12))
-    batches = case.global_batches()
-    path = str(tmp_path / "saved")
-
-    def train(zero: int, ranks: int, first: bool) -> tuple[list[float], dict[str, Tensor], list[float]]:
-        engine = md.prepare(
-            case.model(md.rank() + 5 * (not first)), case.optimizer, md.Layout(dp=ranks, zero=zero)
-        )
-        if not first:
-            md.load(engine, path)
-        losses = []
-        for inputs, targets in batches[:3] if first else batches[3:]:
-            share = slice(*(len(inputs) * (md.rank() + i) // ranks for i in (0, 1)))
-            losses.append(engine.step(inputs[share], targets[share]))
-        if first:
-            md.save(engine, path)
-        return losses, engine.full_state_dict(), [g["lr"] for g in engine.optimizer.param_groups]
-
-    expected = contract.train_in_one_process(case)
-    rates = cluster_of(2).run(train, before, 2, True)[0][2]
-    for losses, state, now in cluster_of(3).run(train, after, 3, False):
-        contract.compare(
-            contract.Trained(losses, state), contract.Trained(expected.losses[3:], expected.state)
-        )
-        assert now == rates
-
-
-def test_other_groups_than_the_saved_are_refused(tmp_path: Path) -> None:
-    engine = md.prepare(GROUPED.model(0), GROUPED.optimizer, md.Layout(zero=3))
-    md.save(engine, str(tmp_path / "saved"))
-    other = md.prepare(GROUPED.model(0), contract.ADAMW, md.Layout(zero=3))
-    with pytest.raises(ValueError, match=r"the optimizer has 1 groups of .* and the saved one 2 of"):
-        md.load(other, str(tmp_path / "saved"))
-
-
 def test_what_cannot_be_mapped_is_refused() -> None:
     class Beginning(torch.optim.SGD):
         elementwise = True
@@ -180,17 +120,3 @@ def test_what_cannot_be_mapped_is_refused() -> None:
         ValueError, match="a Beginning that has state before its first step, and stage 3 cannot"
     ):
         md.FullyShard(model, lambda p: Beginning(p, 3))
-
-
-def test_the_contract_catches_a_planted_fault() -> None:
-    """All in the first group."""
-    expected = contract.train_in_one_process(GROUPED)
-    with pytest.MonkeyPatch.context() as patch:
-        hand_over = parameter_groups.FlatParameterGroups.hand_over
-        patch.setattr(
-            parameter_groups.FlatParameterGroups,
-            "hand_over",
-            lambda s, p: hand_over(s, [(0, q) for _, q in p]),
-        )
-        with pytest.raises(AssertionError, match="not close"):
-            contract.compare(contract.train_on_this_rank(GROUPED, md.Layout(zero=3)), expected)

@@ -1,0 +1,432 @@
+"""Every row of the table is held to one contract: the weights that one process would have reached.
+
+Rows, cases, ranks, micro-batches, buckets, algorithms and optimizers; and mistakes, planted in each row, that
+the contract catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist import comm
+from minidist.model.loss import accuracy
+from minidist.parallel.flat import gradient_comm
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.sharding import gradient_rounds, optimizer_slices, reducer, units, whole_parameters
+from minidist.parallel.sharding.gradient_rounds import GradientRounds
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.sharded_parameters import ShardedParameters
+from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
+from tests.helpers import contract
+from tests.parallel.sharding import test_parameter_groups as grouped
+from tests.parallel.sharding.cases import (
+    ALL,
+    CASES,
+    OPTIM,
+    OPTIMIZERS,
+    SMALL,
+    Matrices,
+    Mixed,
+    seeded,
+)
+from tests.parallel.sharding.test_unit_runtime import Learned, made, repeating
+
+Clusters = Callable[[int], md.Cluster]
+Patch = pytest.MonkeyPatch
+FORMS: dict[str, dict[str, Any]] = {
+    "naive": {"bucket_mb": 0, "overlap": False},
+    "naive, overlapped": {"bucket_mb": 0},
+    "buckets": {"overlap": False},
+    "overlap": {},
+    "small buckets": SMALL,
+    "small buckets after backward": {**SMALL, "overlap": False},
+    "buffers": {"broadcast_buffers": True},
+}
+
+
+def cases_on_ranks() -> Iterator[tuple[int, str, int]]:
+    """Each case on 3 ranks, whose shares are uneven; some also on other numbers of ranks."""
+    for zero in range(4):
+        names = CASES if zero < 3 else {*ALL} - {"adafactor", "mlp on our matmul"}
+        yield from ((zero, name, 3) for name in sorted(names))
+        yield from ((zero, name, ranks) for name in ("gpt", "unused") for ranks in (1, 2, 4))
+    # Torch does not resize a storage that NumPy has a view of; rungs have one.
+    yield from ((3, "mlp on our matmul", 2), (3, "experts", 4), (3, "skipping", 2))
+
+
+@pytest.mark.parametrize(("zero", "name", "ranks"), [*cases_on_ranks()])
+def test_every_parameter_equals_one_process(cluster_of: Clusters, zero: int, name: str, ranks: int) -> None:
+    contract.check(cluster_of(ranks), ALL[name], md.Layout(dp=ranks, zero=zero))
+
+
+def micro_batches_in_forms() -> Iterator[tuple[int, int, str, int, dict[str, Any]]]:
+    """Rows, ranks, cases, micro-batches, of which there may be more than rows, and options of buckets."""
+    yield from ((0, ranks, "gpt", many, {}) for ranks, many in ((1, 3), (2, 2), (2, 3), (2, 50)))
+    # Every form on 3 ranks, and the one with most messages on other numbers of ranks.
+    for ranks, form in (*((3, form) for form in FORMS.values()), *((ranks, SMALL) for ranks in (1, 2, 4))):
+        yield from ((0, ranks, name, 2, form) for name in ("gpt", "unused"))
+    for ranks, zero in ((1, 2), (2, 1), (3, 2)):
+        yield from ((zero, ranks, name, 2, SMALL) for name in ("gpt", "unused", "adafactor"))
+        forms: tuple[dict[str, Any], ...] = ({"bucket_mb": 0}, {"algorithm": "ring"}, {"overlap": False})
+        yield from ((zero, ranks, "adafactor", 3, form) for form in forms)
+        yield zero, ranks, "adafactor", 50, {}
+    for name, many in (("gpt", 2), ("unused", 3), ("unused", 9), ("experts", 2), ("experts", 9)):
+        yield 3, 3, name, many, {}
+
+
+@pytest.mark.parametrize(("zero", "ranks", "name", "many", "form"), [*micro_batches_in_forms()], ids=str)
+def test_micro_batches_and_buckets_change_nothing(
+    cluster_of: Clusters, zero: int, ranks: int, name: str, many: int, form: dict[str, Any]
+) -> None:
+    case = replace(ALL[name], batches=(5, 4, 7)) if zero == 3 else ALL[name]
+    layout = md.Layout(dp=ranks, zero=zero, micro_batches=many)
+    contract.check(cluster_of(ranks), case, layout, data_parallel=form)
+
+
+# Stages 1 and 2 give an optimizer the same slices, or whole parameters to those that look at them.
+STAGES = [(1 + number % 2, name) for number, name in enumerate(OPTIMIZERS)]
+STAGES += [(2, "SGD"), (1, "Adafactor"), (2, "one's own"), (1, "groups")]
+
+
+@pytest.mark.parametrize(("zero", "optimizer"), [*STAGES, *((3, kind) for kind in sorted(ELEMENTWISE))])
+def test_every_optimizer_equals_one_process(cluster_of: Clusters, zero: int, optimizer: str) -> None:
+    if zero == 3:
+        kind = partial(getattr(OPTIM, optimizer), lr=0.01)
+        case, ranks = replace(CASES["unused"], optimizer=kind, batches=(4, 9, 5)), 2
+    else:
+        case, ranks = replace(CASES["mlp"], optimizer=OPTIMIZERS[optimizer]), 3
+    if optimizer == "Muon":
+        case = replace(case, model=seeded(Matrices))
+    contract.check(cluster_of(ranks), case, md.Layout(dp=ranks, zero=zero))
+
+
+GROUPS = [(1, "unused", 3), (2, "unused", 3), *((3, name, 3) for name in grouped.CASES)]
+
+
+@pytest.mark.parametrize(("zero", "name", "ranks"), [*GROUPS, (3, "unused", 1), (3, "gpt", 2)])
+def test_groups_equal_one_process(cluster_of: Clusters, zero: int, name: str, ranks: int) -> None:
+    contract.check(cluster_of(ranks), grouped.CASES[name], md.Layout(dp=ranks, zero=zero, micro_batches=2))
+
+
+def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters) -> None:
+    def train(name: str, zero: int) -> contract.Trained:
+        with Patch.context() as patch:
+            patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
+            return contract.train_on_this_rank(CASES[name], md.Layout(dp=2, zero=zero))
+
+    for name, zero in (("gpt", 1), ("unused", 2), ("adafactor", 1)):
+        for trained in cluster_of(2).run(train, name, zero):
+            contract.compare(trained, contract.train_in_one_process(CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("zero", "name", "algorithm"),
+    [
+        *((zero, "gpt", algorithm) for zero in (1, 2) for algorithm in ("torch", "ring")),
+        *((3, name, "torch") for name in ("gpt", "skipping")),
+    ],
+)
+def test_any_algorithm_of_the_collectives_will_do(
+    cluster_of: Clusters, zero: int, name: str, algorithm: str
+) -> None:
+    ranks = 3 if zero < 3 else 2
+
+    def train() -> contract.Trained:
+        with comm.using(algorithm):
+            return contract.train_on_this_rank(ALL[name], md.Layout(dp=ranks, zero=zero))
+
+    for trained in cluster_of(ranks).run(train):
+        contract.compare(trained, contract.train_in_one_process(ALL[name]))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_several_dtypes_no_elements_and_no_dimension(cluster_of: Clusters, zero: int) -> None:
+    case = replace(CASES["mlp"], model=seeded(Mixed, None))
+    expected = contract.train_in_one_process(case)
+    for ranks in (1, 3):
+        for trained in cluster_of(ranks).run(
+            contract.train_on_this_rank, case, md.Layout(dp=ranks, zero=zero), {}
+        ):
+            for name, wanted in expected.state.items():  # half of the model rounds to float32
+                torch.testing.assert_close(trained.state[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+# Evaluation, and an engine's micro-batches.
+
+
+@pytest.mark.parametrize(("zero", "name"), [(0, "mlp"), (3, "gpt")])
+def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters, zero: int, name: str) -> None:
+    case = CASES[name]
+    inputs, targets = case.rows(torch.Generator().manual_seed(3), 7)
+
+    def evaluate() -> tuple[list[float], bool, bool, int]:
+        model = case.model(md.rank())
+        engine = md.prepare(model, case.optimizer, md.Layout(dp=2, zero=zero))
+        share = slice(0, 7) if md.rank() == 0 else slice(0, 0)  # a rank may have none
+        x, y = inputs[share], targets[share]
+        before = engine.full_state_dict()
+        results = [engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])]
+        with torch.inference_mode():
+            results.append(engine.evaluate(x, y))
+        unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
+        units = engine.strategy.shared.units if zero == 3 else ()
+        gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
+        engine.step(inputs, targets)
+        return results, unchanged, model.training, gathered
+
+    outputs = case.model(0)(inputs)
+    wanted = float(case.loss(outputs, targets).detach())
+    right = float((outputs.argmax(-1) == targets).double().mean())
+    for results, unchanged, training, gathered in cluster_of(2).run(evaluate):
+        assert results == pytest.approx([wanted, right, torch.nan, wanted], rel=1e-12, nan_ok=True)
+        assert unchanged
+        assert training
+        assert not gathered
+
+
+def test_evaluation_drops_nothing_out() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).double()
+    inputs, targets = CASES["mlp"].rows(torch.Generator().manual_seed(0), 50)
+    engine = md.prepare(model, contract.ADAMW)
+    assert len({engine.evaluate(inputs, targets) for _ in range(5)}) == 1
+    assert model.training
+
+
+def test_micro_batches_are_as_many_as_asked(cluster_of: Clusters) -> None:
+    def count() -> list[int]:
+        rows: list[int] = []
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            rows.append(len(outputs))
+            return nn.functional.cross_entropy(outputs, targets)
+
+        case, layout = CASES["mlp"], md.Layout(dp=md.size(), micro_batches=3)
+        engine = md.prepare(case.model(0), case.optimizer, layout, loss=loss, check_loss=False)
+        engine.step(*case.rows(torch.Generator().manual_seed(0), 7))
+        return rows
+
+    assert cluster_of(2).run(count) == [[3, 2, 2]] * 2
+
+
+def test_a_rank_without_rows_is_told(cluster_of: Clusters) -> None:
+    def train() -> None:
+        engine = md.prepare(CASES["mlp"].model(0), OPTIM.SGD, md.Layout(dp=2))
+        rows = md.rank()
+        engine.step(torch.zeros(rows, 6, dtype=torch.float64), torch.zeros(rows, dtype=torch.int64))
+
+    with pytest.raises(md.RankError, match="rank 0 of 2 was given no rows; use a global batch of at least"):
+        cluster_of(2).run(train)
+
+
+def test_rows_and_targets_have_to_agree() -> None:
+    engine = md.prepare(CASES["mlp"].model(0), OPTIM.SGD)
+    with pytest.raises(ValueError, match="inputs have 3 rows and targets 2"):
+        engine.step(torch.zeros(3, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+
+
+# Planted faults: of the messages,
+
+
+def without_broadcast(patch: Patch) -> None:
+    patch.setattr(comm, "broadcast", lambda x, **_: x)
+
+
+def without_one_bucket(patch: Patch) -> None:
+    """A bucket is sent, and what comes back is dropped."""
+    reduce = Bucket._reduce_to_everyone
+
+    def wrong(self: Bucket, over: GradientComm) -> Any:
+        if self.gradients.numel() == 3:  # the last layer's bias
+            yield over.all_reduce(self.gradients.clone())
+        else:
+            yield from reduce(self, over)
+
+    patch.setattr(Bucket, "_reduce_to_everyone", wrong)
+
+
+def without_one_reduction(patch: Patch) -> None:
+    """The gradients of one unit stay this rank's own."""
+    reduce = comm.reduce_scatter
+
+    def wrong(x: Tensor, op: str, algorithm: str, group: Any, out: Tensor, **options: Any) -> Any:
+        result = reduce(x, op, algorithm, group, out, **options)
+        if x.numel() < 20:  # the last layer
+            if options:
+                result.wait()
+            out.copy_(x.view(2, -1)[md.rank()])
+        return result
+
+    patch.setattr(gradient_comm.comm, "reduce_scatter", wrong)
+
+
+def without_gathering_the_last_bucket(patch: Patch) -> None:
+    gather = Bucket.gather
+
+    def wrong(self: Bucket, blocking: bool = False) -> None:
+        if 0 not in self.param_indices:
+            gather(self, blocking)
+
+    patch.setattr(Bucket, "gather", wrong)
+
+
+def another_ranks_share(patch: Patch) -> None:
+    def wrong(self: Bucket) -> slice:
+        other = (md.rank() + 1) % md.size()
+        return slice(other * self.share, (other + 1) * self.share)
+
+    patch.setattr(Bucket, "own", property(wrong, lambda self, value: None), raising=False)
+
+
+def another_order_on_one_rank(patch: Patch) -> None:
+    agree = whole_parameters.agree_on_order
+
+    def wrong(*arguments: Any) -> list[int]:
+        return agree(*arguments)[:: 1 - 2 * md.rank()]
+
+    patch.setattr(whole_parameters, "agree_on_order", wrong)
+
+
+# Of the sums,
+
+
+def mean_of_means(patch: Patch) -> None:
+    """Average over ranks and not over rows: wrong where shares differ in size."""
+    synchronize = reducer.Reducer.synchronize
+
+    def wrong(self: reducer.Reducer) -> GradientRounds:
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(13 / md.size() / (6, 7)[md.rank()])
+        return synchronize(self)
+
+    patch.setattr(reducer.Reducer, "synchronize", wrong)
+
+
+def means_for_sums(patch: Patch) -> None:
+    make = gradient_rounds.GradientRounds.__init__
+
+    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
+        *others, _, leaves_grad, compression, sparse = arguments
+        make(self, *others, "mean", leaves_grad, compression, sparse, **options)
+
+    patch.setattr(gradient_rounds.GradientRounds, "__init__", wrong)
+
+
+def without_what_backward_left(patch: Patch) -> None:
+    """Gradients that no hook has moved into their buckets are not moved at all."""
+    patch.setattr(reducer.Reducer, "_complete", lambda *_: None)
+
+
+def without_the_first_micro_batch(patch: Patch) -> None:
+    """Each round begins the sums anew."""
+    patch.setattr(Bucket, "begun", property(lambda self: False, lambda self, value: None))
+
+
+# Of the update,
+
+
+def unused_ones_updated(patch: Patch) -> None:
+    give = OptimizerSlices.give_gradients
+    patch.setattr(OptimizerSlices, "give_gradients", lambda self, used: give(self, [1.0] * len(used)))
+
+
+def without_the_ranks_flags(patch: Patch) -> None:
+    """Parameters that no rank used are updated with gradients of zero."""
+    synchronize = ShardedParameters.sum_over_ranks
+
+    def wrong(self: ShardedParameters, totals: Any = ()) -> Any:
+        self.used = bytearray(b"\1" * len(self.used))
+        return synchronize(self, totals)
+
+    patch.setattr(ShardedParameters, "sum_over_ranks", wrong)
+
+
+def all_in_the_first_group(patch: Patch) -> None:
+    hand_over = FlatParameterGroups.hand_over
+    patch.setattr(FlatParameterGroups, "hand_over", lambda s, p: hand_over(s, [(0, q) for _, q in p]))
+
+
+# And of units.
+
+
+def stale_parameters(patch: Patch) -> None:
+    """What was gathered for the backward pass serves the next step, too."""
+    free = units.Unit.free
+
+    def wrong(self: units.Unit, held: bool = False) -> None:
+        if not self.name.endswith("1"):
+            free(self, held)
+
+    patch.setattr(units.Unit, "free", wrong)
+
+
+def at_the_first_call(patch: Patch) -> None:
+    """A unit is reduced when the backward pass has left one of its calls."""
+    patch.setattr(units.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
+
+
+def at_the_parameter(patch: Patch) -> None:
+    """The gradient of a parameter that a unit takes says that the unit's backward pass is over."""
+    patch.setattr(units.Tensor, "view_as", lambda self, _: self)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a fault shows, and what says so."""
+
+    zero: int
+    case: contract.Case = CASES["mlp"]
+    options: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    ranks: int = 2
+    says: str = "not close"
+
+
+FAULTS: list[tuple[Callable[[Patch], None], Where]] = [
+    (without_broadcast, Where(0)),
+    (without_broadcast, Where(3)),
+    (without_one_bucket, Where(0, options={"bucket_mb": 0})),
+    (without_one_reduction, Where(3)),
+    (without_gathering_the_last_bucket, Where(2, options=SMALL)),
+    (another_ranks_share, Where(2, options=SMALL)),
+    (another_order_on_one_rank, Where(0)),
+    (mean_of_means, Where(0, options={"overlap": False})),
+    (means_for_sums, Where(2, options=SMALL)),
+    (without_what_backward_left, Where(0, options={"overlap": False})),
+    (without_the_first_micro_batch, Where(2, options=SMALL, micro_batches=2)),
+    (unused_ones_updated, Where(2, CASES["unused"], SMALL)),
+    (without_the_ranks_flags, Where(3, CASES["unused"])),
+    (all_in_the_first_group, Where(3, grouped.GROUPED, ranks=1)),
+    (stale_parameters, Where(3)),
+    (at_the_first_call, Where(3, repeating(calls=3), ranks=1, says="after its gradients were reduced")),
+    (at_the_parameter, Where(3, made(Learned), ranks=1, says="out of bounds for storage of size 0")),
+]
+
+
+@pytest.mark.parametrize(("fault", "where"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_the_contract_catches_a_planted_fault(
+    cluster_of: Clusters, fault: Callable[[Patch], None], where: Where
+) -> None:
+    case = replace(where.case, batches=(13, 13, 13))
+    layout = md.Layout(dp=where.ranks, zero=where.zero, micro_batches=where.micro_batches)
+    options = {"data_parallel": where.options}
+
+    def train() -> contract.Trained:
+        with Patch.context() as patch:
+            fault(patch)
+            return contract.train_on_this_rank(case, layout, options)
+
+    cluster = cluster_of(where.ranks)
+    contract.check(cluster, case, layout, **options)
+    with pytest.raises((AssertionError, md.RankError), match=where.says):
+        contract.compare(cluster.run(train)[-1], contract.train_in_one_process(case))
