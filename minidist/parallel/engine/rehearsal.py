@@ -166,7 +166,7 @@ class Rehearsal:
                 each.training = True
             if failed:
                 kept.attributes.restore()
-        with held_back(), torch.no_grad():
+        with held_back():
             seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
             before = engine.placement.boxes(box for boxes in kept.chunks.values() for box in boxes)
             after = (box for box in engine.chunks() if box.name.startswith("model."))
@@ -190,7 +190,7 @@ class Rehearsal:
                 kept.restore()
                 for x, value in inputs:
                     if differs(x, value):  # the model has written to it
-                        x.copy_(value)
+                        x.data.copy_(value)
             if verdict:
                 raise ValueError(
                     f"in step {self._steps} the layout {self._layout} trains otherwise than one process with "
