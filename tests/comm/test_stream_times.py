@@ -1,4 +1,4 @@
-"""The times of calls on CUDA tensors are the GPU's, not those of the launches; with a stand-in for its stream."""
+"""The times of calls on CUDA tensors are the GPU's, not those of launches; on a stream that the tests make."""
 
 from __future__ import annotations
 
