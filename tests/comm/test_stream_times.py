@@ -1,4 +1,4 @@
-"""The times of calls on CUDA tensors are the GPU's, not those of launches; on a stream that the tests make."""
+"""The times of calls on CUDA tensors are the GPU's, not those of launches; on a stream of the tests."""
 
 from __future__ import annotations
 
