@@ -1,14 +1,14 @@
-"""The times of calls on CUDA tensors are the GPU's, not those of the launches; with a stand-in stream."""
+"""The times of calls on CUDA tensors are the GPU's, not those of launches; on a stream of the tests."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from minidist.scale.tracing.calls import Calls
 
 from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.comm.work import Work
-from minidist.scale.tracing.recording import Calls
 
 
 class Stream:
