@@ -158,6 +158,18 @@ def test_a_pipeline_executes_a_v(cluster_of: Clusters, name: str, ranks: int) ->
     check(run(cluster_of, ranks, with_records(train_here, name, 2, 4)))
 
 
+def test_the_playground_reads_and_writes_a_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs"))
+    import playground
+
+    for name in RECORDS:
+        schedule = schedules.by_name(name, 3, 4, 2)
+        for messages in (False, True):
+            text = playground.write(schedule, messages)
+            assert text.startswith("stages 0 5, 1 4, 2 3\nF0 ")
+            assert repr(playground.read(text)) == repr(schedule)
+
+
 def test_ranks_with_other_placements_are_told(cluster_of: Clusters) -> None:
     def make() -> str:
         passes = plain_v(2, 1, 2)
