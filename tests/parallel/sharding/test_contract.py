@@ -7,6 +7,7 @@ the contract catches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -118,35 +119,44 @@ def test_groups_equal_one_process(cluster_of: Clusters, zero: int, name: str, ra
     contract.check(cluster_of(ranks), grouped.CASES[name], md.Layout(dp=ranks, zero=zero, micro_batches=2))
 
 
-def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters) -> None:
-    def train(name: str, zero: int) -> contract.Trained:
-        with Patch.context() as patch:
-            patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
-            return contract.train_on_this_rank(CASES[name], md.Layout(dp=2, zero=zero))
+def check_inside(
+    context: Callable[[], AbstractContextManager[Any]],
+    cluster: md.Cluster,
+    case: contract.Case,
+    layout: md.Layout,
+) -> None:
+    def train() -> contract.Trained:
+        with context():
+            return contract.train_on_this_rank(case, layout)
 
-    for name, zero in (("gpt", 1), ("unused", 2), ("adafactor", 1)):
-        for trained in cluster_of(2).run(train, name, zero):
-            contract.compare(trained, contract.train_in_one_process(CASES[name]))
+    for trained in cluster.run(train):
+        contract.compare(trained, contract.train_in_one_process(case))
+
+
+@contextmanager
+def small_slices() -> Iterator[None]:
+    with Patch.context() as patch:
+        patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
+        yield
+
+
+@pytest.mark.parametrize(("zero", "name"), [(1, "gpt"), (2, "unused"), (1, "adafactor")])
+def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters, zero: int, name: str) -> None:
+    check_inside(small_slices, cluster_of(2), CASES[name], md.Layout(dp=2, zero=zero))
+
+
+ALGORITHMS = [(zero, "gpt", algorithm) for zero in (1, 2) for algorithm in ("torch", "ring")]
 
 
 @pytest.mark.parametrize(
-    ("zero", "name", "algorithm"),
-    [
-        *((zero, "gpt", algorithm) for zero in (1, 2) for algorithm in ("torch", "ring")),
-        *((3, name, "torch") for name in ("gpt", "skipping")),
-    ],
+    ("zero", "name", "algorithm"), [*ALGORITHMS, (3, "gpt", "torch"), (3, "skipping", "torch")]
 )
 def test_any_algorithm_of_the_collectives_will_do(
     cluster_of: Clusters, zero: int, name: str, algorithm: str
 ) -> None:
     ranks = 3 if zero < 3 else 2
-
-    def train() -> contract.Trained:
-        with comm.using(algorithm):
-            return contract.train_on_this_rank(ALL[name], md.Layout(dp=ranks, zero=zero))
-
-    for trained in cluster_of(ranks).run(train):
-        contract.compare(trained, contract.train_in_one_process(ALL[name]))
+    layout = md.Layout(dp=ranks, zero=zero)
+    check_inside(partial(comm.using, algorithm), cluster_of(ranks), ALL[name], layout)
 
 
 @pytest.mark.parametrize("zero", [1, 2])

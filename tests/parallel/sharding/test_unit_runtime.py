@@ -72,6 +72,12 @@ class Attending(nn.Module):
         return torch.tanh(self.query(query)) + seen
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+
 class Learned(nn.Module):
     """Blocks whose first inputs are parameters; one parameter goes into two blocks, and one into a tuple."""
 
@@ -91,11 +97,7 @@ class Learned(nn.Module):
         return self.head(pair((self.more, q)))
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
+class Pair(Block):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return self.inner(pair[0]) * torch.tanh(self.inner(pair[1]))
 
@@ -115,11 +117,7 @@ class Changing(nn.Module):
         return self.head(x + sum(seen))
 
 
-class Writing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
+class Writing(Block):
     def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
         x += torch.tanh(self.inner(x.clone()))
         seen.append(torch.sin(x))
@@ -141,11 +139,7 @@ class Handing(nn.Module):
         return self.head(x + seen)
 
 
-class Handed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
+class Handed(Block):
     def forward(self, x: Tensor, handed: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return x + torch.tanh(self.inner(x)), handed
 
@@ -173,26 +167,36 @@ def repeating(**options: Any) -> contract.Case:
 
 
 MIXED = made(mixture, (2, 9, 4, 7))
-# Without `embed`, the first call has no input that gets a gradient.
-AGAIN = [(calls, between) for calls, between in ((2, True), (3, False), (4, True))]
-TABLE: list[tuple[contract.Case, int, dict[str, Any]]] = [
-    *((repeating(calls=c, between=b, embed=embed), 2, {}) for c, b in AGAIN for embed in (True, False)),
-    (MIXED, 2, {"recompute": True}),  # ranks may call other experts in each pass
-    (MIXED, 2, {"micro_batches": 2}),
-    *((made(partial(Learned, named=named)), n, {}) for named in (False, True) for n in (1, 2, 3)),
-    (made(Changing), 2, {}),
-    (made(Handing), 2, {}),
-    (made(Recomputing, (12, 13, 7)), 2, {}),
-]
+# Where it is not embedded, the first call has no input that gets a gradient.
+TABLE: dict[str, tuple[contract.Case, int, dict[str, Any]]] = {
+    **{
+        f"called {calls} times{', another between' * between}{', embedded' * embed}": (
+            repeating(calls=calls, between=between, embed=embed),
+            2,
+            {},
+        )
+        for calls, between in ((2, True), (3, False), (4, True))
+        for embed in (True, False)
+    },
+    "other experts on each rank, recomputed": (MIXED, 2, {"recompute": True}),
+    "other experts on each rank": (MIXED, 2, {"micro_batches": 2}),
+    **{
+        f"takes parameters{' by name' * named}, {n} ranks": (made(partial(Learned, named=named)), n, {})
+        for named in (False, True)
+        for n in (1, 2, 3)
+    },
+    "writes to its input": (made(Changing), 2, {}),
+    "hands an input on": (made(Handing), 2, {}),
+    "computes a part again": (made(Recomputing, (12, 13, 7)), 2, {}),
+}
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize(("case", "ranks", "options"), TABLE, ids=str)
-def test_units_in_passes_of_any_kind(
-    cluster_of: Clusters, case: contract.Case, ranks: int, options: dict[str, Any], prefetch: bool
-) -> None:
-    layout = md.Layout(dp=ranks, zero=3, **options)
-    contract.check(cluster_of(ranks), case, layout, fully_shard={"prefetch": prefetch})
+@pytest.mark.parametrize("name", TABLE)
+def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
+    case, ranks, options = TABLE[name]
+    for prefetch in (True, False):
+        layout = md.Layout(dp=ranks, zero=3, **options)
+        contract.check(cluster_of(ranks), case, layout, fully_shard={"prefetch": prefetch})
 
 
 def test_a_unit_may_be_called_more_often_in_a_later_pass(cluster_of: Clusters) -> None:

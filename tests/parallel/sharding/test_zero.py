@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from tests.helpers.on_ranks import on_ranks
-from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
+from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, SGD, sizes_of, storage_bytes
 
 Clusters = Callable[[int], md.Cluster]
 both_stages = pytest.mark.parametrize("stage", [1, 2])
@@ -87,6 +87,12 @@ def small(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
 
 
+def pair(make: Any, stage: int) -> tuple[Any, Any, nn.Module, Any]:
+    """A model and its ZeroOptimizer, and those of one process, from rank 0's weights."""
+    model, peer_model = small(md.rank()), small()
+    return model, md.ZeroOptimizer(model.parameters(), make, stage), peer_model, make(peer_model.parameters())
+
+
 def train_both(
     model: nn.Module, zero: Any, peer_model: nn.Module, peer: Any, steps: int = 1, scheduler: Any = ()
 ) -> None:
@@ -128,8 +134,7 @@ def test_states_go_to_and_from_a_plain_optimizer(cluster_of: Clusters, optimizer
     make = OPTIMIZERS[optimizer]
 
     def save() -> Any:
-        model, peer_model = small(md.rank()), small()
-        zero, peer = md.ZeroOptimizer(model.parameters(), make, stage), make(peer_model.parameters())
+        model, zero, peer_model, peer = pair(make, stage)
         train_both(model, zero, peer_model, peer, 3)
         with pytest.raises(RuntimeError, match="spread over 3 ranks; let every rank call consolidate_state"):
             zero.state_dict()
@@ -143,10 +148,9 @@ def test_states_go_to_and_from_a_plain_optimizer(cluster_of: Clusters, optimizer
 
     def go_on(saved: Any) -> None:
         state, weights = saved
-        model, peer_model = small(md.rank()), small()
+        model, zero, peer_model, peer = pair(make, stage)
         model.load_state_dict(weights)
         peer_model.load_state_dict(weights)
-        zero, peer = md.ZeroOptimizer(model.parameters(), make, stage), make(peer_model.parameters())
         before = pickle.dumps(state)
         zero.load_state_dict(state)
         peer.load_state_dict(state)
@@ -215,9 +219,7 @@ def test_parameters_that_are_added_thawed_and_scheduled(stage: int) -> None:
 
 @on_ranks(2, stage=[1, 2])
 def test_a_closure_and_zero_grad(stage: int) -> None:
-    model, peer_model = small(), small()
-    zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, stage, lr=0.1)
-    plain = OPTIM.SGD(peer_model.parameters(), lr=0.1)
+    model, zero, peer_model, plain = pair(SGD, stage)
     x = torch.ones(2, 4, dtype=torch.float64)
 
     def closure(module: nn.Module, optimizer: Any) -> Tensor:
@@ -287,9 +289,7 @@ def test_a_backward_pass_that_failed_leaves_nothing() -> None:
     def failing(_: Tensor) -> None:
         raise ArithmeticError("in backward")
 
-    model, peer_model = small(), small()
-    zero = md.ZeroOptimizer(model.parameters(), OPTIM.SGD, 2, lr=0.1)
-    plain = OPTIM.SGD(peer_model.parameters(), lr=0.1)
+    model, zero, peer_model, plain = pair(SGD, 2)
     train_both(model, zero, peer_model, plain, 1)
     hidden = model[1](model[0](torch.ones(2, 4, dtype=torch.float64)))
     hidden.register_hook(failing)
