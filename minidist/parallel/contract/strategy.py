@@ -93,7 +93,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes accumulate gradients and may send nothing."""
+        """Inside, more backward passes follow: a strategy that keeps whole gradients sends nothing yet."""
 
     @abstractmethod
     def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:

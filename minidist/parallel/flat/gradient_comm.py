@@ -85,8 +85,8 @@ class GradientComm:
     def may_wait(self, messages: Messages) -> bool:
         """Whether a backward pass may wait for messages to be complete.
 
-        Not where ranks meet in it, as in ring attention: another rank may send these messages at its end, as
-        it has no gradient for an expert, and wait for this one before.
+        In ring attention waiting here can deadlock: a rank without gradients for an expert sends these
+        messages only after its backward pass, in which it needs this rank.
         """
         last = messages.message if self.hybrid is None else None
         return not self.meets or isinstance(last, Done) or (last is not None and last.done())

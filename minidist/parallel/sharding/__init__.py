@@ -27,7 +27,7 @@ Where memory is given back:
 |---|---|
 | residency.py | the table, and what follows from a row |
 | sharded.py | `Sharded`: the strategy for an engine |
-| shared_parameters.py | `SharedParameters`: parameters that are shared in one way; clipping |
+| parameter_set.py | `ParameterSet`: parameters that are shared in one way; clipping |
 | whole_parameters.py | `WholeParameters`: whole on every rank; dealt to buckets as gradients come |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
 | gradient_rounds.py | `GradientRounds`: gradients come to buckets, are reduced and let go |

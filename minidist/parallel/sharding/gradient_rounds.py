@@ -39,12 +39,12 @@ class GradientRounds:
 
     parameters: by index. buckets: hold them all, in the order in which they are sent. op: "mean" or "sum"
     over the ranks, of reductions to owners. leaves_grad: `grad` stays as the backward pass left it. sparse:
-    the indices of parameters in no bucket, whose gradients come as rows. totals: how many numbers are summed
-    along with a round. before: the rounds of fewer parameters, which these continue.
+    the indices of parameters in no bucket, whose gradients come as rows. total_count: how many numbers are
+    summed along with a round. before: the rounds of fewer parameters, which these continue.
 
     Attributes:
         used: on how many ranks each parameter had a gradient, over all rounds since `begin`.
-        totals, sums: rows and loss over all those rounds; all totals of the last round.
+        totals, sums: weight and loss, added up since `begin`; every total of the last round alone.
         in_buckets: gradients stay in their buckets between backward passes.
         tail, tail_in_bucket: for each parameter the number of ranks that used it, then the totals; whether
             this is the end of the last bucket, or a message of its own.
@@ -60,7 +60,7 @@ class GradientRounds:
         leaves_grad: bool = False,
         compression: Compression | None = None,
         sparse: Sequence[int] = (),
-        totals: int = 2,
+        total_count: int = 2,
         before: GradientRounds | None = None,
     ) -> None:
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -75,7 +75,7 @@ class GradientRounds:
             bucket.op = op
             for at, index in enumerate(bucket.param_indices):
                 self.bucket_of[index], self._at[index] = number, at
-        tail_length = len(parameters) + totals
+        tail_length = len(parameters) + total_count
         self.tail_in_bucket = (
             residency.state
             and bool(self.buckets)
@@ -94,7 +94,7 @@ class GradientRounds:
                 bucket.reduction = self.reductions[-1].run
         self.used = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
-        self.sums = torch.zeros(totals, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(total_count, dtype=torch.float64, device=device)
         if before is not None:
             self.used[: len(before.used)], self.totals = before.used, before.totals
 

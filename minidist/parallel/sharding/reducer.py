@@ -155,7 +155,7 @@ class Reducer:
                 missing[rounds.bucket_of[index]].append(index)
         for number, indices in enumerate(missing):
             for index in indices:
-                self._complete(rounds, index)
+                self._fill_missing(rounds, index)
             if number == self._next < len(rounds.buckets):
                 self._reduce_next(rounds)
         if not rounds.tail_in_bucket:
@@ -185,7 +185,7 @@ class Reducer:
             self._waiting = [*self._expected]
         return self.rounds
 
-    def _complete(self, rounds: GradientRounds, param_index: int) -> None:
+    def _fill_missing(self, rounds: GradientRounds, param_index: int) -> None:
         """Use the gradient from an earlier backward pass when the running one did not produce any."""
         if self.parameters[param_index].grad is not None:
             rounds.place(param_index, self.scale)

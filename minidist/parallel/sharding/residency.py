@@ -1,7 +1,7 @@
 """Who holds what: the table that data parallelism and ZeRO follow from.
 
-Between steps a rank keeps parameters, gradients and optimizer state either whole, or only its share of them:
-the n-th of the elements that it owns.
+Between steps a rank keeps parameters, gradients and optimizer state either whole, or only its share: the 1/n
+of the elements that this rank owns.
 
 | | parameters | gradients | optimizer state |
 |---|---|---|---|

@@ -34,8 +34,8 @@ from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import Residency
-from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.training.clipping import guard
@@ -43,7 +43,7 @@ from minidist.parallel.training.elementwise_optimizers import require_elementwis
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(SharedParameters):
+class ShardedParameters(ParameterSet):
     """A model of which this rank keeps its shards, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. The arguments are those of
@@ -127,7 +127,10 @@ class ShardedParameters(SharedParameters):
     def follow_changes(self) -> None:
         """Begin with gradients of parameters that were frozen when this was made."""
         if work.is_alone:
-            raise RuntimeError("it calls a model of which ZeRO 3 keeps parts on the other ranks")
+            raise RuntimeError(
+                "it calls a ZeRO-3 model inside a step that one process takes alone, without the other "
+                "ranks' shards; give prepare(rehearse=False)"
+            )
         frozen = [bucket for bucket in self.buckets if bucket.frozen]
         self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])
 

@@ -166,7 +166,8 @@ class StateByName:
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the groups of `settings`, make the saved run's buckets, and make room for the optimizer state.
 
-        If the state was saved before a first backward pass, all of it, mostly none, waits here for one.
+        A state that was saved before any backward pass, usually empty, is kept whole until the first one
+        makes the buckets.
         """
         slices = self._slices
         require_same_groups(self._group_names, settings)

@@ -33,16 +33,16 @@ from minidist.parallel.flat.joined_messages import MB, broadcast_together, deal_
 from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners
 from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.sharding.residency import Residency
-from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-class WholeParameters(SharedParameters):
+class WholeParameters(ParameterSet):
     """Parameters that every rank has whole, and that hooks on them reduce. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
@@ -210,7 +210,7 @@ class WholeParameters(SharedParameters):
             self.leaves_grad,
             self.compression,
             sparse,
-            totals=2 if self.residency.state else 3,
+            total_count=2 if self.residency.state else 3,  # see `begin_final_backward`
             before=None if self.residency.state else before,
         )
 
@@ -300,10 +300,14 @@ class WholeParameters(SharedParameters):
                 self.reducer.syncing = before
 
     def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
-        """Have the next backward pass complete the round, which also sums `totals` over the ranks."""
+        """Have the next backward pass complete the round, which also sums `totals` over the ranks.
+
+        Where the state is shared, a third total counts the ranks for which this is the step's last pass.
+        """
         self._own = totals
         if self.reducer is not None:
-            self.reducer.totals, self.reducer.waits = (*totals, 1.0)[: 2 + (not self.residency.state)], waits
+            last: tuple[float, ...] = () if self.residency.state else (1.0,)
+            self.reducer.totals, self.reducer.waits = (*totals, *last), waits
 
     def synchronize(self) -> tuple[float, float]:
         """Complete the gradients; returns the totals, summed over the ranks.

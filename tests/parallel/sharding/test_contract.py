@@ -334,7 +334,7 @@ def means_for_sums(patch: Patch) -> None:
 
 def without_what_backward_left(patch: Patch) -> None:
     """Gradients that no hook has moved into their buckets are not moved at all."""
-    patch.setattr(reducer.Reducer, "_complete", lambda *_: None)
+    patch.setattr(reducer.Reducer, "_fill_missing", lambda *_: None)
 
 
 def without_the_first_micro_batch(patch: Patch) -> None:

@@ -23,7 +23,7 @@ from minidist.parallel.sharding.residency import Residency
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_gradients
 
 
-class SharedParameters(ABC):
+class ParameterSet(ABC):
     """Parameters that the same ranks share in the same way.
 
     Attributes:
@@ -31,8 +31,8 @@ class SharedParameters(ABC):
             `share_group` are the owners of a share each.
         parameters: by index. buckets: hold them, as far as they are dealt. slices: this rank's part. rounds:
             reduce the gradients, once the first backward pass has dealt the parameters.
-        waiting, masters: the indices of parameters that no backward pass has dealt yet, though a share of
-            them will have the state; their masters, whole.
+        waiting: indices of parameters that no bucket holds yet, where a share of them will have the state.
+        masters: their whole masters until then.
         orders: parameter indices, for each time that some were dealt; None where none are.
     """
 
