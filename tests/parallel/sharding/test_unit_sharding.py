@@ -35,7 +35,7 @@ def loop(model: Any, optimizer: Any, clip: Callable[[], Any] | None, zero_first:
     for step in range(4):
         x, y = X[rank::size], Y[rank::size]
         if zero_first:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=True)
         for again in range(1 + (step in (1, 2))):
             CASE.loss(model(x / (1 + again)), y).backward()  # type: ignore[no-untyped-call]
             if step == 2 and not again:
