@@ -178,8 +178,8 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     """
     alive = weakref.WeakMethod(method)
 
-    def hook(*args: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
         found = alive()
-        return None if found is None else found(*first, *args)
+        return None if found is None else found(*first, *args, **kwargs)
 
     return opaque(hook)
