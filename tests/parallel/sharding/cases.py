@@ -312,7 +312,7 @@ def own_loop(
     losses = []
     for inputs, targets in case.global_batches():
         share = slice(*(len(inputs) * (md.rank() + i) // md.size() for i in (0, 1)))
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for x, y in zip(inputs[share].chunk(passes), targets[share].chunk(passes), strict=True):
             loss = case.loss(model(x), y) * len(x) * md.size() / len(inputs)

@@ -46,7 +46,7 @@ def loop(
     for step in range(4):
         x, y = X[rank::size], Y[rank::size]
         if zero_first:
-            own.zero_grad()
+            own.zero_grad(set_to_none=True)
         for again in range(1 + (step in (1, 2))):
             CASE.loss(model(x / (1 + again)), y).backward()  # type: ignore[no-untyped-call]
             if step == 2 and not again:
