@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from minidist.scale.tracing.calls import Calls
 
 from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.comm.work import Work
+from minidist.scale.tracing.recording import Calls
 
 
 class Stream:

@@ -22,6 +22,8 @@ from minidist.comm.launching.worker import Raised
 SETTLE = 0.1
 """Seconds from the first report of a failure to the verdict. When a rank is killed, its peers may report
 their broken connections before the supervisor reports the death."""
+CAUSE_PAUSE = 5.0
+"""Seconds that a rank's failure gets to arrive, after a peer reported that it follows from that failure."""
 STACK_PAUSE = 0.2
 """Seconds that a stuck rank gets to write its stack."""
 
@@ -87,7 +89,8 @@ def collect(
                 results.setdefault(rank, _first_cause([failure]))
                 failure.process.kill()  # if it only raised, its peers must still notice
             if failures:
-                settled = min(failure.when for failure in failures.values()) + SETTLE
+                pause = CAUSE_PAUSE if all(map(_follows, failures.values())) else SETTLE
+                settled = min(failure.when for failure in failures.values()) + pause
                 deadline = settled if deadline is None else min(deadline, settled)
 
     if failures:
@@ -109,6 +112,11 @@ def _print_labelled(rank: int, stream: str, text: str) -> None:
     out.flush()
 
 
+def _follows(failure: Failure) -> bool:
+    """Whether it is an exception that follows from another rank's failure."""
+    return failure.raised is not None and failure.raised.summary.endswith(FOLLOWS)
+
+
 def _first_cause(failures: list[Failure]) -> RankError:
     """Return the error to raise: of the failures seen together, the one that caused the others.
 
@@ -117,8 +125,7 @@ def _first_cause(failures: list[Failure]) -> RankError:
     """
 
     def order(failure: Failure) -> tuple[bool, bool, float]:
-        raised = failure.raised
-        return raised is not None, raised is not None and raised.summary.endswith(FOLLOWS), failure.when
+        return failure.raised is not None, _follows(failure), failure.when
 
     failures.sort(key=order)
     first, others = failures[0], failures[1:]

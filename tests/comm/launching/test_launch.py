@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
+from minidist.comm.errors import FOLLOWS
 from minidist.comm.launching.cluster import available_cores
 from tests.comm.programs import run_as_users_do, written
 from tests.helpers import warm_python
@@ -505,6 +506,19 @@ def test_ranks_killed_at_random_moments(times: int) -> None:
             timer.join()
     assert len(seen) == 3 * times
     wait_until_gone(list(seen))
+
+
+def test_a_death_that_is_seen_late_is_still_the_cause(cluster_of: Clusters) -> None:
+    """On a busy machine a peer may report the broken connection long before the system reports the death."""
+
+    def talk() -> None:
+        if md.rank() == 0:
+            raise RuntimeError(f"broken connection{FOLLOWS}")
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(md.RankDied, match=r"rank 1 was killed by SIGKILL.*\(then rank 0 failed too\)"):
+        cluster_of(2).run(talk)
 
 
 FOREVER = """
