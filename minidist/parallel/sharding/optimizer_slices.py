@@ -246,7 +246,8 @@ class OptimizerSlices:
         master: Tensor | None,
     ) -> OptimizerSlice:
         """A slice of the elements in `value`; `master` has them in the master dtype, if they are known."""
-        if self.master not in (None, value.dtype):
+        # Whole parameters that the optimizer leaves out have none: what a loop writes to one has to stay.
+        if self.master not in (None, value.dtype) and (group is not None or bucket.frees):
             master = self.memory.copy(value, self.master) if master is None else self.memory.keep(master)
         tensor = nn.Parameter(value if master is None else master)
         guard([tensor], self._why)

@@ -162,7 +162,8 @@ class WholeParameters(SharedParameters):
     def reattach(self) -> None:
         """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
         if self.reducer is not None:
-            self._before = self.reducer.rounds or self._before
+            if not self.residency.state:  # whose buckets are made anew
+                self._before = self.reducer.rounds or self._before
             self.reducer.detach()
         self._attach()
 
@@ -211,7 +212,7 @@ class WholeParameters(SharedParameters):
             self.compression,
             sparse,
             totals=2 if self.residency.state else 3,
-            before=None if self.residency.state else before,
+            before=before,
         )
 
     def _deal(self, seen: Iterable[int], sparse: Sequence[int] = ()) -> None:
