@@ -49,8 +49,8 @@ class WholeParameters(SharedParameters):
     changed. slices, groups: this rank's part of the optimizer, and its groups of whole parameters; none for a
     loop of data parallelism, which has an optimizer of its own. module: is watched for parameters that are
     added to its parts. average: gradients become means over the ranks, and not sums. leaves_grad: see
-    `GradientRounds`. broadcast_buffers: send rank 0's buffers of the module to all before each pass that sends
-    gradients.
+    `GradientRounds`. broadcast_buffers: send rank 0's buffers of the module to all before each pass that
+    sends gradients.
     """
 
     def __init__(
