@@ -110,7 +110,7 @@ class Rehearsal:
             return self._steps == 1
         now: list[Any] = []
         if self._layout.pp == 1:
-            groups = () if engine.strategy.gathers else engine.optimizer.param_groups  # of a rank's slices
+            groups = () if engine.strategy.sharded else engine.optimizer.param_groups  # of a rank's slices
             now += [p.requires_grad for p in engine.model.parameters()]
             now += [len(group["params"]) for group in groups]
         if self._layout.dp == 1:

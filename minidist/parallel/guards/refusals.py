@@ -113,6 +113,14 @@ def refuse_growth(_: object) -> None:
     )
 
 
+def refuse_state_of_slices(*_: object) -> None:
+    """Raise RuntimeError: a hook on `state_dict` and `load_state_dict` of an optimizer of a rank's slices."""
+    raise RuntimeError(
+        "an engine's optimizer has only this rank's share of the state, in slices; save the whole with "
+        "md.save(engine, path), and load it with md.load(engine, path)"
+    )
+
+
 def gradients_are_off() -> RuntimeError:
     """The error of a step where `torch.is_grad_enabled()` is False."""
     return RuntimeError(

@@ -1,4 +1,4 @@
-"""A round: gradients come to their buckets, each bucket is reduced, and what the table does not keep goes.
+"""A round: gradients come to their buckets, buckets are reduced, and what the table does not keep is freed.
 
 This is the one place where gradients are reduced, whatever the residency (residency.py). Two events lead
 here: a gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has left a
@@ -99,7 +99,7 @@ class GradientRounds:
             self.used[: len(before.used)], self.totals = before.used, before.totals
 
     def _make_memory(self, tail_length: int) -> None:
-        """Give buckets memory of their own if gradients stay in them; otherwise memory that goes round."""
+        """Give each bucket memory of its own if gradients stay there; otherwise have buckets take turns."""
         if not self.in_buckets:
             for bucket in self.buckets:
                 if bucket.reduced is None:

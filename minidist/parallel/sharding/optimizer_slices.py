@@ -43,7 +43,7 @@ OptimizerState = dict[str, Any]
 
 @dataclass(eq=False)
 class OptimizerSlice:
-    """What the optimizer takes for one tensor: a whole parameter, or neighbouring elements of a share."""
+    """What the optimizer updates as one tensor: a whole parameter, or neighbouring elements of a share."""
 
     bucket: Bucket | None  # whose share the elements are of; None for a whole parameter
     group: int | None  # the number of the optimizer's group; None for what the optimizer leaves out
@@ -246,14 +246,15 @@ class OptimizerSlices:
         master: Tensor | None,
     ) -> OptimizerSlice:
         """A slice of the elements in `value`; `master` has them in the master dtype, if they are known."""
-        if self.master not in (None, value.dtype):
+        # Whole parameters that the optimizer leaves out have none: what a loop writes to one has to stay.
+        if self.master not in (None, value.dtype) and (group is not None or bucket.frees):
             master = self.memory.copy(value, self.master) if master is None else self.memory.keep(master)
         tensor = nn.Parameter(value if master is None else master)
         guard([tensor], self._why)
         return OptimizerSlice(bucket, group, start, ranges, value, tensor, master is not None)
 
     def _limit(self, bucket: Bucket) -> int:
-        """Most elements of a slice."""
+        """The most elements that a slice may have."""
         return max(1, (self.memory.longest or SLICE_BYTES) // (self.master or bucket.dtype).itemsize)
 
     def hand_over(self) -> None:

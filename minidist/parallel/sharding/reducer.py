@@ -57,7 +57,7 @@ class Reducer:
         self._open, self._completing = False, False  # a round is under way; it is past its backward pass
         self._next = 0  # the bucket to be sent next
         self._ready = bytearray(len(self.parameters))  # whose gradient lies in its bucket, scaled
-        self._came = bytearray(len(self.parameters))  # whose gradient is of rows that count, 1, of others, 2
+        self._came = bytearray(len(self.parameters))  # 1: of rows that count; 2: of padding; 3: of both
         self._waiting: list[int] = []  # for each bucket, the gradients that it lacks
         self._expected: list[int] = []  # the same before a round
         self._unused: list[int] = []  # indices of parameters without a gradient on this rank

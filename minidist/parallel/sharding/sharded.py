@@ -20,12 +20,13 @@ from minidist.parallel.contract.strategy import ResidentTensors, Strategy, Tenso
 from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.residency import ROWS, Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
-from minidist.parallel.sharding.state_by_name import StateByName
+from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
@@ -100,6 +101,8 @@ class Sharded(Strategy):
             slices.own(parameters, masters)
         else:
             refuse_unshareable(type(optimizer))
+            optimizer.register_state_dict_pre_hook(refuse_state_of_slices)
+            optimizer.register_load_state_dict_pre_hook(refuse_state_of_slices)
         names = dict(zip(masters, map(names_of(model).__getitem__, parameters), strict=True))
         shared = WholeParameters(
             model.named_parameters,
@@ -141,6 +144,8 @@ class Sharded(Strategy):
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
+        if self.residency.state:
+            self.optimizer.zero_grad()  # an optimizer's own may do more
         self.shared.forget()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -221,7 +226,7 @@ class Sharded(Strategy):
             [
                 *self.slices.masters(),
                 *self._state.masters.values(),
-                *(v for each in state for v in each.values() if isinstance(v, Tensor)),
+                *(box.tensor for each in state for box in tensor_boxes("", each)),
             ],
             [*self.model.buffers()],
         )

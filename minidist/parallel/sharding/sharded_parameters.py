@@ -191,10 +191,10 @@ class ShardedParameters(ParameterSet):
     # A step.
 
     def ready(self) -> None:
-        """Units show themselves when a pass begins."""
+        """Do nothing: each unit gathers its parameters when it is called."""
 
     def clear(self) -> None:
-        """Nothing is kept back of the gradients."""
+        """Do nothing: no compression keeps a part of the gradients back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose units are gathered as it calls them. A collective."""

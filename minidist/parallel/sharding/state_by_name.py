@@ -43,6 +43,7 @@ class StateByName:
     ) -> None:
         self._model, self._shared, self._group_names = model, shared, group_names
         self._slices, self._names, self.masters = shared.slices, names_of(model), shared.masters
+        self._updated = {name for names in group_names for name in names}  # others have no masters
 
     def waiting(self) -> list[nn.Parameter]:
         """The parameters that will be in a bucket, and are in none yet."""
@@ -118,14 +119,14 @@ class StateByName:
                     values = bucket.shard[start : start + len(span)]
                     yield from cut_chunks(alias, tuple(parameter.shape), span.start, values)
         for parameter in self.waiting():
-            yield from _tensors(self._names[parameter], slices.optimizer.state.get(parameter, {}))
+            yield from tensor_boxes(self._names[parameter], slices.optimizer.state.get(parameter, {}))
         given = set()  # names of scalars: this rank may have several slices of one parameter
         for each, span, tensor, state in slices.by_parameter():
             parameter = self._parameter(each, span)
             shape = tuple(parameter.shape)
             for alias in aliases.get(parameter, []):
                 yield from cut_chunks(alias, shape, span.start, tensor)
-            for box in _tensors(self._names[parameter], state):
+            for box in tensor_boxes(self._names[parameter], state):
                 key = box.name.rpartition(".")[2]
                 if slices.is_cut(key, box.tensor):
                     yield from cut_chunks(box.name, shape, span.start, box.tensor)
@@ -136,7 +137,7 @@ class StateByName:
     def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
         """Keep these values, whole, for the masters of parameters that no backward pass has dealt."""
         for parameter in self.waiting():
-            if self._names[parameter] in exact:
+            if self._names[parameter] in self._updated & exact.keys():
                 self.masters[parameter] = exact[self._names[parameter]]
 
     def settings(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class StateByName:
         for parameter in self.waiting():
             if values := empty(parameter, parameter.device, None):
                 slices.optimizer.state[parameter] = values
-            if slices.master not in (None, parameter.dtype):
+            if slices.master not in (None, parameter.dtype) and self._names[parameter] in self._updated:
                 self.masters[parameter] = parameter.detach().to(slices.master)
         slices.apart()
         for each in slices.all:
@@ -215,7 +216,7 @@ def _whole(name: str, tensor: Tensor) -> TensorBox:
     return TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
 
-def _tensors(name: str, state: Mapping[str, Any]) -> Iterator[TensorBox]:
+def tensor_boxes(name: str, state: Mapping[str, Any]) -> Iterator[TensorBox]:
     """The tensors in a parameter's state; one in a list, as LBFGS keeps, has its index in the key."""
     for key, value in state.items():
         if isinstance(value, Tensor):

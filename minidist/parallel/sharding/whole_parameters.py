@@ -43,14 +43,14 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class WholeParameters(ParameterSet):
-    """Parameters that every rank has whole, and that hooks on them reduce. Making it is a collective.
+    """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
     changed. slices, groups: this rank's part of the optimizer, and its groups of whole parameters; none for a
-    loop of data parallelism, which has an optimizer of its own. module: whose parts are watched for
-    parameters that are added. average: gradients become means over the ranks, and not sums. leaves_grad: see
-    `GradientRounds`. broadcast_buffers: send rank 0's buffers of the module to all before each pass that a
-    round completes.
+    loop of data parallelism, which has an optimizer of its own. module: is watched for parameters that are
+    added to its parts. average: gradients become means over the ranks, and not sums. leaves_grad: see
+    `GradientRounds`. broadcast_buffers: send rank 0's buffers of the module to all before each pass that
+    sends gradients.
     """
 
     def __init__(
@@ -162,7 +162,8 @@ class WholeParameters(ParameterSet):
     def reattach(self) -> None:
         """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
         if self.reducer is not None:
-            self._before = self.reducer.rounds or self._before
+            if not self.residency.state:  # whose buckets are made anew
+                self._before = self.reducer.rounds or self._before
             self.reducer.detach()
         self._attach()
 
@@ -211,7 +212,7 @@ class WholeParameters(ParameterSet):
             self.compression,
             sparse,
             total_count=2 if self.residency.state else 3,  # see `begin_final_backward`
-            before=None if self.residency.state else before,
+            before=before,
         )
 
     def _deal(self, seen: Iterable[int], sparse: Sequence[int] = ()) -> None:

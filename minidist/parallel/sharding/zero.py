@@ -140,7 +140,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._consolidated = None
         self.give_options()
-        loss = self.shared.update(closure, **options)
+
+        def evaluate() -> Any:
+            self.take_options()
+            loss = closure() if closure is not None else None
+            self.give_options()  # the closure may have changed some
+            return loss
+
+        loss = self.shared.update(evaluate if closure is not None else None, **options)
         self.take_options()
         return loss
 

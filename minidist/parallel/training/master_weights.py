@@ -65,7 +65,7 @@ def optimizer_of_masters(
 def follow_own_methods(optimizer: torch.optim.Optimizer, then: Callable[..., object]) -> None:
     """Call `then` after each method that is the optimizer's own, such as a schedule-free one's `train`."""
     for name in {*dir(type(optimizer))} - {*dir(torch.optim.Optimizer)}:
-        if not name.startswith("_"):
+        if not name.startswith("_") and callable(getattr(type(optimizer), name)):  # no property
             setattr(optimizer, name, own_attribute(optimizer, name, then))
 
 
