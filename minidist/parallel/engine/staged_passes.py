@@ -58,6 +58,8 @@ class StagedPasses(StepExecutor):
         loss, weight = self.score(None, outputs, targets, targets, own)
         weight = weight if self._counts else 0.0
         self._total = self._total + weight
+        if self._counts and isinstance(weight, float) and not weight:
+            return loss * 0.0  # a rank without labels takes part in the backward pass of ring attention
         return times(loss, weight)
 
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
