@@ -131,11 +131,11 @@ def is_row_list(value: Any, count: int) -> bool:
 def rows(batch: Any, which: slice) -> Any:
     """Some rows of a batch."""
     count = rows_of(batch)
-    return mapped(
-        lambda x: x[which] if x.dim() else x,
-        batch,
-        of_list=lambda each: each[which] if is_row_list(each, count) else each,
-    )
+
+    def of_list(each: Any) -> Any:
+        return each[which] if is_row_list(each, count) else each
+
+    return mapped(lambda x: x[which] if x.dim() else x, batch, of_list=of_list)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -158,7 +158,10 @@ def joined(parts: Sequence[Any], like: Any = None) -> Any:
     """
     counts = [*map(rows_of, parts)]
     others = [iter([x for _, x in tensors(part)]) for part in parts]
-    of_others = [iter(_lists(part)) for part in parts]
+    lists = [list[Any]() for _ in parts]
+    for part, found in zip(parts, lists, strict=True):
+        mapped(lambda x: x, part, of_list=found.append)
+    of_lists = [iter(found) for found in lists]
 
     def join(_: Tensor) -> Tensor:
         pieces = [next(other) for other in others]
@@ -166,23 +169,11 @@ def joined(parts: Sequence[Any], like: Any = None) -> Any:
         return torch.cat(pieces) if have_rows else pieces[0]
 
     def join_lists(first: Any) -> Any:
-        pieces = [next(other, ()) for other in of_others]
+        pieces = [next(other, ()) for other in of_lists]
         have_rows = all(map(is_row_list, pieces, counts))
         return type(first)(item for piece in pieces for item in piece) if have_rows else first
 
     return mapped(join, parts[0] if like is None else like, of_list=join_lists)
-
-
-def _lists(batch: Any) -> list[Any]:
-    """The lists and tuples without tensors in a batch."""
-    found: list[Any] = []
-
-    def keep(each: Any) -> Any:
-        found.append(each)
-        return each
-
-    mapped(lambda x: x, batch, of_list=keep)
-    return found
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

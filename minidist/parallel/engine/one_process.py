@@ -50,7 +50,13 @@ class Outcome(NamedTuple):
     """What a step has computed."""
 
     tensors: dict[str, Tensor]  # "loss", "norm" (before clipping), "gradient.NAME", "model.NAME"
-    bits: dict[str, float]  # the last bits of those that may have been computed in a less precise type
+    bits: Mapping[str, float]  # the last bits of those that may have been computed in a less precise type
+
+
+def outcome(loss: float, norm: float, tensors: Tensors, bits: Mapping[str, float] = {}) -> Outcome:
+    """What a step has computed, with its loss and the norm of its gradients among the tensors."""
+    numbers = [(name, torch.tensor(x, dtype=torch.float64)) for name, x in (("loss", loss), ("norm", norm))]
+    return Outcome({**dict(numbers), **tensors}, bits)
 
 
 class OneProcess:
@@ -154,9 +160,8 @@ class OneProcess:
             gradients = {name: p.grad for p, name in names_of(model).items() if p.grad is not None}
             bits = {f"gradient.{name}": torch.finfo(grad.dtype).eps for name, grad in gradients.items()}
             bits |= dict.fromkeys(("loss", "norm"), max(2**-20, max(bits.values(), default=0.0) / MARGIN))
-            norm = torch.tensor(global_norm(gradients.values()) / scale, dtype=torch.float64)
-            found = {"loss": losses[0].double().reshape(()), "norm": norm}
-            found |= {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
+            loss, norm = float(losses[0]), global_norm(gradients.values()) / scale
+            found = {f"gradient.{name}": _dense(grad) / scale for name, grad in gradients.items()}
             self._give(names, gradients, given)
             # torch's own optimizers draw no random numbers, and send nothing.
             of_torch = type(optimizer).__module__.startswith("torch.optim")
@@ -165,7 +170,7 @@ class OneProcess:
             self.last_bit = max(self.last_bit, quiet.last_bit)
             after = whole_chunks(model, optimizer, masters)
             found |= {chunk.name: chunk.tensor for chunk in after if chunk.name.startswith("model.")}
-            return Outcome(found, bits)
+            return outcome(loss, norm, found, bits)
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups that the user's function makes of the model's parameters."""
@@ -177,7 +182,7 @@ class OneProcess:
     def _without_trace(self, start: TrainingState) -> Iterator[None]:
         """Inside, this rank is alone, and what is done to loss, engines and random states is undone."""
         kept = KeptAttributes(self._loss, *forwards(self.model))
-        on_gpu = [self.device] if self.device.type == "cuda" else []
+        on_gpu = [torch.cuda.current_device()] if self.device.type == "cuda" else []
         try:
             # The loss may read a model that another engine trains.
             with alone(), untrained(), torch.random.fork_rng(on_gpu):

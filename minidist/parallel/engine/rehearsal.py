@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.comm.launching.cores import available_cores
 from minidist.comm.ledgers import held_back
 from minidist.comm.work import limit_of
 from minidist.kernels.measure.cpu_peaks import available_memory
@@ -33,7 +32,7 @@ from minidist.parallel.contract.kept_attributes import differs
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.kept_state import KeptState, plain_attributes
-from minidist.parallel.engine.one_process import OneProcess, Outcome
+from minidist.parallel.engine.one_process import OneProcess, outcome
 from minidist.parallel.engine.step_difference import (
     CUT,
     TRIALS,
@@ -45,7 +44,7 @@ from minidist.parallel.engine.step_difference import (
 )
 from minidist.parallel.engine.step_executor import RankBatch
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.engine.whole_state import TrainingState, collect, own_part, state_before
+from minidist.parallel.engine.whole_state import TrainingState, collect, own_part, state_before, threads_of
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.training.batch_norm import fixed_batch_norms
@@ -100,19 +99,18 @@ class Rehearsal:
     def due(self, engine: Engine, pairs: Sequence[Pair]) -> bool:
         """Whether the next step is to be rehearsed: the same on all ranks.
 
-        It is one of `STEPS`, or the first that trains other parameters or gets a batch of another structure.
-        Those are noticed only where all ranks see them alike: parameters without a pipeline, and a structure
-        without dp. Asking the others would cost a message in every step. The sums of weights and losses,
-        which ranks send anyway, come when a step is over, and the next batch may have the old structure.
+        It is one of `STEPS`, or the first that trains other parameters, if there is no pipeline, or that gets
+        a batch of another structure, if there is no dp: then all ranks see it alike. To ask them would cost a
+        message in every step; the sums of weights and losses, which are sent anyway, come after the step.
         """
         self._steps += 1
         if self._when == "first":
             return self._steps == 1
         now: list[Any] = []
         if self._layout.pp == 1:
-            groups = () if engine.strategy.sharded else engine.optimizer.param_groups  # of a rank's slices
             now += [p.requires_grad for p in engine.model.parameters()]
-            now += [len(group["params"]) for group in groups]
+            if not engine.strategy.sharded:  # whose groups are of a rank's slices
+                now += [len(group["params"]) for group in engine.optimizer.param_groups]
         if self._layout.dp == 1:
             now += [(name, x.dtype, x.dim()) for pair in pairs for name, x in tensors(pair)]
         is_new = (*now,) not in self._known
@@ -140,22 +138,22 @@ class Rehearsal:
             part, start = own_part(engine, kept, pairs), None
             if self._alone is not None:
                 start = state_before(engine, kept, self._attributes)
-        inputs = [
-            (x, x.detach().clone()) for batch in batches for _, x in tensors((batch.inputs, batch.targets))
-        ]
+        given = (x for batch in batches for _, x in tensors((batch.inputs, batch.targets)))
+        inputs = [(x, x.detach().clone()) for x in given]
         quiet, self._gradients, self._norm = RandomOff(), [], None
         engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, engine.loss_scale)
-        scale, failed, begun = engine.loss_scale, True, (time.perf_counter(), time.process_time())
+        scale, begun = engine.loss_scale, (time.perf_counter(), time.process_time())
         outputs: Outputs = defaultdict(list)
         is_first_cut = self._layout.tp > 1 and self._steps == 1
         hearing = recorded(engine.model, outputs) if is_first_cut and start else nullcontext()
         try:
             with held_back() as calls, hearing:
                 loss = engine._counted(batches)
-            failed = False
-        except Exception as error:
+        except BaseException as error:
+            kept.attributes.restore()
             where = failed_layer(engine.model, error) if is_first_cut else None
-            if where is None or isinstance(error, comm.CollectiveError | NotImplementedError):
+            ours = comm.CollectiveError | NotImplementedError
+            if where is None or isinstance(error, ours) or not isinstance(error, Exception):
                 raise
             raise ValueError(
                 f"{where} fails once the plan has cut the model: {error}. If it runs uncut: {CUT}"
@@ -164,8 +162,6 @@ class Rehearsal:
             engine.within, engine.before_update = None, None
             for each in fixed:
                 each.training = True
-            if failed:
-                kept.attributes.restore()
         with held_back():
             seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
             before = engine.placement.boxes(box for boxes in kept.chunks.values() for box in boxes)
@@ -178,11 +174,8 @@ class Rehearsal:
                 self.why_not = f"the model draws random numbers that cannot be switched off: {elsewhere}"
             elif start is not None and self._norm is not None and not self.why_not:
                 start = start._replace(tensors=found.before, parts=[part for part, *_ in found.values])
-                numbers = {"loss": loss, "norm": self._norm}
-                of_layout = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
-                replicas = [] if fixed else found.replicas
-                compares = start, Outcome(of_layout | found.after, {}), scale, replicas, outputs
-                verdict, self.why_not = self._compared(of_cpu, compares)
+                taken, replicas = outcome(loss, self._norm, found.after), [] if fixed else found.replicas
+                verdict, self.why_not = self._compared(of_cpu, start, taken, scale, replicas, outputs)
             verdict, self.why_not = gather_values((verdict, self.why_not))[0]
             if self.why_not:
                 self._stop()
@@ -202,25 +195,20 @@ class Rehearsal:
         with held_back():
             return engine._counted(batches)
 
-    def _compared(self, of_cpu: float, compares: tuple[TrainingState, Any, Any, Any, Any]) -> tuple[str, str]:
+    def _compared(self, of_cpu: float, start: TrainingState, *others: Any) -> tuple[str, str]:
         """How the step differs from one process's, or why that cannot be told; on rank 0."""
         assert self._alone is not None
-        threads, parts = torch.get_num_threads(), compares[0].parts
-        if of_cpu > LONG:
-            waiting = sum(part.threads for part in parts if part.host == parts[0].host)
-            torch.set_num_threads(max(threads, min(waiting, available_cores())))
+        made, self._made = self._made, []
         try:
-            verdict = options_differ(self._alone.groups(), self._made) if self._made else ""
-            self._made, note = [], ""
-            if not verdict:
-                verdict, note = compared(self._alone, self._layout, *compares)
-            if note:
-                _say(f"step {self._steps} was compared with one process in part, since {note}")
-            return verdict, ""
+            with threads_of(start.parts) if of_cpu > LONG else nullcontext():
+                if made and (differ := options_differ(self._alone.groups(), made)):
+                    return differ, ""
+                verdict, note = compared(self._alone, self._layout, start, *others)
         except Exception as error:  # whatever the user's functions raise
             return "", f"one process cannot take the step: {type(error).__name__}: {error}"
-        finally:
-            torch.set_num_threads(threads)
+        if note:
+            _say(f"step {self._steps} was compared with one process in part, since {note}")
+        return verdict, ""
 
     def _too_much(self, engine: Engine, seconds: float) -> str:
         """Why rank 0 cannot take a step alone of which its part took `seconds`; "" if it can."""
@@ -228,7 +216,7 @@ class Rehearsal:
             return ""
         parts = self._layout.ranks * self._layout.micro_batches
         limit = limit_of(None) if self._layout.ranks > 1 else math.inf
-        if (wants := seconds * parts * (2 + TRIALS)) > limit / 2:
+        if (wants := seconds * parts * (3 + TRIALS)) > limit / 2:
             return f"it would take rank 0 about {wants:.0f} s, and ranks wait for {limit:.0f} s at most"
         if self._when is not None:
             return ""
@@ -244,9 +232,7 @@ class Rehearsal:
         """Rehearse no more, and say why."""
         self._when, self._steps = "first", STEPS[-1]
         if comm.rank() == 0:
-            print(
-                f"minidist: a step was not compared with one process, since {self.why_not}", file=sys.stderr
-            )
+            _say(f"a step was not compared with one process, since {self.why_not}")
 
     def _keep_gradients(self, engine: Engine, scale: float) -> None:
         """Copy the gradients just before the update, in 32 bits at least."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.batch import tensors
+from minidist.parallel.contract.batch import tensors, to_device
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome
 from minidist.parallel.engine.whole_state import TrainingState, micro_batches, whole_batch
@@ -83,7 +83,8 @@ def compared(
     computed from `start`. replicas: names of tensors of which ranks hold different copies. outputs: of the
     modules for this rank's rows, if they were recorded.
     """
-    ranks = [part.batches for number, part in enumerate(start.parts) if part.batches or not number]
+    own = [part.batches for number, part in enumerate(start.parts) if part.batches or not number]
+    ranks = [[to_device(batch, alone.device) for batch in batches] for batches in own]
     # One process, too, takes the batches of a list one after the other.
     joint = [whole_batch([each for each in batches if each]) for batches in zip_longest(*ranks)]
     batch = [one for batches, _ in joint for one in batches]
@@ -94,8 +95,8 @@ def compared(
         by_one = take(batch, found.tensors, scale, True)
         for i in range(TRIALS):
             given = {n: move(n, x, i) for n, x in found.tensors.items() if n.startswith("gradient")}
-            moved = partial(moved_results, trial=i, least=alone.last_bit)
-            trials.append(take(batch, given, scale, True, moved))
+            inside = partial(moved_results, trial=i, least=alone.last_bit)
+            trials.append(take(batch, given, scale, True, inside))
         first = difference(found, by_one, trials)
     if not first and replicas:
         name = replicas[0].partition(".")[2]
@@ -146,7 +147,7 @@ def _first_output(whole: Outputs, cut: Outputs) -> str:
     return ""
 
 
-def failed_layer(model: nn.Module, error: Exception) -> str | None:
+def failed_layer(model: nn.Module, error: BaseException) -> str | None:
     """The module in which an error was raised; "the model" for all of it, and None for no module."""
     names = {id(part): name or "the model" for name, part in model.named_modules()}
     owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -175,8 +176,8 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool =
         x, size = a.tensors[name] if name in a.tensors else torch.zeros_like(y), sizes[name]
         own = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
         least = b.bits.get(name, own) * (largest if kind == "gradient" else size)
-        moved = (_apart(trial.tensors[name], y) for trial in trials if name in trial.tensors)
-        apart, explained = _apart(x, y), MARGIN * max(least, *moved, 0.0)
+        of_trials = (_apart(trial.tensors[name], y) for trial in trials if name in trial.tensors)
+        apart, explained = _apart(x, y), MARGIN * max(least, *of_trials, 0.0)
         if apart <= explained:
             continue
         if not of:

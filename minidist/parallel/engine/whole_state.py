@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minidist import comm
+from minidist.comm.launching.cores import available_cores
 from minidist.comm.transport.host import this_process
 from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
 from minidist.parallel.contract.kept_attributes import differs
@@ -28,7 +30,7 @@ class Collected(NamedTuple):
 
     before: dict[str, Tensor]  # on rank 0, possibly the boxes' own; empty elsewhere
     after: dict[str, Tensor]
-    replicas: list[str]  # names of tensors after the step of which two ranks hold different copies
+    replicas: list[str]  # names of tensors whose copies on two ranks differ after the step
     values: list[Any]  # of each rank
 
 
@@ -148,6 +150,17 @@ def state_before(engine: Engine, kept: KeptState, known: Mapping[tuple[str, str]
     functions = KeptAttributes(engine.loss, *forwards(engine.model))
     groups = engine.placement.settings(kept.of_strategy)["groups"]
     return TrainingState(groups, changed, functions, [*engine.model.parameters()], {}, [])
+
+
+@contextmanager
+def threads_of(parts: Sequence[OwnPart]) -> Iterator[None]:
+    """Inside, torch has the threads of all ranks on the host of rank 0, which wait for it."""
+    own, waiting = torch.get_num_threads(), sum(part.threads for part in parts if part.host == parts[0].host)
+    torch.set_num_threads(max(own, min(waiting, available_cores())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 # The rows of all ranks as one process takes them.

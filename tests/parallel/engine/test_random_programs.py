@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,20 @@ def found(blocks: str, layout: str, loss: str = "none", ranks: int = 1) -> Progr
         pytest.param(found("attention experts experts", "cp=2,recompute=true"), id="ring attention again"),
         pytest.param(found("attention experts feed", "dp=2,cp=2,zero=2", "none", 2), id="ring attention"),
         pytest.param(found("gpt", "tp=2", "model"), id="cut logits"),
+        pytest.param(
+            replace(
+                found("feed attention", "pp=2,cp=2,micro_batches=2", "tokens"),
+                actions=(Action("train", 44101, ((3,),), number=0.3), Action("state")),
+            ),
+            id="no labels",
+        ),
     ],
 )
 def test_what_random_programs_found(cluster_of: Clusters, program: Program, tmp_path: Path) -> None:
-    """Ranks that use other experts meet in collectives of the pass; a loss calls a model with cut logits."""
+    """Ranks that use other experts meet in collectives of the pass; a loss calls a model with cut logits.
+
+    And in a pipeline, ring attention waited for a rank of which no token in a micro-batch has a label.
+    """
     check(program, cluster_of(program.layout.ranks), tmp_path)
 
 
