@@ -53,7 +53,7 @@ from minidist.parallel.training.random_off import RandomOff
 STEPS = 1, 3, 10, 31, 100, 301, 901
 """The steps that are rehearsed: each comes about three times as late. Among them are multiples of 3, 5, 10
 and 100, counted from 0 and from 1: what a training does now and then often goes by these. With a small model
-on two ranks, each takes as long as 3.7 steps: its own, 1.7 for rank 0's passes with all rows, and the rest."""
+on two ranks, each takes as long as 3.7 steps: its own, 1.7 for the passes of rank 0, and the rest."""
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
