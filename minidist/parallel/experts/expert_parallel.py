@@ -24,34 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist.comm.differentiable import exchange_rows
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.contract.training_state import parameter_like
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The experts' forward: tokens (N, D), numbers of experts (N, k), gates (N, k) -> (N, D)."""
-
-
-class _Travel(torch.autograd.Function):
-    """Send outgoing[r] rows to rank r, for rank 0 first, and receive incoming[r] from it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, outgoing: list[int], incoming: list[int], group: Group) -> Tensor:
-        """All-to-all; sends the rows that go to other ranks."""
-        ctx.way_back = incoming, outgoing
-        ctx.group = group
-        return comm.all_to_all(x, outgoing, incoming, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """All-to-all: the gradients travel back, in as many bytes as their rows."""
-        outgoing, incoming = ctx.way_back
-        return comm.all_to_all(gradient, outgoing, incoming, group=ctx.group), None, None, None
-
-
-def _travel(x: Tensor, outgoing: list[int], incoming: list[int], group: Group) -> Tensor:
-    arrived: Tensor = _Travel.apply(x, outgoing, incoming, group)  # type: ignore[no-untyped-call]
-    return arrived
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -119,13 +98,13 @@ def _forward(compute: Compute, E: int, group: Group, tokens: Tensor, chosen: Ten
     outgoing, incoming = going.view(ranks, k).sum(1).tolist(), coming.sum(1).tolist()
     order = flat.argsort(stable=True)[: sum(outgoing)]  # the pairs of expert 0 first
     token = order // chosen.shape[1]
-    guests = _travel(tokens[token], outgoing, incoming, group)
+    guests = exchange_rows(tokens[token], outgoing, incoming, group)
     # From rank 0 for expert 0, 1, ..., then from rank 1: which of our experts each guest chose.
     own = torch.arange(k, device=flat.device).repeat(ranks).repeat_interleave(coming.flatten())
     results = compute(guests, own[:, None], torch.ones_like(guests[:, :1]))
     if not len(guests):
         results = results + guests  # so that backward takes part in the all-to-all without guests, too
-    back = _travel(results, incoming, outgoing, group)
+    back = exchange_rows(results, incoming, outgoing, group)
     weighted = back * gates.flatten()[order, None]
     return torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))
 
