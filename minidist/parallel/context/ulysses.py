@@ -119,10 +119,8 @@ class _Trade(NamedTuple):
             torch.split(x, self.positions, 3), self.heads, [self.positions[self.own]] * len(self.heads), 1
         )
 
-    def _exchanged(
-        self, parts: Sequence[Tensor], heads: list[int], positions: list[int], dim: int
-    ) -> Tensor:
-        """Send parts[r] to rank r, get heads[r] heads at positions[r] positions from it, and join along `dim`."""
+    def _exchanged(self, parts: Sequence[Tensor], heads: list[int], positions: list[int], dim: int) -> Tensor:
+        """Send parts[r] to rank r, get heads[r] heads at positions[r] positions, and join along `dim`."""
         batch, _, depth, _, width = parts[0].shape
         shapes = [(batch, h, depth, t, width) for h, t in zip(heads, positions, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in parts])

@@ -32,9 +32,9 @@ class Layout:
         recompute: recompute activations in the backward pass instead of keeping them: True for those of every
             layer, or the name of a policy, such as "every second layer" or "attention alone".
         cp: context parallel: ranks that share the tokens of each row.
-        cp_kind: with cp: how attention sees all tokens: "ring" passes keys around; "ulysses" trades tokens for
-            heads, on at most as many ranks as there are key heads; "2x4": 2 neighbours trade heads, and 4
-            groups of them form a ring.
+        cp_kind: with cp: how attention sees all tokens: "ring" passes keys around; "ulysses" trades tokens
+            for heads, on at most as many ranks as there are key heads; "2x4": 2 neighbours trade heads, and
+            4 groups of them form a ring.
         sequence_parallel: with tp: norms and dropout work on a share of the tokens.
         schedule: with pp: the order of forward and backward passes.
         chunks: with pp: parts of the model on each rank, for the interleaved schedule.
@@ -93,8 +93,8 @@ class Layout:
             sign and trading.isdigit() and ring.isdigit() and int(trading) * int(ring) == self.cp
         ):
             raise ValueError(
-                f'cp_kind is {self.cp_kind!r}; give "ring", "ulysses", or two factors of cp={self.cp}, such as '
-                f'"{self.cp}x1" for {self.cp} neighbours that trade heads'
+                f'cp_kind is {self.cp_kind!r}; give "ring", "ulysses", or two factors of cp={self.cp}, such '
+                f'as "{self.cp}x1" for {self.cp} neighbours that trade heads'
             )
         schedule = schedule_kind(self.schedule)
         if self.sequence_parallel and self.tp == 1:
