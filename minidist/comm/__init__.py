@@ -6,6 +6,7 @@
 >>> ledger.bytes_sent
 
 collectives     all_reduce, reduce_scatter, all_gather, broadcast and all_to_all
+differentiable  an all-to-all whose gradients travel back
 messages        send, recv, gather, scatter and barrier
 tensor_checks   which tensors, ranks and reductions they accept
 work            a call under way: started, counted, waited for; the groups that make calls

@@ -7,6 +7,7 @@
 | configs.py | the shapes of GPT and BERT by name, with their parameter counts |
 | mlp.py, gpt.py, bert.py | an MLP, a GPT and a BERT, each a chain of layers |
 | blocks.py | the layers of a GPT |
+| mixture_of_experts.py | many MLPs, and a router that picks some for each token |
 | seeding.py | first weights that depend only on a seed and a name |
 | loss.py | cross-entropy and accuracy, also of masked tokens alone |
 | matmul.py | a linear layer that runs on any rung of the matmul ladders |

@@ -80,6 +80,8 @@ def layouts(ranks: int) -> Iterator[md.Layout]:
             more |= {"schedule": schedule, "chunks": kind.least_chunks}
             policy = [*POLICIES][number // 5 % len(POLICIES)]
             more["recompute"] = policy if number % 5 == 0 and kind.allows_recompute else False
+            if cp > 1 and cp * tp <= 8:  # heads
+                more["cp_kind"] = ("ring", "ulysses", f"2x{cp // 2}" if cp % 2 == 0 else "ring")[number % 3]
             yield md.Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, **more)
 
 

@@ -112,7 +112,8 @@ def partition_model(
     share = None
     if layout.cp > 1:
         # With dp=1 gradients travel between the same ranks while layers are recomputed.
-        share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"))
+        blocks = None if layout.trading == 1 else mesh.blocks("cp", layout.trading, again=True)
+        share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"), blocks)
         if not transformers_models.apply(model, share):
             sequence_share.apply(model, share)
     if layout.tp > 1:
