@@ -49,7 +49,7 @@ def all_reduce(
         algorithm: "auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "hierarchical"
             (shared memory inside a host, a ring between hosts) or "naive".
         group: the ranks that take part; None for all.
-        async_op: return a `Work` at once. The same on all ranks in a group's first call.
+        async_op: return a `Work` at once. Only a group's first call waits, to make the ranks' shared memory.
 
     Returns:
         `x`, or the `Work` whose `wait()` returns it.
@@ -59,7 +59,7 @@ def all_reduce(
         TypeError: not a dense tensor with values, or a reduction of `tensor_checks.REFUSALS`: a mean of ints.
     """
     buffer = tensor_checks.check_reducible("all_reduce", x, op, algorithm, in_place=True).contiguous()
-    ranks, how = len(ranks_of(group)), choose("all_reduce", algorithm, group, x, async_op, op)
+    ranks, how = len(ranks_of(group)), choose("all_reduce", algorithm, group, x, op)
 
     def result() -> torch.Tensor:
         if op == "mean" and ranks > 1 and how == "torch":
@@ -102,7 +102,7 @@ def reduce_scatter(
         TypeError: as for `all_reduce`.
     """
     data = tensor_checks.check_reducible("reduce_scatter", x, op, algorithm, in_place=False).contiguous()
-    ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, async_op, op)
+    ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, op)
     rows = tensor_checks.rows_per_rank("reduce_scatter", x, ranks)
     shard = tensor_checks.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
     if how != "torch":
@@ -158,7 +158,7 @@ def all_gather(
     data, ranks = tensor_checks.check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
     rows = tensor_checks.rows_per_rank("all_gather", x, 1)
     gathered = tensor_checks.output("all_gather", out, data, (ranks * rows, *x.shape[1:]))
-    how = choose("all_gather", algorithm, group, x, async_op)
+    how = choose("all_gather", algorithm, group, x)
     if how == "torch":
         start = partial(_all_gather_single, movable(gathered), movable(data), group=group, async_op=True)
         plan = by_torch(start, (ranks - 1) * bytes_of(x))
@@ -190,7 +190,7 @@ def broadcast(
     """
     buffer, ranks = tensor_checks.check_in_place("broadcast", x).contiguous(), len(ranks_of(group))
     tensor_checks.check_member("source", source, ranks)
-    how = choose("broadcast", algorithm, group, x, async_op)
+    how = choose("broadcast", algorithm, group, x)
     if how == "torch":
         start = partial(dist.broadcast, movable(buffer), group=group, async_op=True, group_src=source)
         children = gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks)
@@ -235,7 +235,7 @@ def all_to_all(
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
     width = x.shape[1:].numel()  # also where x has no rows
-    how, flat, into = choose("all_to_all", algorithm, group, x, async_op), data.view(-1), received.view(-1)
+    how, flat, into = choose("all_to_all", algorithm, group, x), data.view(-1), received.view(-1)
     outgoing, incoming = ([rows * width for rows in parts] for parts in (sends, comes))
     if how == "torch":
         start = partial(gloo_workarounds.all_to_all, into, flat, incoming, outgoing, group)

@@ -197,7 +197,7 @@ def barrier(group: Group = None, async_op: bool = False) -> None:
         None, or the `Work` whose `wait()` returns when all have come.
     """
     nothing = torch.empty(0)
-    how = algorithm_choice.choose("barrier", "auto", group, nothing, async_op)
+    how = algorithm_choice.choose("barrier", "auto", group, nothing)
     if how == "torch":
         plan = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
     else:

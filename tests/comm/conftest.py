@@ -18,7 +18,7 @@ def small_buffers(cluster_of: Callable[[int], md.Cluster]) -> Iterator[Callable[
     def resize(stage: int, piece: int) -> None:
         shared_memory.STAGE, shared_memory.PIECE = stage, piece
         algorithm_choice.forget()
-        comm.barrier()  # makes the memory: asynchronous first calls would not
+        comm.barrier()  # makes the memory
 
     def get(ranks: int) -> md.Cluster:
         cluster = cluster_of(ranks)

@@ -75,24 +75,24 @@ def using(algorithm: str) -> Iterator[None]:
         _preferred.remove(algorithm)
 
 
-def choose(operation: str, algorithm: str, group: Group, x: Tensor, async_op: bool, op: str = "") -> str:
+def choose(operation: str, algorithm: str, group: Group, x: Tensor, op: str = "") -> str:
     """Return the algorithm of a call, the same on all ranks.
 
-    A group's first call in shared memory waits for all its ranks, to make the memory. An asynchronous call
-    must not wait, so before the first synchronous call "auto" is "torch" for asynchronous ones; or "ring" if
-    torch cannot reduce this dtype by `op`. x is the call's tensor, or any other on its device. Raises
-    ValueError if the algorithm is unknown, or it is "shared_memory" and the group has none.
+    A group's first call that may use shared memory waits for all its ranks and makes that memory, even if the
+    call is asynchronous: a rank that did not wait could not know what the others chose. x is the call's
+    tensor, or any other on its device. "torch" becomes "ring" if torch cannot reduce this dtype by `op`.
+    Raises ValueError if the algorithm is unknown, or it is "shared_memory" and the group has none.
     """
     known = ALGORITHMS[operation]
     if algorithm not in known and algorithm != "auto":
         raise unknown(f"algorithm of {operation}", algorithm, ("auto", *known))
     if len(ranks_of(group)) == 1:
         return "torch"
-    how = _available(operation, algorithm, group, x, async_op)
+    how = _available(operation, algorithm, group, x)
     return "ring" if how == "torch" and op and refusal(operation, op, x.dtype, how) else how
 
 
-def _available(operation: str, algorithm: str, group: Group, x: Tensor, async_op: bool) -> str:
+def _available(operation: str, algorithm: str, group: Group, x: Tensor) -> str:
     """Return the algorithm to use: shared memory where it is there, unless another was asked for."""
     asked = algorithm != "auto"
     if not asked:
@@ -102,8 +102,6 @@ def _available(operation: str, algorithm: str, group: Group, x: Tensor, async_op
     reason = f"its tensor is on {x.device}"
     if x.device.type == "cpu":
         found = memories.get(process_group(group))
-        if found is None and not asked and async_op:
-            return "torch"
         if found is None:  # making it is a collective, which the ranks' other calls must not mix with
             if checking.checker is not None:
                 compared = checking.checker.enter(call_of(operation, algorithm, x, group))

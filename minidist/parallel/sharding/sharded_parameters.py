@@ -89,7 +89,7 @@ class ShardedParameters(ParameterSet):
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
             values = (bucket.values for bucket in self.buckets)
-            how = {choose("all_gather", "auto", gradient_comm.share_group, each, True) for each in values}
+            how = {choose("all_gather", "auto", gradient_comm.share_group, each) for each in values}
             prefetch = how != {"shared_memory"}
         self.waiting, self.masters, self.orders = [], {}, None
         self._op = "mean" if average else "sum"
