@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.comm import work
+from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
-from minidist.comm.transport.algorithm_choice import choose
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket
