@@ -625,7 +625,7 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor/column_parallel.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/column_parallel.py); parallel/tensor/row_parallel.py: [`RowParallelLinear.forward`](../minidist/parallel/tensor/row_parallel.py) |
+# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor/linear_layers.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/linear_layers.py), [`RowParallelLinear.forward`](../minidist/parallel/tensor/linear_layers.py) |
 # | `enter` (f), `leave` (g) | plain/tensor_parallel.py: [`Enter`](../minidist/plain/tensor_parallel.py), [`Leave`](../minidist/plain/tensor_parallel.py) | parallel/tensor/operators.py: [`copy_to_ranks`](../minidist/parallel/tensor/operators.py), [`reduce_from_ranks`](../minidist/parallel/tensor/operators.py) |
 # | `gather_tokens` | plain/sequence_parallel.py: [`Gather`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`gather_sequence`](../minidist/parallel/tensor/operators.py) |
 # | `scatter_tokens` | plain/sequence_parallel.py: [`Scatter`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`scatter_sequence`](../minidist/parallel/tensor/operators.py) |

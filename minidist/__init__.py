@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from minidist.parallel.sharding.data_parallel import DataParallel as DataParallel
     from minidist.parallel.sharding.fully_shard import FullyShard as FullyShard
     from minidist.parallel.sharding.zero import ZeroOptimizer as ZeroOptimizer
-    from minidist.parallel.tensor.column_parallel import ColumnParallelLinear as ColumnParallelLinear
-    from minidist.parallel.tensor.row_parallel import RowParallelLinear as RowParallelLinear
+    from minidist.parallel.tensor.linear_layers import ColumnParallelLinear as ColumnParallelLinear
+    from minidist.parallel.tensor.linear_layers import RowParallelLinear as RowParallelLinear
     from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
     from minidist.parallel.tensor.vocabulary import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
@@ -88,7 +88,7 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.comm.launching.launch": ("launch",),
         "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
         "minidist.model.loss": ("cross_entropy",),
-        "minidist.parallel.tensor.column_parallel": ("ColumnParallelLinear",),
+        "minidist.parallel.tensor.linear_layers": ("ColumnParallelLinear", "RowParallelLinear"),
         "minidist.parallel.debugging.compare": ("compare",),
         "minidist.parallel.compression.compressor": ("Cast",),
         "minidist.parallel.sharding.data_parallel": ("DataParallel",),
@@ -103,7 +103,6 @@ __getattr__, __dir__, __all__ = lazy(
         "minidist.parallel.pipeline.execution": ("Pipeline",),
         "minidist.parallel.compression.power_sgd": ("PowerSGD",),
         "minidist.parallel.engine.prepare": ("prepare",),
-        "minidist.parallel.tensor.row_parallel": ("RowParallelLinear",),
         "minidist.parallel.compression.top_k": ("TopK",),
         "minidist.parallel.tensor.vocabulary": ("VocabParallelEmbedding", "vocab_parallel_cross_entropy"),
         "minidist.parallel.sharding.zero": ("ZeroOptimizer",),

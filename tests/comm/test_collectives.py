@@ -131,6 +131,7 @@ def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters, tmp_path: P
     """Rank 1 makes its call when rank 0 has returned from its own, and is waited for."""
 
     def meet() -> bool:
+        comm.barrier()  # a first call would wait for rank 1
         if md.rank() == 1:
             comm.recv(torch.empty(1), 0)
             time.sleep(0.2)
@@ -144,6 +145,21 @@ def test_an_asynchronous_barrier_waits_in_wait(cluster_of: Clusters, tmp_path: P
 
     came = tmp_path / "rank 1 came"
     assert cluster_of(2).run(meet) == [True, True]
+
+
+def test_a_first_call_may_be_asynchronous_on_some_ranks(cluster_of: Clusters) -> None:
+    """All ranks choose the same algorithm, and nothing hangs."""
+
+    def first() -> tuple[str, float]:
+        group, x = dist.new_group([0, 1]), torch.ones(3)
+        with comm.ledger() as ledger:
+            if md.rank() == 0:
+                comm.all_reduce(x, group=group, async_op=True).wait()
+            else:
+                comm.all_reduce(x, group=group)
+        return ledger.calls[0].algorithm, float(x.sum())
+
+    assert cluster_of(2).run(first) == [("shared_memory", 6.0)] * 2
 
 
 def test_uneven_all_to_all(cluster_of: Clusters) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, refusal
-from minidist.comm.transport.algorithm_choice import ALGORITHMS
+from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import REDUCE
 
 Clusters = Callable[[int], md.Cluster]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm import ledgers, work
-from minidist.comm.transport import algorithm_choice
+from minidist.comm.transport import shared_memory
 from tests.comm.programs import run_script
 from tests.helpers.clocks import HANG, Clock
 
@@ -46,7 +46,7 @@ def make_and_destroy(groups: int) -> tuple[tuple[int, int, int], tuple[int, int,
         )
         dist.destroy_process_group(group)
         del group
-    return before, holdings(), len(algorithm_choice.memories)
+    return before, holdings(), len(shared_memory.memories)
 
 
 @READS_PROC

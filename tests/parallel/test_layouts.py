@@ -35,7 +35,7 @@ from minidist.parallel.engine import (
     training_step,
 )
 from minidist.parallel.sharding import sharded
-from minidist.parallel.tensor import column_parallel
+from minidist.parallel.tensor import linear_layers
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]
@@ -162,7 +162,7 @@ def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
 
 def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
     """The gradient of a cut layer's input stays this rank's part of it."""
-    patch.setattr(column_parallel, "start_all_reduce", lambda x, *_: lambda: x)
+    patch.setattr(linear_layers, "start_all_reduce", lambda x, *_: lambda: x)
 
 
 def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:

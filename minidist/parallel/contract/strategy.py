@@ -153,7 +153,7 @@ class Strategy(ABC):
         """The tensors that this rank holds now."""
 
     @abstractmethod
-    def chunks(self) -> Iterator[TensorBox]:
+    def state_boxes(self) -> Iterator[TensorBox]:
         """The training state on this rank, in an order that is the same on all replicas of the rank.
 
         Parameters, in the precision in which they are updated, and buffers are named "model.NAME". Tensors of
@@ -170,7 +170,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore `settings`, and allocate the optimizer state, so that `chunks` yields all that is loaded.
+        """Restore `settings`, and allocate the optimizer state: `state_boxes` then yields all that is loaded.
 
         Args:
             settings: as the method `settings` returns them.
@@ -183,13 +183,13 @@ class Strategy(ABC):
         Args:
             exact: whole values by the parameters' names, in the masters' dtype; the same on all ranks.
         """
-        for chunk in self.chunks():
-            value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
-            if value is not None and chunk.tensor.dtype == value.dtype:
-                chunk.tensor.copy_(narrowed(value, chunk.offsets, chunk.tensor.shape))
+        for box in self.state_boxes():
+            value = exact.get(box.name.removeprefix("model.")) if box.name.startswith("model.") else None
+            if value is not None and box.tensor.dtype == value.dtype:
+                box.tensor.copy_(narrowed(value, box.offsets, box.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Recompute what depends on the tensors of `chunks`, which have been overwritten.
+        """Recompute what depends on the tensors of `state_boxes`, which have been overwritten.
 
         A collective: all ranks call it when all have written.
         """

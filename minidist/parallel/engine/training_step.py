@@ -337,12 +337,12 @@ class Engine:
         state, first = self.full_state_dict(), self.placement.first
         weights = {name: state[first[name]] for name in first if first[name] in state}
         yield weights
-        self.placement.write(weights, self.chunks())
+        self.placement.write(weights, self.state_boxes())
         self.strategy.loaded()
 
-    def chunks(self) -> Iterator[TensorBox]:
-        """This rank's boxes of the whole state, as for `Strategy.chunks`."""
-        return self.placement.boxes(self.strategy.chunks())
+    def state_boxes(self) -> Iterator[TensorBox]:
+        """This rank's boxes of the whole state, as for `Strategy.state_boxes`."""
+        return self.placement.boxes(self.strategy.state_boxes())
 
     def state_settings(self) -> dict[str, Any]:
         """The state that is not a tensor, as for `Strategy.settings`."""

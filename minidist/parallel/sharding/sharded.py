@@ -231,7 +231,7 @@ class Sharded(Strategy):
             [*self.model.buffers()],
         )
 
-    def chunks(self) -> Iterator[TensorBox]:
+    def state_boxes(self) -> Iterator[TensorBox]:
         """Boxes of this rank's part of the training state."""
         return self._state.boxes()
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.comm import work
+from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
-from minidist.comm.transport.algorithm_choice import choose
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket
@@ -89,7 +89,7 @@ class ShardedParameters(ParameterSet):
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
             values = (bucket.values for bucket in self.buckets)
-            how = {choose("all_gather", "auto", gradient_comm.share_group, each, True) for each in values}
+            how = {choose("all_gather", "auto", gradient_comm.share_group, each) for each in values}
             prefetch = how != {"shared_memory"}
         self.waiting, self.masters, self.orders = [], {}, None
         self._op = "mean" if average else "sum"

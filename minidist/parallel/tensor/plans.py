@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from minidist._names import fits
 from minidist.parallel.compression.compressor import all_reduce_bytes
-from minidist.parallel.tensor.cuts import base_of, linear_sizes
+from minidist.parallel.tensor.cuts import base_of
+from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.styles import alternatives
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from minidist._names import fits, fits_none, unknown
-from minidist.parallel.tensor.cuts import TensorParallel, base_of, linear_sizes
+from minidist.parallel.tensor.cuts import TensorParallel, base_of
+from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.vocabulary import check_embedding
 
 STYLES = (

@@ -20,8 +20,8 @@ from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
-from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share
+from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
 from minidist.parallel.tensor.operators import (
     SharedFunction,
     gather_from_ranks,

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from minidist.comm.transport import algorithm_choice
-from minidist.comm.transport.shared_memory import Failed
+from minidist.comm.transport import shared_memory
+from minidist.comm.work import Failed
 from minidist.scale.dry_run.fake_tensors import DryTensors
 
 NAME = "dry"
@@ -69,13 +69,13 @@ class CountingGroup(dist.ProcessGroup):
         return SimpleNamespace(options=SimpleNamespace(_timeout=LIMIT))
 
     def shared_memory(self) -> Any:
-        """Stands in for a host's shared memory; see `algorithm_choice.group_memory`."""
+        """Stands in for a host's shared memory; see `transport.shared_memory.group_memory`."""
         if self._world.way == "torch":
             raise Failed("this is a dry run of ranks that talk over a network")
         return SimpleNamespace(group=self, hosts=[self._members], empty=lambda shape, dtype: None)
 
     def background(self) -> _Answers:
-        """Stands in for the thread that runs collectives; see `algorithm_choice.background`."""
+        """Stands in for the thread that runs collectives; see `comm.work.background`."""
         return _Answers(self)
 
     # Collectives, called by torch.distributed.
@@ -237,7 +237,7 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
         try:
             yield
         finally:
-            algorithm_choice.forget()
+            shared_memory.forget()
             dist.destroy_process_group()
     finally:
         sys.excepthook = hook

@@ -294,20 +294,28 @@ def test_a_plan_waits_for_what_it_must_and_no_more(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute, "SEGMENT_BYTES", data.draw(st.sampled_from([(4, 8), (8, 40), (20, 20)])))
         sends, receives = cut_into_segments(one.steps[rank], 4, rank, in_place=True)
+        steps = [
+            index
+            for index, step in enumerate(one.steps[rank])
+            for message in step.receives
+            for _ in execute._segments(message, 4)
+        ]
     assert 4 * sum(send.stop - send.start for send in sends) == algorithms.bytes_sent(one.steps[rank], 4)
 
     def meet(a: Any, b: Any) -> bool:
         return bool(a.start < b.stop and b.start < a.stop)
 
     for send in sends:
-        earlier = [one.number for one in receives if one.step < send.step and meet(one, send)]
+        assert steps[: send.reached] == [step for step in steps if step < send.step]
+        earlier = [one.number for one in receives[: send.reached] if meet(one, send)]
         assert send.needs == max(earlier, default=0)
-    for receive in receives:
+    for receive, step in zip(receives, steps, strict=True):
         before: list[Receive] = [one for one in receives[: receive.number - 1] if meet(one, receive)]
-        assert receive.needs == max((one.number for one in before), default=0)
+        reached = [send.reached for send in receive.overwrites]
+        assert receive.needs == max([*(one.number for one in before), *reached], default=0)
         waited = [send for one in (*before, receive) for send in one.overwrites]
         for send in sends:
-            if send.step < receive.step and meet(send, receive):
+            if send.step < step and meet(send, receive):
                 assert any(send is one for one in waited)
 
 

@@ -219,7 +219,7 @@ def each_its_own() -> None:
 def asynchronous_in_other_places() -> None:
     """A rank that has to come by for another's asynchronous call to complete does other things first."""
     x = torch.ones(3)
-    comm.barrier()  # a group's first call has to be synchronous on all its ranks, or on none
+    comm.barrier()  # a group's first call would wait for all its ranks
     if md.rank() == 0:
         work = comm.all_reduce(x, async_op=True)
         comm.send(torch.ones(2), 1)
@@ -241,7 +241,9 @@ def groups() -> None:
     odd = [dist.new_group([0]), dist.new_group([md.size() - 1, 0])]
     x = torch.ones(2)
     if md.rank() < 2:
-        # Two groups of the same ranks are two orders.
+        # Two groups of the same ranks are two orders, once both have made their memory.
+        for group in both:
+            comm.barrier(group)
         works = [comm.all_reduce(x.clone(), group=both[i], async_op=True) for i in (md.rank(), 1 - md.rank())]
         for work in works:
             work.wait()

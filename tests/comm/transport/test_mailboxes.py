@@ -18,7 +18,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm import messages
-from minidist.comm.transport import mailbox, mailbox_registry
+from minidist.comm.transport import mailbox
 from minidist.comm.transport.host import HOST_VARIABLE, this_process
 from tests.helpers.clocks import HANG
 
@@ -166,17 +166,17 @@ def test_using_torch_sends_over_gloo(cluster_of: Clusters) -> None:
 def mailboxes_anew(turn: int) -> Iterator[None]:
     """Replace the mailboxes of the rank's world, so that every rank opens those of the others again."""
     store = dist.distributed_c10d._get_default_store()
-    kept = [*mailbox_registry.joined]
+    kept = [*mailbox.joined]
     apart = dist.PrefixStore(f"again/{turn}", store)  # type: ignore[attr-defined]
-    made = mailbox_registry.Mailboxes(apart, md.rank(), md.size())
-    mailbox_registry.joined[:] = [made]
+    made = mailbox.Mailboxes(apart, md.rank(), md.size())
+    mailbox.joined[:] = [made]
     comm.barrier()
     try:
         yield
         comm.barrier()
     finally:
         made.close()
-        mailbox_registry.joined[:] = kept
+        mailbox.joined[:] = kept
 
 
 def exchanged() -> tuple[int, list[float]]:

@@ -48,9 +48,9 @@ def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
     """Without the second barrier ranks read results too early, which the tests above would notice."""
 
     def reduce() -> bool:
-        from minidist.comm.transport import algorithm_choice
+        from minidist.comm.transport import shared_memory
 
-        memory = algorithm_choice.group_memory(None).memory
+        memory = shared_memory.group_memory(None).memory
         assert memory is not None
         barrier, calls = memory.barrier, iter(range(10**6))
         memory.barrier = lambda: barrier() if next(calls) % 2 == 0 else None  # type: ignore[method-assign]
@@ -275,9 +275,9 @@ def test_hierarchical_in_place() -> None:
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
     def evaluate() -> list[float]:
-        from minidist.comm.transport import algorithm_choice
+        from minidist.comm.transport import shared_memory
 
-        algorithm_choice.forget()  # so that the staging buffers are made here
+        shared_memory.forget()  # so that the staging buffers are made here
         comm.barrier()
         totals = []
         with torch.inference_mode():

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.tensor import column_parallel, vocabulary
+from minidist.parallel.tensor import linear_layers, vocabulary
 from minidist.parallel.tensor import operators as operators
-from minidist.parallel.tensor.column_parallel import column_linear
+from minidist.parallel.tensor.linear_layers import column_linear
 from minidist.parallel.tensor.operators import (
     copy_all_to_ranks,
     copy_to_ranks,
@@ -116,7 +116,7 @@ def _tuple(result: Any) -> tuple[Any, ...]:
 
 FUNCTIONS = {
     operators._Copy: copied_and_reduced,
-    column_parallel._ColumnLinear: mapped_by_columns,
+    linear_layers._ColumnLinear: mapped_by_columns,
     vocabulary._CrossEntropy: lost,
 }
 PAIRED = {
@@ -290,7 +290,7 @@ def test_the_sum_is_under_way_while_weights_get_their_gradients(cluster_of: Clus
                     events.append("product")
                 return func(*args, **(kwargs or {}))
 
-        start = column_parallel.start_all_reduce
+        start = linear_layers.start_all_reduce
 
         def watched(x: Tensor, group: Any, overlap: bool) -> Callable[[], Tensor]:
             events.append("launch")
@@ -307,7 +307,7 @@ def test_the_sum_is_under_way_while_weights_get_their_gradients(cluster_of: Clus
         weight = torch.ones(2, 3, requires_grad=True)
         (y,) = column_linear(x, [weight], [None], overlap=overlap)
         with pytest.MonkeyPatch.context() as patch, Watch(), comm.ledger() as ledger:
-            patch.setattr(column_parallel, "start_all_reduce", watched)
+            patch.setattr(linear_layers, "start_all_reduce", watched)
             y.sum().backward()
         assert len(ledger.calls) == 1
         return events

@@ -139,27 +139,27 @@ def prepared(seed: int) -> Any:
     return md.prepare(Tied(), partial(torch.optim.AdamW, lr=0.1), md.Layout(precision="bf16"))
 
 
-def test_chunks_are_the_masters_and_loading_rounds_them() -> None:
+def test_boxes_are_the_masters_and_loading_rounds_them() -> None:
     saved, loaded = prepared(0), prepared(1)
     inputs, targets = torch.randn(8, 6), torch.arange(8) % 6
     for _ in range(3):
         saved.step(inputs, targets)
-    chunks = {chunk.name: chunk for chunk in saved.strategy.chunks()}
-    assert chunks["model.first.weight"].tensor.dtype == torch.float32
-    assert chunks["optimizer.first.weight.exp_avg"].tensor.dtype == torch.float32
-    assert torch.equal(chunks["model.first.weight"].tensor.bfloat16(), saved.model.first.weight)
-    assert not torch.equal(chunks["model.first.weight"].tensor, saved.model.first.weight.float())
-    assert "model.norm.running_mean" in chunks
+    boxes = {box.name: box for box in saved.strategy.state_boxes()}
+    assert boxes["model.first.weight"].tensor.dtype == torch.float32
+    assert boxes["optimizer.first.weight.exp_avg"].tensor.dtype == torch.float32
+    assert torch.equal(boxes["model.first.weight"].tensor.bfloat16(), saved.model.first.weight)
+    assert not torch.equal(boxes["model.first.weight"].tensor, saved.model.first.weight.float())
+    assert "model.norm.running_mean" in boxes
 
     state: dict[str, dict[str, Any]] = {}
-    for name, chunk in chunks.items():
+    for name, box in boxes.items():
         if name.startswith("optimizer."):
             parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
-            state.setdefault(parameter, {})[key] = (chunk.shape, chunk.tensor.dtype)
+            state.setdefault(parameter, {})[key] = (box.shape, box.tensor.dtype)
     loaded.strategy.load_settings(saved.strategy.settings(), state)
-    for chunk in loaded.strategy.chunks():
+    for box in loaded.strategy.state_boxes():
         with torch.no_grad():
-            chunk.tensor.copy_(chunks[chunk.name].tensor)
+            box.tensor.copy_(boxes[box.name].tensor)
     loaded.strategy.loaded()
     for _ in range(2):
         assert saved.step(inputs, targets) == loaded.step(inputs, targets)

@@ -103,7 +103,7 @@ def test_masters_begin_with_the_float32_values(cluster_of: Clusters, ranks: int,
             nn.init.normal_(parameter)
         layout = md.Layout(dp=md.size(), zero=zero, precision="bf16")  # type: ignore[arg-type]
         engine = md.prepare(model, partial(torch.optim.SGD, lr=0.5), layout)
-        boxes = [(c.name, c.offsets, c.tensor.clone()) for c in engine.strategy.chunks()]
+        boxes = [(c.name, c.offsets, c.tensor.clone()) for c in engine.strategy.state_boxes()]
         return boxes, engine.full_state_dict()
 
     expected = nn.Sequential(nn.Linear(6, 6), mlp(0))

@@ -10,7 +10,8 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.comm import algorithms
-from minidist.comm.transport import algorithm_choice
+from minidist.comm.transport import shared_memory
+from minidist.comm.work import ALGORITHMS
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -21,8 +22,8 @@ def exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_the_api_knows_every_algorithm() -> None:
     for operation, known in algorithms.ALGORITHMS.items():
-        assert set(known) <= set(algorithm_choice.ALGORITHMS[operation])
-        assert set(algorithm_choice.ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
+        assert set(known) <= set(ALGORITHMS[operation])
+        assert set(ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16])
@@ -42,7 +43,7 @@ def test_every_algorithm_gives_the_same(cluster_of: Clusters, ranks: int, dtype:
         }
         for operation, call in calls.items():
             wanted = call("shared_memory")
-            for name in algorithm_choice.ALGORITHMS[operation]:
+            for name in ALGORITHMS[operation]:
                 if name == "torch" and dtype == torch.int16:
                     continue  # gloo cannot send this dtype
                 with comm.ledger() as ledger:
@@ -127,7 +128,7 @@ def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
 def test_a_world_that_ends_takes_its_memory_with_it() -> None:
     def leave() -> int:
         comm.all_reduce(torch.ones(1))
-        algorithm_choice.forget()
-        return len(algorithm_choice.memories)
+        shared_memory.forget()
+        return len(shared_memory.memories)
 
     assert md.launch(leave, ranks=2) == [0, 0]
