@@ -19,27 +19,16 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, config
 from minidist.parallel.averaging.parameter_assignment import ServerPart, divide
 from minidist.parallel.averaging.parameter_server import bytes_per_step
 from minidist.parallel.averaging.server import ServerReport, Serving
 from minidist.parallel.averaging.staleness import Updates
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
-from tests.parallel.averaging.models import mlp, vectors
+from tests.helpers.models import gpt, mlp, tokens, vectors
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def gpt(seed: int) -> nn.Module:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=2, heads=2, width=8)
-    return GPT(shape, seed=seed, dtype=torch.float64)
 
 
 def frozen(seed: int) -> nn.Module:

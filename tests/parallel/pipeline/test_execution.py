@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, config
+from minidist.model import MLP
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
 from minidist.parallel.pipeline import execution as pipelines
@@ -24,22 +24,13 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.clocks import HANG
+from tests.helpers.models import gpt, tokens
 
 Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
 ROWS = (8, 3, 1, 13)  # ragged, and fewer than there are micro-batches
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 """Float64: sums in another order."""
-
-
-def gpt(dropout: float = 0.0) -> nn.Module:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=6, heads=2, width=8, dropout=dropout)
-    return GPT(shape, seed=0, dtype=torch.float64)
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
 
 
 def own_stages(model: nn.Module, chunks: int = 1, schedule: Any = "1f1b") -> list[nn.Module]:
@@ -68,7 +59,7 @@ def train_here(
 
     lr: of the steps that AdamW takes between the batches.
     """
-    model = gpt()
+    model = gpt(layers=6)
     pipeline = Pipeline(own_stages(model, chunks, schedule), schedule, micro_batches, tied=[untie(model)])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
@@ -88,7 +79,7 @@ def train_here(
 @cache
 def in_one_process(rows: Sequence[int], lr: float = 0.0) -> list[tuple[float, float, Gradients]]:
     """For each batch the loss, the accuracy, and the gradients."""
-    model = gpt()
+    model = gpt(layers=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     generator = torch.Generator().manual_seed(3)
     found = []
@@ -255,7 +246,7 @@ def test_training_takes_the_steps_of_one_process(cluster_of: Clusters, form: str
 
 def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
     def train(schedule: str) -> tuple[bool, set[int]]:
-        model = gpt()
+        model = gpt(layers=6)
         stages = own_stages(model)
         tied = untie(model)
         pipeline = Pipeline(stages, schedule, 4, tied=[tied])
@@ -278,7 +269,7 @@ def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:
 
 def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
     def count(schedule: str, chunks: int) -> tuple[int, int]:
-        pipeline = Pipeline(own_stages(gpt(), chunks, schedule), schedule, 4)
+        pipeline = Pipeline(own_stages(gpt(layers=6), chunks, schedule), schedule, 4)
         batch = tokens(torch.Generator().manual_seed(0), 7)
         sent = []
         for _ in range(2):
@@ -339,7 +330,7 @@ class Recording(nn.Module):
 
 def test_evaluation_neither_trains_nor_drops_out(cluster_of: Clusters) -> None:
     def evaluate() -> tuple[int, list[tuple[bool, bool]], bool, bool, bool]:
-        stage, recording = own_stages(gpt(dropout=0.5))[0], Recording()
+        stage, recording = own_stages(gpt(dropout=0.5, layers=6))[0], Recording()
         frozen_mode = nn.Dropout().eval()
         module = nn.Sequential(stage, recording, frozen_mode)
         pipeline = Pipeline(module, micro_batches=3)

@@ -21,6 +21,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute, recompute_by, recomputed_in, recomputes
 from tests.helpers import contract
 from tests.helpers.activations import saved_activations
+from tests.helpers.models import gpt, tokens
 
 Clusters = Callable[[int], md.Cluster]
 PARTS = {
@@ -28,16 +29,6 @@ PARTS = {
     "attention": ["layers.*.attention"],
     "in one another": ["layers.*", "layers.*.mlp", "layers.?.attention"],
 }
-
-
-def gpt(seed: int, dropout: float = 0.0) -> nn.Module:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=2, heads=2, width=8, dropout=dropout)
-    return GPT(shape, seed=seed, dtype=torch.float64)
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
 
 
 def gradients(model: nn.Module, seed: int = 3) -> list[Tensor | None]:
