@@ -332,7 +332,6 @@ def cases(layouts: list[str]) -> list[Any]:
     return pairs
 
 
-ORDERS = {"Llama": "gpipe", "GPT-2": "zero_bubble", "BERT": "gpipe"}
 MORE = [
     ("Llama", "dp=2,zero=1,recompute=true"),
     ("Llama", "tp=2,micro_batches=2"),
@@ -347,6 +346,8 @@ DEEP = [
     ("GPT-2", "pp=2,micro_batches=3,schedule=zero_bubble"),
 ]
 DEEP += [("BERT", "pp=2,micro_batches=3,schedule=gpipe"), ("GPT-2", "dp=2,micro_batches=3")]
+DEEP += [(name, "dp=2,tp=2,zero=3") for name in ("Llama", "GPT-2")] + [("BERT", "dp=2,tp=2,zero=2")]
+DEEP += [("ViT", "tp=2,micro_batches=2,recompute=true")]
 DEEP += [("Llama", "dp=2,zero=2,micro_batches=3"), ("BERT", "dp=2,zero=3,micro_batches=3,recompute=true")]
 
 

@@ -48,9 +48,8 @@ def ranks() -> Iterator[md.Cluster]:
         yield cluster
 
 
-CASE = contract.Case(
-    partial(gpt, layers=1), tokens, SGD, batches=(5, 5, 5), clip_norm=0.5
-)  # 2 ranks have 2 and 3 rows
+# 2 ranks have 2 and 3 rows.
+CASE = contract.Case(partial(gpt, layers=1), tokens, SGD, batches=(5, 5, 5), clip_norm=0.5)
 
 
 def compiled(model: Any, how: str) -> nn.Module:

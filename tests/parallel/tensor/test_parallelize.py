@@ -244,24 +244,6 @@ def test_a_pass_sends_what_the_formula_says(
             assert sent == 10 * (2 * (ranks - 1) * stream // ranks) + (ranks - 1) * 3 * 3 * TOKENS * 8
 
 
-def test_each_rank_has_its_share(cluster_of: Clusters) -> None:
-    def sizes() -> tuple[int, int]:
-        model = gpt(0, tied=False)
-        parallelize(model, plan_for(model))
-        return sum(p.numel() for p in model.parameters()), len(cuts(model))
-
-    model = gpt(0, tied=False)
-    whole = {name: p.numel() for name, p in model.named_parameters()}
-    replicated = sum(
-        count
-        for name, count in whole.items()
-        if "norm" in name or "position" in name or "output.bias" in name
-    ) + sum(count for name, count in whole.items() if "down.bias" in name)
-    ranks = cluster_of(2).run(sizes)
-    assert sum(count for count, _ in ranks) == sum(whole.values()) + replicated
-    assert ranks[0][1] == 2 + 2 * 10  # both tables; six matrices of a block and four biases
-
-
 def test_what_the_ranks_hold_by_name(cluster_of: Clusters) -> None:
     def boxes() -> tuple[dict[str, Cut], bool]:
         model = gpt(0, heads=4)

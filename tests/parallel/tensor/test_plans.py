@@ -15,7 +15,8 @@ from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from tests.helpers import contract
 from tests.helpers.models import HUGGING_FACE, FusedAttention, Logits, hugging_face, images, tokens
-from tests.parallel.tensor.test_heads import Blocks, patches
+from tests.parallel.tensor.test_encoder_layers import Classifier
+from tests.parallel.tensor.test_heads import Blocks
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 
@@ -42,67 +43,6 @@ def test_models_of_transformers_train_to_the_weights_of_one_process(cluster_of: 
     contract.check(cluster_of(2), case_of(name), md.Layout(tp=2))
 
 
-DEEP = [
-    (name, layout)
-    for name, layouts in {
-        "Llama": ("dp=2,tp=2,zero=2", "dp=2,tp=2,zero=3"),
-        "GPT-2": ("tp=2,micro_batches=2", "dp=2,tp=2,zero=3"),
-        "BERT": ("tp=2,recompute=True", "dp=2,tp=2,zero=2"),
-        "ViT": ("dp=2,tp=2", "tp=2,micro_batches=2,recompute=True"),
-    }.items()
-    for layout in layouts
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("Llama", "tp=2,micro_batches=2,recompute=True"),
-        *(pytest.param(*each, marks=pytest.mark.deep) for each in DEEP),
-    ],
-)
-def test_with_other_axes(cluster_of: Clusters, name: str, layout: str) -> None:
-    parsed = md.Layout.parse(layout)
-    contract.check(cluster_of(parsed.ranks), case_of(name), parsed)
-
-
-def test_batches_of_labels_and_the_own_loss_of_a_model(cluster_of: Clusters) -> None:
-    text, _ = tokens(torch.Generator().manual_seed(0), 4, vocabulary=13)
-    labels = text.clone()
-    labels[0, 2:] = -100  # not counted
-    batch = {"input_ids": text, "labels": labels, "attention_mask": torch.ones_like(text)}
-    sgd = partial(torch.optim.SGD, lr=0.1)
-
-    def train() -> contract.Trained:
-        engine = md.prepare(hugging_face("Llama", md.rank()), sgd, md.Layout(tp=2))
-        return contract.Trained([engine.step(batch) for _ in range(3)], engine.full_state_dict())
-
-    model = hugging_face("Llama", 0)
-    optimizer, losses = sgd(model.parameters()), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    single: dict[str, float] = {"rtol": 1e-6, "atol": 1e-7}  # this loss is computed in float32
-    for trained in cluster_of(2).run(train):
-        torch.testing.assert_close(trained.losses, losses, **single)
-        torch.testing.assert_close(trained.state, dict(model.state_dict()), **single)
-
-
-def test_evaluation_is_that_of_one_process(cluster_of: Clusters) -> None:
-    batch = tokens(torch.Generator().manual_seed(0), 3, vocabulary=13)
-
-    def evaluate() -> float:
-        engine = md.prepare(Logits("GPT-2", 0), torch.optim.AdamW, md.Layout(tp=2))
-        return engine.evaluate(*batch)
-
-    expected = md.cross_entropy(Logits("GPT-2", 0).eval()(batch[0]), batch[1]).item()
-    found = cluster_of(2).run(evaluate)
-    torch.testing.assert_close(found, [expected] * 2, rtol=contract.TOLERANCE, atol=0)
-
-
 def test_each_rank_holds_its_part_under_the_names_of_the_model(cluster_of: Clusters) -> None:
     def look() -> tuple[dict[str, Cut], Tensor, int, list[str]]:
         model = hugging_face("GPT-2", 0)
@@ -122,28 +62,6 @@ def test_each_rank_holds_its_part_under_the_names_of_the_model(cluster_of: Clust
         assert names == [*model.state_dict()]
 
 
-class Encoder(nn.Module):
-    """torch's encoder layers."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        layer = nn.TransformerEncoderLayer(12, 3, 14, dropout=0.0, batch_first=True)
-        self.encoder, self.head = (
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            nn.Linear(12, 4),
-        )
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, 12) -> (B, 4)
-        y: Tensor = self.head(self.encoder(x).mean(1))
-        return y
-
-
-def test_encoder_layers_train_to_the_weights_of_one_process(cluster_of: Clusters) -> None:
-    contract.check(cluster_of(2), contract.Case(Encoder, patches, batches=(4, 3, 5)), md.Layout(tp=2))
-
-
 def test_what_is_found() -> None:
     assert plan_for(Blocks(FusedAttention, 0)) == {
         f"blocks.{index}.{name}": style
@@ -156,7 +74,7 @@ def test_what_is_found() -> None:
             "mlp.3": "row",
         }.items()
     }
-    assert [*plan_for(Encoder(0)).values()] == ["column", "row"] * 2
+    assert [*plan_for(Classifier(0)).values()] == ["column", "row"] * 2
 
 
 class Convolutions(nn.Module):
@@ -172,7 +90,7 @@ def test_what_cannot_be_cut_is_refused(normed: Callable[[nn.Module], nn.Module])
     with pytest.raises(TypeError, match="a Conv2d cannot be cut between ranks; give a"):
         parallelize(Convolutions(), {"conv": "column"})
     with pytest.raises(TypeError, match="a MultiheadAttention holds queries, keys and values in one matrix"):
-        parallelize(Encoder(0), {"encoder.layers.*.self_attn": "column"})
+        parallelize(Classifier(0), {"encoder.layers.*.self_attn": "column"})
     model = Blocks(FusedAttention, 0)
     normed(model.blocks[1].attn.qkv)
     with pytest.raises(ValueError, match=r"blocks.1.attn.qkv has a .*Norm, and the cut layer .* remove it"):
