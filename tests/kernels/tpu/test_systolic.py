@@ -320,6 +320,26 @@ def test_inputs_are_not_changed_and_may_have_any_strides():
     np.testing.assert_array_equal(b, before[1])
 
 
+@settings(deadline=None, max_examples=40)
+@given(sizes, sizes, sizes, st.integers(1, 5))
+def test_scalar_and_vector_counts_are_those_of_their_loops(m, n, k, lanes):
+    scalar, vector = compare(m, n, k, lanes=lanes).rows
+    steps = reads_of_a = reads_of_b = writes = 0
+    for _i, _j in itertools.product(range(m), range(n)):
+        for _p in range(k):
+            steps, reads_of_a, reads_of_b = steps + 1, reads_of_a + 1, reads_of_b + 1
+        writes += k > 0
+    assert (scalar.cycles, scalar.a_reads, scalar.b_reads) == (steps, reads_of_a, reads_of_b)
+    assert (scalar.c_reads, scalar.c_writes) == (0, writes)
+    steps = reads_of_a = reads_of_b = 0
+    for _i, j, _p in itertools.product(range(m), range(0, n, lanes), range(k)):
+        steps, reads_of_a = steps + 1, reads_of_a + 1
+        reads_of_b += len(range(j, min(j + lanes, n)))
+    assert (vector.cycles, vector.a_reads, vector.b_reads) == (steps, reads_of_a, reads_of_b)
+    assert (vector.c_reads, vector.c_writes) == (0, writes)
+    assert scalar.multiply_adds == vector.multiply_adds == m * n * k
+
+
 def test_compare_says_how_often_each_element_is_read():
     arrays = [SystolicArray(128, 128, dataflow) for dataflow in DATAFLOWS]
     comparison = compare(512, 512, 512, *arrays)
