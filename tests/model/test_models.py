@@ -9,11 +9,8 @@ import torch
 from torch import nn
 
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, config
-from minidist.model.data import dataset
 from minidist.model.gpt import GPT, gpt_layers
-from minidist.model.loss import accuracy, cross_entropy
 from minidist.model.mlp import MLP
-from minidist.model.sampler import Sampler
 
 TINY = GPTConfig(vocabulary=11, context=8, layers=4, heads=2, width=12)
 
@@ -153,23 +150,6 @@ def test_tokens_that_do_not_fit_are_refused():
         GPT(TINY)(draw_tokens((4,)))
 
 
-def test_attention_runs_with_a_part_of_the_heads():
-    # What tensor parallelism does: each rank holds the rows of some heads, and the parts add up.
-    shape = GPTConfig(vocabulary=11, context=8, layers=1, heads=3, width=12)
-    whole = GPT(shape, dtype=torch.float64).layers[1].attention
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    for each in (whole.query, whole.key, whole.value, whole.output):
-        nn.init.normal_(each.bias)
-    total = whole.output.bias.clone()
-    for rows in (slice(0, 4), slice(4, 12)):  # one head, and two
-        part = copy.deepcopy(whole)
-        for each in (part.query, part.key, part.value):
-            each.weight, each.bias = nn.Parameter(each.weight[rows]), nn.Parameter(each.bias[rows])
-        part.output.weight, part.output.bias = nn.Parameter(part.output.weight[:, rows]), None
-        total = total + part(x)
-    torch.testing.assert_close(total, whole(x))
-
-
 def test_dropout_acts_in_training_alone():
     shape = GPTConfig(vocabulary=11, context=8, layers=1, heads=2, width=12, dropout=0.5)
     model, tokens = GPT(shape), draw_tokens((2, 8))
@@ -177,23 +157,6 @@ def test_dropout_acts_in_training_alone():
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
     assert torch.equal(model(tokens), GPT(GPTConfig(**{**vars(shape), "dropout": 0.0}))(tokens))
-
-
-def test_a_gpt_starts_from_a_guess_and_learns_a_batch_by_heart():
-    model = GPT(config("byte-tiny"))
-    text = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
-    inputs, targets = text[:, :-1], text[:, 1:]
-    losses = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = cross_entropy(model(inputs), targets)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
-    assert losses[-1] < 0.1
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Transposed(nn.Module):
@@ -243,16 +206,3 @@ def test_an_mlp_checks_its_sizes(sizes):
 def test_an_mlp_checks_its_inputs():
     with pytest.raises(ValueError, match=r"inputs are \(2, 8\); give \(\.\.\., 64\)"):
         MLP()(torch.rand(2, 8))
-
-
-def test_an_mlp_learns_the_digits():
-    data, model = dataset("digits"), MLP()
-    sampler = Sampler(len(data.train), 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(10 * len(sampler)):
-        inputs, targets = data.train[sampler.share(step)]
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    inputs, targets = data.test[:]
-    assert accuracy(model(inputs), targets).item() > 0.95

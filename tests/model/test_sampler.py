@@ -53,16 +53,6 @@ def test_an_epoch_visits_each_row_once(case, epoch):
     assert all(len(batch) == global_batch for batch in full)
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "ranks", "sizes"),
-    [(512, 8, [64] * 8), (13, 4, [4, 3, 3, 3]), (5, 5, [1] * 5), (7, 1, [7])],
-)
-def test_shares_differ_by_at_most_one_row(global_batch, ranks, sizes):
-    rows = 10 * global_batch
-    deal = [Sampler(rows, global_batch, rank=rank, ranks=ranks) for rank in range(ranks)]
-    assert [len(sampler.share(0)) for sampler in deal] == sizes
-
-
 def test_order_depends_on_seed_and_epoch_alone_and_leaves_the_global_state():
     before = torch.random.get_rng_state()
     sampler = Sampler(100, 10, seed=3)

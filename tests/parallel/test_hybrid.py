@@ -22,7 +22,8 @@ from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.training.clipping import global_norm
 from tests.helpers import contract
-from tests.parallel.test_layouts import SGD, gpt, tokens
+from tests.helpers.models import tokens
+from tests.parallel.test_layouts import SGD, gpt
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse

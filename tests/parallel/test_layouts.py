@@ -37,15 +37,11 @@ from minidist.parallel.engine import (
 from minidist.parallel.sharding import sharded
 from minidist.parallel.tensor import linear_layers
 from tests.helpers import contract
+from tests.helpers.models import tokens
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 """Unlike Adam's, its steps grow with the gradients: a sum that counts twice shows."""
-
-
-def tokens(generator: torch.Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, length + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
 
 
 def gpt(seed: int, layers: int) -> GPT:

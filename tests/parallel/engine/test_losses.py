@@ -102,42 +102,11 @@ def train(loss: Any, layout: str) -> Trained:
     return steps(md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss), BATCHES)
 
 
-def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return of_outputs({"scores": scores}, batch)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_ignored_labels_do_not_count(cluster_of: Clusters, form: str, layout: str) -> None:
     for found in cluster_of(2).run(train, FORMS[form], layout):
         compare(found, in_one_process())
-
-
-@pytest.mark.parametrize("layout", ["pp=2,micro_batches=2", "dp=2,pp=2,zero=1,micro_batches=3"])
-def test_only_a_pipelines_last_stage_knows_the_weight(cluster_of: Clusters, layout: str) -> None:
-    def train() -> Trained:
-        engine = md.prepare(Chain(md.rank()), SGD, PARSE(layout), masked)
-        return steps(engine, [(each["tokens"], each) for each in BATCHES])
-
-    for found in cluster_of(PARSE(layout).ranks).run(train):
-        compare(found, in_one_process())
-
-
-@pytest.mark.parametrize("layout", ["cp=2", "tp=2", "dp=2,cp=2,zero=3,micro_batches=2"])
-def test_tokens_and_logits_that_are_shared(cluster_of: Clusters, layout: str) -> None:
-    shape = config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8)
-
-    def train() -> Trained:
-        engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout), masked)
-        return steps(engine, [({"tokens": each["tokens"]}, each) for each in BATCHES])
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return masked(model(batch["tokens"]), batch)[0]
-
-    model = GPT(shape, seed=0, dtype=torch.float64)
-    expected = plain_steps(model, SGD(model.parameters()), BATCHES, loss)
-    for found in cluster_of(PARSE(layout).ranks).run(train):
-        compare(found, expected)
 
 
 def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
@@ -391,15 +360,6 @@ def test_a_loss_that_is_no_mean_is_refused(cluster_of: Clusters, loss: Any, layo
         assert "or (mean, weight)" in told
 
 
-def test_a_loss_may_be_let_through(cluster_of: Clusters) -> None:
-    def let_through() -> list[float]:
-        engine = md.prepare(Tagger(), SGD, md.Layout(dp=2), summed, rehearse=False)
-        return [engine.step(batch(4, step)) for step in range(2)]
-
-    losses, _ = cluster_of(2).run(let_through)
-    assert all(loss > 10 for loss in losses)
-
-
 def test_random_losses_agree_and_those_of_one_rank_are_not_compared(cluster_of: Clusters) -> None:
     def noisy(model: Any, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["tokens"])["scores"]
@@ -410,21 +370,6 @@ def test_random_losses_agree_and_those_of_one_rank_are_not_compared(cluster_of: 
 
     cluster_of(2).run(diffuse)
     md.prepare(Tagger(), SGD, None, summed).step(batch(4, 0))
-
-
-def test_a_batch_of_which_no_label_counts_changes_nothing(cluster_of: Clusters) -> None:
-    def idle() -> tuple[float, bool, float]:
-        engine = md.prepare(Tagger(), SGD, md.Layout(dp=2))
-        before = engine.full_state_dict()
-        own = batch(3, 0)
-        loss = engine.step({**own, "labels": torch.full_like(own["labels"], IGNORED)})
-        after = engine.full_state_dict()
-        return loss, all(torch.equal(before[name], after[name]) for name in before), engine.step(own)
-
-    for loss, unchanged, later in cluster_of(2).run(idle):
-        assert loss != loss
-        assert unchanged
-        assert later > 0
 
 
 def test_a_pipeline_cannot_call_the_model() -> None:

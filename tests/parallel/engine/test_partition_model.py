@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, accuracy, config
+from minidist.model import GPT, accuracy, config
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.precision import LossScale
@@ -41,7 +41,6 @@ def chain(seed: int) -> nn.Module:
 
 
 CHAIN = replace(CASES["mlp"], model=chain)
-MLPS = replace(CASES["mlp"], model=lambda seed: MLP((6, 9, 5, 3), seed=seed, dtype=torch.float64))
 
 
 class Encoder(nn.Module):
@@ -141,19 +140,6 @@ def test_checkpoints_of_a_stage_without_parameters(
     check_other_layout(
         cluster_of, tmp_path, replace(NAMED, batches=(9, 8, 7, 9)), PARSE(before), PARSE(after)
     )
-
-
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=1", "tp=2,pp=2,micro_batches=2"])
-def test_an_mlp(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(PARSE(layout).ranks), MLPS, PARSE(layout))
-
-
-def test_a_plan_and_a_loss_of_ones_own(cluster_of: Clusters) -> None:
-    # The last layer's outputs are each rank's part of the logits; the loss gets them all.
-    case = replace(MLPS, loss=lambda y, t: (y - t[:, None]).square().mean())
-    plan = {"layers.0.linear": "column", "layers.1.linear": "row", "layers.2.linear": "vocabulary"}
-    for layout in ("tp=2", "tp=2,pp=2"):
-        contract.check(cluster_of(PARSE(layout).ranks), case, PARSE(layout), plan=plan)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,tp=2", "dp=2,pp=2,micro_batches=2", "dp=2,cp=2", "tp=2,pp=2"])

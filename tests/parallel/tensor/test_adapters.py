@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.model import GPT, GPTConfig
 from minidist.parallel.tensor import heads
 from minidist.parallel.tensor.plans import plan_for
-from tests.helpers import contract
-from tests.parallel.tensor.test_heads import Blocks, FusedAttention, SplitAttention, patches
+from tests.helpers import contract, models
+from tests.helpers.models import FusedAttention
+from tests.parallel.tensor.test_heads import Blocks, SplitAttention, patches
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -51,18 +51,13 @@ def blocks(attention: Any, seed: int, drop: float = 0.0) -> nn.Module:
 
 def gpt(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return adapted(GPT(GPTConfig(vocabulary=11, context=6, width=8, layers=2, heads=2), seed=seed))
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    rows = torch.randint(0, 11, (count, 7), generator=generator)
-    return rows[:, :-1], rows[:, 1:]
+    return adapted(models.gpt(seed))
 
 
 CASES = {
     "fused": contract.Case(partial(blocks, FusedAttention), patches),
     "split": contract.Case(partial(blocks, SplitAttention), patches),
-    "gpt": contract.Case(gpt, tokens),
+    "gpt": contract.Case(gpt, models.tokens),
 }
 
 

@@ -170,16 +170,6 @@ def test_a_wrong_sign_in_any_pair_is_caught(cluster_of: Clusters, operator: str)
     cluster_of(2).run(check)
 
 
-def test_a_sum_that_is_not_made_is_caught(cluster_of: Clusters) -> None:
-    def check() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators._Copy, "backward", staticmethod(lambda ctx, grad: (None, grad)))
-            with pytest.raises(RuntimeError, match="Jacobian mismatch"):
-                check_gradients(copied_and_reduced, ())
-
-    cluster_of(2).run(check)
-
-
 SENT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int, int], int], Callable[[int, int], int]]] = {
     "copy": (copy_to_ranks, lambda n, s: 0, lambda n, s: 2 * (n - 1) * s // n),
     "reduce": (reduce_from_ranks, lambda n, s: 2 * (n - 1) * s // n, lambda n, s: 0),

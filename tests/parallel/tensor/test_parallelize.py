@@ -16,7 +16,6 @@ from torch.nn import functional
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel.tensor import operators, vocabulary
 from minidist.parallel.tensor import sequence_parallel as sequence_parts
@@ -26,20 +25,15 @@ from minidist.parallel.tensor.plans import bytes_per_pass, plan_for
 from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy, vocabulary_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute
-from tests.helpers import contract
+from tests.helpers import contract, models
 
 Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12
 """An odd vocabulary; a length that 2, 3 and 4 ranks divide, as sequence parallelism needs it."""
-
-
-def gpt(seed: int, **changes: Any) -> nn.Module:
-    sizes = {"vocabulary": VOCABULARY, "context": TOKENS, "layers": 2, "heads": 4, "width": 8}
-    return GPT(config("byte-tiny", **{**sizes, **changes}), seed=seed, dtype=torch.float64)
-
-
-def mlp(seed: int, sizes: tuple[int, ...] = (6, 5, 4)) -> nn.Module:
-    return MLP(sizes, seed=seed, dtype=torch.float64)
+gpt = partial(models.gpt, context=TOKENS, heads=4)
+mlp = partial(models.mlp, sizes=(6, 5, 4))
+tokens = partial(models.tokens, length=TOKENS)
+vectors = partial(models.vectors, classes=4)
 
 
 class Grouped(nn.Module):
@@ -110,16 +104,6 @@ OWN_PLAN = {
     "fc2": "row",
     "fc3": "column_gathered",
 }
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, VOCABULARY, (count, TOKENS + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 4, (count,), generator=generator)
 
 
 BATCHES = (4, 1, 3)
@@ -258,24 +242,6 @@ def test_a_pass_sends_what_the_formula_says(
             assert calls == [*forward, "all_gather", *backward]
             stream = 3 * TOKENS * 8 * 8
             assert sent == 10 * (2 * (ranks - 1) * stream // ranks) + (ranks - 1) * 3 * 3 * TOKENS * 8
-
-
-def test_each_rank_has_its_share(cluster_of: Clusters) -> None:
-    def sizes() -> tuple[int, int]:
-        model = gpt(0, tied=False)
-        parallelize(model, plan_for(model))
-        return sum(p.numel() for p in model.parameters()), len(cuts(model))
-
-    model = gpt(0, tied=False)
-    whole = {name: p.numel() for name, p in model.named_parameters()}
-    replicated = sum(
-        count
-        for name, count in whole.items()
-        if "norm" in name or "position" in name or "output.bias" in name
-    ) + sum(count for name, count in whole.items() if "down.bias" in name)
-    ranks = cluster_of(2).run(sizes)
-    assert sum(count for count, _ in ranks) == sum(whole.values()) + replicated
-    assert ranks[0][1] == 2 + 2 * 10  # both tables; six matrices of a block and four biases
 
 
 def test_what_the_ranks_hold_by_name(cluster_of: Clusters) -> None:

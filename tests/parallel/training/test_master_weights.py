@@ -63,17 +63,6 @@ def test_it_is_the_optimizer_in_float32_and_a_rounding() -> None:
     assert all(master.grad is None for master in optimizer.masters)  # not held between steps
 
 
-def test_learning_rate_schedulers_work() -> None:
-    model = half()
-    optimizer = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=1.0))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
-    learn(model, optimizer)
-    scheduler.step()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    learn(model, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_groups_state_and_closures() -> None:
     model = half()
     weights = [p for p in model.parameters() if p.dim() == 2]

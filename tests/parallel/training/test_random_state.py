@@ -126,18 +126,6 @@ def test_copies_stay_equal_as_their_ranks_start_alike(cluster_of: Clusters, shar
     assert torch.equal(first, second) is shared
 
 
-def test_nothing_is_drawn_in_evaluation(cluster_of: Clusters) -> None:
-    def draw() -> bool:
-        model = gpt()
-        parallelize(model, plan_for(model), sequence_parallel=True)
-        model.eval()
-        state = torch.get_rng_state()
-        model(batch()[0])
-        return torch.equal(torch.get_rng_state(), state)
-
-    assert cluster_of(2).run(draw) == [True, True]
-
-
 class Draws(nn.Module):
     """Keeps what it draws in a training step, and changes nothing."""
 
