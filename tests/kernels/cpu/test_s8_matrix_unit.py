@@ -174,17 +174,17 @@ def on_model(unit):
     return FunctionType(kernel.__code__, {**kernel.__globals__, **calls})
 
 
-def packed(x, transposed, part):
-    """Words of a part of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
-    from minidist.kernels.cpu.support import bf16_product
+def packed(x, transposed, parts):
+    """Words of the parts of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
+    from minidist.kernels.cpu.support import bf16_packing
 
     rows, k = x.shape
     depth = -(-k // (2 * SIDE)) * SIDE
-    to = np.zeros((depth, 32) if transposed else (32, PITCH), np.uint32)
+    to = np.zeros((parts, depth, 32) if transposed else (parts, 32, PITCH), np.uint32)
     by = (1, 32) if transposed else (PITCH, 1)
-    own = np.empty(SIDE * SIDE, np.uint32)
+    own = np.empty((parts, SIDE, SIDE), np.uint32)
     where = (x.ctypes.data, rows, k, *x.strides, 4)
-    bf16_product.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
+    bf16_packing.pack(where, to.ctypes.data, *by, parts, to.strides[0], depth, own.ctypes.data)
     return to
 
 
@@ -192,8 +192,7 @@ def multiply_on_model(parts=1, k=70, rows=16, pair=True, release=True, permissio
     """A product of 32 x k by k x 32 on the model; the unit, the result, and a and b."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((32, k), np.float32), rng.standard_normal((k, 32), np.float32)
-    packed_a = np.stack([packed(a, False, part) for part in range(parts)])
-    packed_b = np.stack([packed(b.T, True, part) for part in range(parts)])
+    packed_a, packed_b = packed(a, False, parts), packed(b.T, True, parts)
     if not pair:
         halves = packed_b.view(np.uint16)
         packed_b = np.ascontiguousarray(halves.reshape(*halves.shape[:-1], 32, 2).swapaxes(-1, -2)).view(
