@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 MODES = {"bf16": (1, 2.0**-8), "bf16x3": (2, 2.0**-15), "bf16x6": (3, 2.0**-22)}
 ELEMENT = 2  # bytes of a bf16 number: how the board tells this rung's products from those of rung 7
 LEAST_WORK = 600_000  # multiply-adds per thread
-SHARED = 2**25  # bytes of packed b at a time
+SHARED = 2**25  # bytes of packed b at a time, and a quarter of the last cache, at most
 PACKS = 8  # pieces of b side by side, per thread
 PATIENCE = thread_pool.PATIENCE
 
@@ -96,7 +96,8 @@ def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:
     (m, k), n = a.shape, b.shape[1]
     words = -(-k // (2 * unit.GRAIN)) * unit.GRAIN * parts  # of packed b in a column
     high = max(1, caches().l2 // 2 // (unit.ROWS * unit.PITCH * 4 * parts))  # tiles in a block of a
-    rows, width = -(-m // unit.ROWS), max(1, SHARED // (4 * words * unit.COLUMNS)) * unit.COLUMNS
+    at_once = min(SHARED, (caches().l3 or SHARED) // 4)  # bytes of packed b
+    rows, width = -(-m // unit.ROWS), max(1, at_once // (4 * words * unit.COLUMNS)) * unit.COLUMNS
     threads = max(1, min(thread_pool.threads(), rows * -(-n // unit.COLUMNS), m * n * k // LEAST_WORK))
     sums = out
     depths, narrow_out = unit.depths(k), out.dtype.itemsize == 2
