@@ -72,7 +72,8 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
         tile = bf16_product.ROWS, bf16_product.COLUMNS
         part = board.take(at, down * across, leads)
         while part >= 0:
-            i0, i1, j0, j1, tiles = shared_packing.place(part, out.shape, tile, (down, across), 0)
+            shape = bf16_product.height(out.shape[0]), out.shape[1]
+            i0, i1, j0, j1, tiles = shared_packing.place(part, shape, tile, (down, across), 0)
             rows = out[i0:i1]
             bf16_product.multiply(a, i0, packed_b, rows, rounded, j0, j1, space, tiles, parts)
             if parts > 1 and not bf16_product.all_finite(rows[:, j0:j1]):

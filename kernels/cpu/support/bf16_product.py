@@ -55,6 +55,12 @@ OWN = max(ROWS * COLUMNS, 3 * bf16_packing.SQUARE)
 
 
 @njit(boundscheck=False)
+def height(m: int) -> int:
+    """Return over how many rows the tiles of m rows are spread: AMX's are whole, all but the last."""
+    return m if GRAIN == 1 else -(-m // ROWS) * ROWS
+
+
+@njit(boundscheck=False)
 def depths(k: int) -> int:
     """Return the number of blocks into which the depth of k numbers is cut."""
     return -(-(-(-k // (2 * GRAIN)) * GRAIN) // DEPTH)
@@ -151,8 +157,8 @@ def multiply(
         for j in range(j0, j1, COLUMNS):
             width = min(COLUMNS, n - j)
             for t in range(tiles):
-                i = t * m // tiles
-                rows = (t + 1) * m // tiles - i
+                i = t * height(m) // tiles
+                rows = min(m, (t + 1) * height(m) // tiles) - i
                 whole = out.strides[1] == 4 and width == COLUMNS and (GRAIN == 1 or rows == ROWS)
                 sums, pitch = board.address(out) + i * out.strides[0] + 4 * j, out.strides[0] // 4
                 if once:
