@@ -18,16 +18,19 @@ from . import atomic, bf16_packing, board, packed_product, register_tile
 from .matrix_unit import AMX, matrix_unit
 
 COLUMNS = 32  # of a tile of out: two vectors, or two tiles side by side
-PITCH = register_tile.PITCH  # words between rows of packed a
 STRIP = 16  # pairs of rows of b that are packed at a time over several panels
 if matrix_unit() == AMX:
     from . import tile_registers
     from .tile_registers import add_products, begin_tiles, end_tiles
 
     DEPTH, GRAIN, ROWS = tile_registers.DEPTH, tile_registers.GRAIN, tile_registers.ROWS
+    PITCH = tile_registers.PITCH // 4
 else:
-    # Words of a row of packed a at most, what their number is a multiple of, and the rows of a tile.
-    DEPTH, GRAIN, ROWS = register_tile.DEPTH, 1, register_tile.ROWS
+    # Words of a row of packed a at most, what their number is a multiple of, and the rows of a tile. Pairs
+    # halve the steps, so a row may be longer than in rung 6: 2048 numbers are one block of the depth, and out
+    # is not read again. PITCH is the words from a row to the next: not a power of two, as in rung 6.
+    DEPTH, GRAIN, ROWS = 1024, 1, register_tile.ROWS
+    PITCH = 1040
 
     @njit
     def begin_tiles() -> None:
