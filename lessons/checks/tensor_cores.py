@@ -6,6 +6,7 @@ import operator
 
 import numpy as np
 
+from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten
 from checks.exercises import Answer, Lesson
 from checks.kernels import run
@@ -92,7 +93,8 @@ def tensor_matmul(answer: Answer, draw: np.random.Generator) -> Right:
         c = unwritten(m, n)
         says = f"a of {m} x {k} and b of {k} x {n}"
         counts = run(answer, says, (across, down), LANES, a.view(np.uint32), b.view(np.uint32), c)
-        compare(c, (a.astype(np.float32) @ b.astype(np.float32).T), f"With {says}, c")
+        right = a.astype(np.float32) @ b.astype(np.float32).T
+        compare(c, right, f"With {says}, c", before=np.nan, story=of_product(a, b.T))
     products = down * across * deep
     scores = (
         Score(
