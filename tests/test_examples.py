@@ -18,7 +18,7 @@ from minidist.comm.launching.cluster import Cluster
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[!b]*.py"))  # bench_*: a benchmark
 LEARNED = {
     "gan": (40, lambda distance: 0 < distance < 2.1),
     "kmeans": (20, lambda found: 0.4 < found[1] < 0.6),  # 2 features of variance 1/4

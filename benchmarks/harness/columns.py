@@ -179,6 +179,7 @@ def _goal(entry: Entry) -> str | None:
     return f"{'met' if kept else 'missed'}, < {text}"
 
 
+TIME = Column("time", lambda entry: seconds(entry["stats"]["median"]), "stats.median")
 PEER = extra("peer", "peer", right=False)
 PEER_TIME = extra("peer's time", "peer_median", seconds)
 SHARE = extra("of the peer's speed", "percent_of_peer", _percent)
@@ -188,7 +189,7 @@ GOAL = Column("goal", _goal, "extra_info.goal", right=False)
 COLUMNS = (
     Column("cost", _cost, "extra_info.cost and par"),
     extra("lines", "lines", count),
-    Column("time", lambda entry: seconds(entry["stats"]["median"]), "stats.median"),
+    TIME,
     Column("spread", _spread, "stats.iqr / stats.median / 2"),
     Column("rounds", lambda entry: str(entry["stats"]["rounds"]), "stats.rounds"),
     extra("GFLOP/s", "gflops", number),
@@ -225,3 +226,12 @@ def shown(entries: Sequence[Entry]) -> list[Column]:
     """Return the columns that at least one of these entries fills."""
     found = [column for column in COLUMNS if any(column.cell(entry) is not None for entry in entries)]
     return [*found, RUN] if len({entry.get("run") for entry in entries}) > 1 else found
+
+
+def beside_peers(entries: Sequence[Entry]) -> list[str]:
+    """Return the lines of a table of comparisons: each benchmark's ratio to its peer, aligned."""
+    several = (RATIO, PEER, TIME, PEER_TIME)
+    rows = [["Name (time in turns)", *(column.heading.capitalize() for column in several)]]
+    rows += [[entry["name"], *(column.cell(entry) or "" for column in several)] for entry in entries]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -64,10 +64,6 @@ class Watcher:
         self._progress.stop()
         self.stream.close()
 
-    def pytest_benchmark_generate_machine_info(self) -> dict[str, Any]:
-        """Return nothing: pytest-benchmark would name the host; the results hold `machine.describe`."""
-        return {}
-
     def pytest_benchmark_generate_commit_info(self) -> dict[str, Any]:
         """Return nothing: pytest-benchmark would ask whatever repository is in the working directory."""
         return {}

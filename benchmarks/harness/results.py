@@ -5,7 +5,9 @@
      "runs": {"2025-01-31T12:00:00+00:00": {"mode": "quick", "software": {...}, "commit": "1a2b3c4",
                                             "driver": "580.65.06"}},                  only with a GPU
      "suites": {"bench_launch": "the first paragraph of the suite's docstring"},
-     "benchmarks": [{"suite", "group", "name", "fullname", "params", "run", "stats", "extra_info"}]}
+     "benchmarks": [{"suite", "group", "name", "fullname", "param", "params", "run", "stats", "extra_info"}]}
+
+`pytest-benchmark compare FILE.json` reads it too: machine_info and benchmarks are its own keys.
 
 A quick run and a full run of the same benchmark are two results, and a run replaces only results of its own
 mode. So a quick look never costs the figures of a long night. The report shows the newer of the two and marks
@@ -27,7 +29,10 @@ from minidist.benchmarks.harness import identity, machine
 
 SCHEMA = 1
 ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
-STATS = ("median", "iqr", "q1", "q3", "min", "max", "mean", "stddev", "rounds", "iterations")
+STATS = (
+    *("median", "iqr", "q1", "q3", "min", "max", "mean", "stddev", "rounds", "iterations"),
+    *("ops", "outliers", "ld15iqr", "hd15iqr"),  # that pytest-benchmark's own table and histogram ask for
+)
 MACHINE = ("cpu", "cores", "caches", "memory_bytes", "gpus")
 BESIDE = {
     "ratio": ("peer", "pair_ratio_q1", "pair_ratio_q3"),
@@ -157,8 +162,32 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
     return leader, {leader: found.pop(leader), **found}
 
 
+def completed(stats: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what pytest-benchmark's own table asks for, where an older run did not keep it.
+
+    Without the single rounds nobody knows the outliers, hence the "?". A histogram's whiskers then end at 1.5
+    interquartile ranges at most.
+    """
+    if not {"mean", "q1", "q3", "iqr", "min", "max"} <= stats.keys():
+        return stats
+    reach = 1.5 * stats["iqr"]
+    known = {
+        "iterations": 1,
+        "ops": 1 / stats["mean"] if stats["mean"] else 0,
+        "outliers": "?;?",
+        "ld15iqr": max(stats["min"], stats["q1"] - reach),
+        "hd15iqr": min(stats["max"], stats["q3"] + reach),
+    }
+    return {**known, **stats}
+
+
 def save(results: Results, path: Path) -> None:
     """Write a results file completely or not at all, so that a stopped run leaves the old one intact."""
+    entries = [
+        {"param": None, "params": None, **entry, "stats": completed(entry["stats"])}
+        for entry in results["benchmarks"]
+    ]
+    results = {**results, "benchmarks": entries}
     text = json.dumps(rounded(results), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)

@@ -98,8 +98,7 @@ def run(
     started, began = time.monotonic(), _now()
     options = [
         *(["--full"] if full else []),
-        *(["--named"] if names or keyword else []),
-        *(str(known[name]) for name in names or known),
+        *([str(known[name]) for name in names] or [str(HERE)]),
     ]
     measured = _pytest(options, keyword, [watcher] if one_process else [watcher, ladder])
     if watcher.broken:
@@ -204,6 +203,8 @@ def _results(
                 "group": bench["group"] or suite.removesuffix(".py"),
                 "name": name,
                 "fullname": bench["fullname"],
+                "param": bench["param"],
+                "params": bench["params"],
                 "run": when,
                 "stats": {key: bench["stats"][key] for key in results.STATS},
                 "extra_info": bench["extra_info"],
