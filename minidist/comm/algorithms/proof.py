@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from minidist.comm.algorithms.registry import CollectiveSchedule
@@ -237,7 +238,7 @@ def _wanted(schedule: CollectiveSchedule, rank: int, size: int) -> Contents:
 def _parts(schedule: CollectiveSchedule) -> tuple[int, ...]:
     """Elements of each rank's part of the buffer."""
     bounds = offsets(schedule.elements, schedule.ranks)
-    return tuple(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(stop - start for start, stop in pairwise(bounds))
 
 
 def _counts(schedule: CollectiveSchedule) -> tuple[tuple[int, ...], ...]:
