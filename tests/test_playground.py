@@ -58,6 +58,23 @@ def test_it_reads_what_it_writes(playground: Any, name: str, messages: bool) -> 
     assert playground.read(text) == playground.read(text.replace(" ", "   ")) == schedule
 
 
+def test_commas_and_small_letters_are_read(playground: Any) -> None:
+    wanted = playground.read("F0 F1 B0 B1\nF0 B0 F1.1 B1.1")
+    assert playground.read("f0, F1,b0;b1\nf0,b0, f1.1 b1.1") == wanted
+    messages = "F0 send F0 recv B0 B0\nrecv F0 F0 B0 send B0"
+    assert playground.read(messages.lower().replace("f0 ", "f0, ")) == playground.read(messages)
+    placed = "F0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0"
+    assert playground.read(f"Stages 0 3, 1 2\n{placed.lower()}").placement.stages == ((0, 3), (1, 2))
+
+
+def test_a_deadlock_is_drawn_up_to_where_ranks_wait(playground: Any) -> None:
+    request = {"schedule": "", "text": "F0 B0 F1 B1\nF0 F1 B0 B1", "messages": False, "rewrite": False}
+    found = json.loads(playground.answer(json.dumps({**request, "times": {"forward": 2.0}})))
+    assert found["error"].startswith("the schedule never ends: rank 0 waits at recv B0 for rank 1")
+    assert found["waiting"] == [[0, "recv B0", 1], [1, "recv F1", 0]]
+    assert found["timeline"] == [[["F", 0, 0, 0.0, 2.0]], [["F", 0, 0, 2.0, 4.0]]]
+
+
 def test_a_word_that_is_no_instruction_is_named(playground: Any) -> None:
     with pytest.raises(ValueError, match=r"^rank 1 has 'Q3', which is no instruction; write F3"):
         playground.read("F0 B0\nF0 Q3")
@@ -135,7 +152,7 @@ def test_an_edit_gets_its_verdict(page: Any) -> None:
     drawn = form.locator(".pass").evaluate_all("paths => paths.map(path => path.getAttribute('d')).join('')")
     assert drawn.count("M") == drawn.count("z") == 4 * 2 * 8
     text.fill(text.input_value().replace("B7", "", 1))
-    assert verdict.inner_text().startswith("rank 0, micro-batch 7, chunk 0: the backward pass is []")
+    assert verdict.inner_text() == "rank 0, micro-batch 7, chunk 0: there is no backward pass (B7)"
     assert form.locator("[name=schedule]").input_value() == ""
     assert not form.locator(".chart").is_visible()
     page.get_by_role("button", name="show it").click()

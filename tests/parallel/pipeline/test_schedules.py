@@ -165,7 +165,7 @@ MISTAKES = {
     ),
     "no backward": (
         lambda s: without(s, 0, F("backward", 2)),
-        r"rank 0, micro-batch 2.*backward pass is \[\]",
+        r"rank 0, micro-batch 2.*there is no backward pass \(B2\)",
     ),
     "half a backward": (
         lambda s: [[replace(e, kind="backward_input") if e == F("backward", 2) else e for e in o] for o in s],
