@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model import MLP
-from minidist.parallel.engine import parameter_placement, training_step
+from minidist.parallel.engine import training_step
+from minidist.parallel.training import clipping
 from minidist.parallel.training.clipping import clip_grad_norm, global_norm
 from tests.helpers import contract
 
@@ -126,9 +127,7 @@ def test_sparse_gradients_that_no_optimizer_uses_count(cluster_of: Clusters, zer
 
 
 def by_each_ranks_own_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        parameter_placement, "global_norm", lambda gradients, *_: global_norm([*gradients][md.rank() :])
-    )
+    patch.setattr(clipping, "global_norm", lambda gradients, *_: global_norm([*gradients][md.rank() :]))
 
 
 def not_at_all(patch: pytest.MonkeyPatch) -> None:
