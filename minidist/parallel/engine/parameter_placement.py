@@ -225,9 +225,8 @@ class Placement:
         share the gradients, if any do.
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
-            return global_norm(strategy.gradients(), strategy.sharded, strategy.share_group)
-        mine = self.mesh.rank("dp_cp") < strategy.owners
-        named = strategy.named_gradients() if mine else ()
+            return strategy.norm()
+        named = strategy.named_gradients(once=True)
         # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
         once = (gradient - gradient if name in self._copies else gradient for name, gradient in named)
         return global_norm(once, sharded=True)

@@ -32,7 +32,7 @@ from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ZERO, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb
-from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import DATA_PARALLEL
 from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
 
@@ -97,24 +97,19 @@ class DataParallel(nn.Module):
         self.compression = compression_of(compression)
         self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
         over = GradientComm(group, algorithm)
+        sets = [ParameterSet(DATA_PARALLEL, over)]
         if over.ranks > 1:
             refuse_renormed(module)
-            start_equal(module, over)
+            start_equal(module, sets)
         self.shared = WholeParameters(
             module.named_parameters,
-            DATA_PARALLEL,
-            over,
+            sets,
             module=module,
             bucket_mb=bucket_mb,
             overlap=overlap,
             compression=self.compression,
             broadcast_buffers=broadcast_buffers,
         )
-
-    @property
-    def reducer(self) -> Reducer | None:
-        """What reduces the gradients; None in a group of one."""
-        return self.shared.reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch."""
@@ -157,8 +152,7 @@ class DataParallel(nn.Module):
         Raises:
             ValueError: there are no rows on any rank, or the ranks' parameters differ.
         """
-        if self.reducer is not None:
-            self.reducer.synchronize()
+        self.shared.sum_over_ranks()
         weight, self._weight = self._weight if rows is None else rows, None
         if weight is None:
             return
@@ -171,7 +165,7 @@ class DataParallel(nn.Module):
                 f"rows is {own:g}, and over all ranks {total:g}; give each rank's number of rows"
             )
         # What compression has kept back belongs to sums over rows, as the next step's gradients will.
-        self.shared.rescale(self.shared.gradient_comm.ranks / total, kept=False)
+        self.shared.rescale(self.shared.sets[0].gradient_comm.ranks / total, kept=False)
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step, by the formulas, once a first step has settled the buckets.

@@ -27,6 +27,7 @@ from minidist.parallel.guards.refusals import refuse_renormed
 from minidist.parallel.sharding.cut_into_units import Units
 from minidist.parallel.sharding.loop_arguments import check_arguments
 from minidist.parallel.sharding.memory_source import memory_source
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.training.elementwise_optimizers import require_elementwise
@@ -102,8 +103,7 @@ class FullyShard(nn.Module):
         self.shared = ShardedParameters(
             module,
             optimizer_class,
-            ZERO_3,
-            GradientComm.over(group),
+            [ParameterSet(ZERO_3, GradientComm.over(group))],
             memory_source(offload),
             units=units,
             initialize=initialize,

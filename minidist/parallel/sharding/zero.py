@@ -35,6 +35,7 @@ from minidist.parallel.guards.refusals import refuse_meta, require_optimizer
 from minidist.parallel.sharding.consolidated_state import consolidated, load
 from minidist.parallel.sharding.loop_arguments import check_zero_arguments
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
@@ -107,10 +108,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         _join(_named(self.param_groups), over)
         self.shared = WholeParameters(
             partial(_named, self.param_groups),  # not a method: hooks would keep this alive
-            row,
-            over,
+            [ParameterSet(row, over)],
             OptimizerSlices(self.inner, master),
-            self.param_groups,
+            groups=self.param_groups,
             bucket_mb=bucket_mb,
             leaves_grad=row.gradients,
         )
@@ -122,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if hasattr(self, "shared"):  # torch's own __init__ calls this too
             self.inner.add_param_group({**self.param_groups[-1]})
             added = len(self.param_groups[-1]["params"])
-            _join(_named(self.param_groups)[-added:], self.shared.gradient_comm)
+            _join(_named(self.param_groups)[-added:], self.shared.sets[0].gradient_comm)
             self.shared.reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
-        self.shared.reduce()
+        self.shared.sum_over_ranks()
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all. A collective."""
@@ -214,8 +214,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The state of a plain optimizer of all parameters, after `consolidate_state_dict` to this rank."""
         if self._consolidated is None:
             raise RuntimeError(
-                f"the state is spread over {self.shared.gradient_comm.ranks} ranks; let every rank call "
-                "consolidate_state_dict(to) first, and rank `to` state_dict()"
+                f"the state is spread over {self.shared.sets[0].gradient_comm.ranks} ranks; let every rank "
+                "call consolidate_state_dict(to) first, and rank `to` state_dict()"
             )
         return self._consolidated
 

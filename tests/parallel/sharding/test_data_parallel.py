@@ -420,7 +420,7 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
         model.zero_grad(set_to_none=set_to_none)
         model(torch.ones(2, 50)).sum().backward()
         model.synchronize()
-    buckets = model.reducer.rounds.buckets
+    buckets = model.shared.buckets
     storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     assert storages == {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets}
     assert len(storages) == 1
@@ -447,7 +447,7 @@ def test_rank_0s_order_of_arrival_decides_the_buckets() -> None:
     model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
     model(torch.ones(1, 2)).sum().backward()
     model.synchronize()
-    assert [bucket.param_indices for bucket in model.reducer.rounds.buckets] == [[3, 1], [2, 0]]
+    assert [bucket.param_indices for bucket in model.shared.buckets] == [[3, 1], [2, 0]]
 
 
 class Recomputing(nn.Module):

@@ -455,7 +455,7 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
         trained = contract.steps(engine, batches[:3] if first else batches[3:])
         if first:
             md.save(engine, str(tmp_path / "saved"))
-        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.rounds.buckets]
+        sums = [bucket.reduced.untyped_storage().data_ptr() for bucket in parallel.buckets]
         on_disk = all(address in mapped for address in sums)
         return trained, moved, on_disk
 

@@ -132,8 +132,9 @@ def train_with_overflow(zero: int, fault: bool = False) -> list[tuple[Any, ...]]
     layout, rule = md.Layout(dp=2, zero=zero, precision="fp16"), LossScale(2.0**10, good_steps=2)
     engine = md.prepare(mlp(md.rank()), partial(torch.optim.AdamW, lr=0.1), layout, loss_scale=rule)
     if fault:
-        gradients = engine.strategy.gradients
-        engine.strategy.gradients = lambda: gradients()[md.rank() :: 2]  # type: ignore[method-assign]
+        shared = engine.strategy.shared
+        gradients = shared.gradients
+        shared.gradients = lambda: gradients()[md.rank() :: 2]
     history = []
     for step in range(5):
         before, own, hooks = engine.full_state_dict(), inputs.clone(), []
