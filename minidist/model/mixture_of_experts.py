@@ -36,16 +36,16 @@ class _CountInBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, chosen: Tensor, router: Router) -> Tensor:
         ctx.save_for_backward(chosen)
-        ctx.counts = counts
+        ctx.router = router
         return gates.view_as(gates)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (chosen,) = ctx.saved_tensors
         used = chosen[(gradient != 0).any(-1)]  # rows that only fill up a batch have no gradient
-        ctx.counts += used.flatten().bincount(minlength=len(ctx.counts) + 1)[: len(ctx.counts)]
+        ctx.router.counts = ctx.router.counts + used.flatten().bincount(minlength=len(ctx.router.bias))
         return gradient, None, None
 
 
@@ -61,10 +61,9 @@ class Router(nn.Module):
         self.experts_per_token, self.capacity = config.experts_per_token, config.capacity
         self.balance_rate = config.balance_rate
         self.bias: Tensor
-        self.counts: Tensor
+        self.counts: Tensor | int = 0  # tokens of each expert, since they were last balanced
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.register_buffer("bias", torch.zeros(config.experts))
-        self.register_buffer("counts", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # (N, D) -> (N, k), (N, k)
@@ -75,7 +74,7 @@ class Router(nn.Module):
         if self.experts_per_token > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         if self.balance_rate and gates.requires_grad:
-            gates = _CountInBackward.apply(gates, chosen, self.counts)  # type: ignore[no-untyped-call]
+            gates = _CountInBackward.apply(gates, chosen, self)  # type: ignore[no-untyped-call]
         if self.capacity is None:
             return chosen, gates
         place = functional.one_hot(chosen, len(self.weight)).flatten(0, 1)  # (N k, E)

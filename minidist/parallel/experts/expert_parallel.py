@@ -49,12 +49,13 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def share_experts(model: nn.Module, group: Group = None) -> list[nn.Parameter]:
-    """Keep this rank's experts of each layer, in place, and return their parameters. Sends nothing.
+def share_experts(model: nn.Module, group: Group = None) -> dict[str, tuple[torch.Size, int]]:
+    """Keep this rank's experts of each layer, in place. Sends nothing.
 
     Rank r of n keeps experts r E / n to (r + 1) E / n. Every rank passes the same whole model, with the same
-    weights. The gradients of what is returned are complete after backward for the tokens of this group; those
-    of all other parameters are of this rank's tokens.
+    weights. Returns by name the shape that each parameter of the experts had, and the first expert of this
+    rank. After backward their gradients are complete for the tokens of this group; those of all other
+    parameters are of this rank's tokens.
 
     Raises:
         ValueError: the model has no layer with several experts, or n does not divide their number.
@@ -70,14 +71,14 @@ def share_experts(model: nn.Module, group: Group = None) -> list[nn.Parameter]:
             raise ValueError(
                 f"{name} has {module.num_experts} experts, which ep={ranks} does not divide; give a divisor"
             )
-    kept: list[nn.Parameter] = []
-    for module in found.values():
+    kept: dict[str, tuple[torch.Size, int]] = {}
+    for prefix, module in found.items():
         layer: Any = module
         E, k = layer.num_experts, layer.num_experts // ranks
         for name, whole in module.named_parameters(recurse=False):
             part = parameter_like(whole, whole.detach()[own * k : (own + 1) * k].clone())
             module._parameters[name] = part
-            kept.append(part)
+            kept[f"{prefix}.{name}"] = whole.shape, own * k
         layer.num_experts = k
         layer.forward = partial(_forward, layer.forward, E, group)
     return kept

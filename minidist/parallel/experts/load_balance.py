@@ -7,6 +7,8 @@ the mean, down if it got more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -15,18 +17,20 @@ from minidist.comm.work import Group
 from minidist.model.mixture_of_experts import Router
 
 
-@torch.no_grad()
-def balance_experts(model: nn.Module, group: Group = None) -> None:
-    """Move the biases of all routers, and count anew. A collective of the ranks that share the tokens.
+def balanced_routers(model: nn.Module) -> list[Router]:
+    """The routers whose experts are to be balanced."""
+    return [part for part in model.modules() if isinstance(part, Router) and part.balance_rate]
 
-    Sends 2 (n - 1) / n 8 E bytes for each router with a rate; nothing if there is none.
+
+@torch.no_grad()
+def balance_experts(routers: Sequence[Router], group: Group = None) -> None:
+    """Move the routers' biases, and count anew: after each step. A collective of the ranks that share tokens.
+
+    Sends 2 (n - 1) / n 8 E bytes for each router, at least one.
     """
-    routers = [part for part in model.modules() if isinstance(part, Router) and part.balance_rate]
-    if not routers:
-        return
-    counts = comm.all_reduce(torch.cat([router.counts for router in routers]), group=group)
-    sizes = [len(router.counts) for router in routers]
-    for router, count in zip(routers, torch.split(counts, sizes), strict=True):
+    counted = [torch.zeros_like(router.bias, dtype=torch.int64) + router.counts for router in routers]
+    counts = comm.all_reduce(torch.cat(counted), group=group)
+    for router, count in zip(routers, torch.split(counts, [*map(len, counted)]), strict=True):
         mean = count.double().mean()
         router.bias += router.balance_rate * (mean - count).sign().to(router.bias.dtype)
-        router.counts.zero_()
+        router.counts = 0

@@ -83,7 +83,7 @@ class Sharded(Strategy):
     @property
     def gathers(self) -> bool:  # type: ignore[override]
         """Whether a forward pass is a collective."""
-        return not self.sets[0].residency.parameters
+        return not self.sets[0].residency.parameters or len(self.sets) > 1  # rows go to their experts
 
     def _share_whole(
         self, make: MakeOptimizer, options: dict[str, Any]

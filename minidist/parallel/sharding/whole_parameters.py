@@ -412,9 +412,7 @@ class WholeParameters(ParameterSets):
         for own in self._with_values:
             own.begin()
             for index in own.indices if not self._leaves_grad else ():
-                self.parameters[
-                    index
-                ].grad = None  # sums in one part, its own gradients in the others
+                self.parameters[index].grad = None  # sums in one part, its own gradients in the others
         return loss
 
     def forget(self) -> None:

@@ -92,6 +92,8 @@ def plan_of_ours(model: nn.Module) -> dict[str, str]:
             f"{head}.norm": "sequence",
             f"{head}.output": "vocabulary",
         }
+        if getattr(model.config, "experts", 0):  # ep shares them, and every tensor-parallel rank has a copy
+            del plan["layers.*.mlp.up"], plan["layers.*.mlp.down"]
         if getattr(model.config, "dropout", 0.0):
             plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
         return plan

@@ -18,7 +18,7 @@ from minidist.model import GPT, GPTConfig
 from minidist.model.mixture_of_experts import MixtureOfExperts
 from minidist.parallel.experts import expert_parallel
 from minidist.parallel.experts.expert_parallel import expert_bytes, experts_of, share_experts
-from minidist.parallel.experts.load_balance import balance_experts
+from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 
 Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=8, layers=2, heads=2, width=8, experts=4)
@@ -51,12 +51,12 @@ def run(made: nn.Module, own: Tensor) -> tuple[Tensor, Gradients, Tensor]:
 def on_ranks(rows: Sequence[int], **options: Any) -> tuple[Tensor, Gradients, Tensor, int]:
     """What this rank's rows give: results, gradients as the strategy would sum them, bytes sent."""
     made = layer(**options)
-    kept = {id(p) for p in share_experts(made)}
+    kept = share_experts(made).keys()
     first = sum(rows[: md.rank()])
     with comm.ledger() as ledger:
         result, gradients, at_inputs = run(made, tokens(sum(rows))[first : first + rows[md.rank()]])
     for name, parameter in made.named_parameters():
-        if id(parameter) not in kept:
+        if name not in kept:
             gradients[name] = comm.all_reduce(gradients.get(name, torch.zeros_like(parameter)))
         elif name not in gradients:
             gradients[name] = torch.zeros_like(parameter)
@@ -135,9 +135,9 @@ def balanced(checkpointed: bool) -> tuple[Tensor, Tensor]:
         result.square().sum().backward()
     with torch.no_grad():
         made(own)
-    counts = made.router.counts.clone()
-    balance_experts(made)
-    assert not made.router.counts.any()
+    counts = made.router.counts
+    balance_experts(balanced_routers(made))
+    assert not made.router.counts
     return counts, made.router.bias
 
 
