@@ -150,12 +150,12 @@ def train(
             engine.before_update = partial(keep, gradients, engine)
             losses.append(engine.step(*of_ranks[md.rank()]))
             norms.append(engine.grad_norm)
-        return losses, norms, gradients, boxes_of(engine.strategy.chunks())
+        return losses, norms, gradients, boxes_of(engine.strategy.state_boxes())
 
 
 def resumed(engine: Engine, other: Engine) -> Engine:
     """Another engine with the state of this one, as this rank would load it from its own boxes."""
-    own, strategy = boxes_of(engine.strategy.chunks()), other.strategy
+    own, strategy = boxes_of(engine.strategy.state_boxes()), other.strategy
     kinds: dict[str, dict[str, Any]] = {}
     for box in own:
         kind, _, rest = box.name.partition(".")
@@ -164,7 +164,7 @@ def resumed(engine: Engine, other: Engine) -> Engine:
             kinds.setdefault(name, {})[key] = box.shape, box.tensor.dtype
     strategy.load_settings(engine.strategy.settings(), kinds)
     with torch.no_grad():
-        for old, new in zip(own, strategy.chunks(), strict=True):
+        for old, new in zip(own, strategy.state_boxes(), strict=True):
             assert old[:3] == new[:3]
             new.tensor.copy_(old.tensor)
     strategy.loaded()
