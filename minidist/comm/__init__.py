@@ -61,25 +61,4 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.comm.launching.cluster": ("Cluster",),
-        "minidist.comm.checking": ("unordered",),
-        "minidist.comm.collectives": (
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "barrier",
-            "broadcast",
-            "reduce_scatter",
-        ),
-        "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
-        "minidist.comm.ledgers": ("Ledger", "ledger"),
-        "minidist.comm.mesh": ("Mesh",),
-        "minidist.comm.messages": ("gather", "recv", "scatter", "send"),
-        "minidist.comm.transport.shared_memory": ("empty_shared",),
-        "minidist.comm.work": ("Work", "using"),
-        "minidist.comm.world": ("device", "init", "local_rank", "rank", "shutdown", "size"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)
