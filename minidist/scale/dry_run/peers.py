@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.arguments import TOLD
+from minidist.parallel.context.ring_attention import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
 from minidist.parallel.pipeline.stage_messages import MOST_DIMS, headers
@@ -58,7 +58,7 @@ class LayoutPeers(Peers):
         return torch.tensor(self._forms.popleft())
 
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """How many tokens each rank of ring attention has; see `parallel/context/arguments.py`."""
+        """How many tokens each rank of ring attention has; see `parallel/context/ring_attention.py`."""
         if self.layout.cp == 1 or own.dtype != torch.int64 or own.numel() != TOLD:
             return super().gathered(own, ranks)
         length = int(own.view(-1)[TOLD - 2])
