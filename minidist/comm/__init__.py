@@ -8,7 +8,7 @@
 collectives     all_reduce, reduce_scatter, all_gather, broadcast, all_to_all and barrier
 messages        send, recv, gather and scatter
 tensor_checks   which tensors, ranks and reductions they accept
-work            a call under way: started, counted, waited for; the groups that make calls
+work            a call under way: started, counted, waited for; groups, `using`, the thread that runs calls
 stream_times    when a call on CUDA tensors ran, by the GPU's clock
 opaque          torch.compile leaves these functions as they are; the types of one that takes async_op
 returned_ranks  which ranks have returned from the function that all run, and join no more calls

@@ -1,7 +1,10 @@
-"""A call of the communication API: counted, started and waited for. And the groups that make calls.
+"""A call of the communication API: counted, started and waited for.
 
 `run` takes every call through here: it makes the ledger's entry, lets the ranks of a checked world compare
-the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed.
+the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed. A `CallPlan` says how:
+by torch.distributed, or by minidist itself, at once or in the group's thread (`Background`).
+
+First come the groups that make calls, and the algorithms that they may ask for.
 """
 
 from __future__ import annotations
