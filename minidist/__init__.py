@@ -70,4 +70,4 @@ if TYPE_CHECKING:
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
 
-__getattr__, __dir__, __all__ = lazy(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -11,13 +11,13 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
-def lazy(package: str, source: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for a package, from the imports in its file `source`."""
-    statements = ast.parse(Path(source).read_text(encoding="utf-8")).body
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for a package, from the imports in its source."""
+    loader: Any = sys.modules[package].__loader__
+    statements = ast.parse(loader.get_source(package)).body
     blocks = [node.body for node in statements if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
     homes = {each.name: str(node.module) for node in imports for each in node.names}

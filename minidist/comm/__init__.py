@@ -61,4 +61,4 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
 
-__getattr__, __dir__, __all__ = lazy(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -45,4 +45,4 @@ if TYPE_CHECKING:
     from minidist.model.mlp import MLP as MLP
     from minidist.model.sampler import Sampler as Sampler
 
-__getattr__, __dir__, __all__ = lazy(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy(__name__)

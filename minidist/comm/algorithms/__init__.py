@@ -64,4 +64,4 @@ if TYPE_CHECKING:
     from minidist.comm.algorithms.tree import tree_broadcast as tree_broadcast
     from minidist.comm.algorithms.tree import tree_reduce_scatter as tree_reduce_scatter
 
-__getattr__, __dir__, __all__ = lazy(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy(__name__)
