@@ -9,7 +9,7 @@ collectives     all_reduce, reduce_scatter, all_gather, broadcast, all_to_all an
 differentiable  an all-to-all whose gradients travel back
 messages        send, recv, gather and scatter
 tensor_checks   which tensors, ranks and reductions they accept
-work            a call under way: started, counted, waited for; the groups that make calls
+work            a call under way: started, counted, waited for; groups, `using`, the thread that runs calls
 stream_times    when a call on CUDA tensors ran, by the GPU's clock
 opaque          torch.compile leaves these functions as they are; the types of one that takes async_op
 returned_ranks  which ranks have returned from the function that all run, and join no more calls
@@ -62,25 +62,4 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.comm.launching.cluster": ("Cluster",),
-        "minidist.comm.checking": ("unordered",),
-        "minidist.comm.collectives": (
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "barrier",
-            "broadcast",
-            "reduce_scatter",
-        ),
-        "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
-        "minidist.comm.ledgers": ("Ledger", "ledger"),
-        "minidist.comm.mesh": ("Mesh",),
-        "minidist.comm.messages": ("gather", "recv", "scatter", "send"),
-        "minidist.comm.transport.shared_memory": ("empty_shared",),
-        "minidist.comm.work": ("Work", "using"),
-        "minidist.comm.world": ("device", "init", "local_rank", "rank", "shutdown", "size"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

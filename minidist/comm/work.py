@@ -1,7 +1,10 @@
-"""A call of the communication API: counted, started and waited for. And the groups that make calls.
+"""A call of the communication API: counted, started and waited for.
 
 `run` takes every call through here: it makes the ledger's entry, lets the ranks of a checked world compare
-the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed.
+the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed. A `CallPlan` says how:
+by torch.distributed, or by minidist itself, at once or in the group's thread (`Background`).
+
+First come the groups that make calls, and the algorithms that they may ask for.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from minidist._names import unknown
 from minidist.comm import checking, ledgers, returned_ranks
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
-from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step, noted
+from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step
 from minidist.comm.stream_times import StreamTimes
 
 Result = TypeVar("Result")
@@ -36,8 +39,8 @@ class GroupTable(Generic[Value]):
     """A dictionary by process group that keeps no group alive: an entry goes when its group does.
 
     A group that was destroyed would otherwise keep its threads, sockets and memory. A value must not hold its
-    group. Like `weakref.WeakKeyDictionary`, but every call looks here several times, and this takes a quarter
-    of the time.
+    group. Like `weakref.WeakKeyDictionary`, but a lookup takes a quarter of the time, and every call makes
+    several.
     """
 
     def __init__(self) -> None:
@@ -256,8 +259,11 @@ class Work:
         if not self._waited:
             under_way.discard(self)
             if self._check is not None:
-                with noted():
+                try:
                     self._check()
+                except CollectiveError as error:
+                    note_out_of_step(str(error))
+                    raise
             begun = time.perf_counter()
             handle, began, completed = self._handle, None, None
             try:
@@ -287,7 +293,7 @@ class Work:
         return self._waited or handle is None or bool(handle.is_completed())
 
     def forget(self) -> None:
-        """Give up on a call whose peer is dead: a send that was under way then may never complete."""
+        """Give up on a call whose peer is dead, because a send to it may never complete."""
         under_way.discard(self)
         cancel = getattr(self._handle, "cancel", None)
         if cancel is not None:

@@ -21,13 +21,14 @@ import ctypes
 import hashlib
 import mmap
 import os
+import pickle
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -230,7 +231,7 @@ class Incoming:
 
     source, sender: the sender's rank in the world, and its process. patient: sleep at once, without spinning,
     because there are more ranks than cores. refused: returns whether the sender has found that it cannot use
-    the mailbox. why_absent: returns why the sender will send no more, or "".
+    the mailbox.
     """
 
     def __init__(
@@ -240,10 +241,8 @@ class Incoming:
         sender: Process,
         patient: bool,
         refused: Callable[[], bool],
-        why_absent: Callable[[], str],
     ) -> None:
         self._memory, self.source, self._sender, self._refused = memory, source, sender, refused
-        self._why_absent = why_absent
         self._written, self._taken = Semaphore(memory), Semaphore(memory[LINE:])
         self._spins = 0 if patient else SPINS
         self._count = 0  # of records taken
@@ -322,7 +321,7 @@ class Incoming:
         """Why no message will come any more; "" if one may."""
         if not self._sender.alive():
             return "connection closed by peer: the sender's process has ended"
-        return self._why_absent()
+        return returned_ranks.why_absent(self.source)
 
     def _take(self) -> None:
         """Take the next record, for a token that this thread has, and deliver or keep its message."""
@@ -406,21 +405,21 @@ def tag_elsewhere(tag: int) -> int:
 class Mailboxes:
     """This rank's mailboxes, and those of the ranks that it sends to, in a world of `ranks`."""
 
-    def __init__(self, store: Store, own: int, ranks: int) -> None:
+    def __init__(self, store: Any, own: int, ranks: int) -> None:
         self._store, self._own = store, own
-        self._process, self._descriptor = host.this_process(), _make_file(ranks)
+        self._process, self._descriptor = host.this_process(), -1
         self._incoming: dict[int, Incoming | None] = {}
         self._outgoing: dict[int, Outgoing | None] = {}
         self._lock = threading.Lock()
-        self._second_store: Store | None = None
+        if host.has_semaphores():
+            ranges = [(rank * PITCH, 2 * LINE) for rank in range(ranks)]  # almost without memory yet
+            self._descriptor = host.make_file(ranks * PITCH, ranges)
         if self._descriptor >= 0:
             self._patient = ranks > len(os.sched_getaffinity(0))
             self._memory = memoryview(mmap.mmap(self._descriptor, ranks * PITCH))
             for rank in range(ranks):
                 prepare(self._memory[rank * PITCH :])
-        process = self._process
-        fields = (*process.host, process.id, process.started, self._descriptor)
-        store.set(_key(own), " ".join(map(str, fields)))
+        store.set(_key(own), pickle.dumps((self._process, self._descriptor)))
 
     def incoming(self, source: int) -> Incoming | None:
         """Return the mailbox for a rank's messages; None if they need torch.distributed."""
@@ -449,9 +448,8 @@ class Mailboxes:
         if self._descriptor < 0 or sender.host != self._process.host:
             return None
         memory = self._memory[source * PITCH :][:PITCH]
-        refused = partial(self._connection().check, [_refusal(source, self._own)])
-        why_absent = partial(returned_ranks.why_absent, source)
-        return Incoming(memory, source, sender, self._patient, refused, why_absent)
+        refused = partial(self._connection.check, [_refusal(source, self._own)])
+        return Incoming(memory, source, sender, self._patient, refused)
 
     def _open(self, destination: int) -> Outgoing | None:
         receiver, descriptor = self._announced(destination)
@@ -459,28 +457,18 @@ class Mailboxes:
             return None
         box = Outgoing(f"/proc/{receiver.id}/fd/{descriptor}", self._own * PITCH)
         if box.refused:
-            self._connection().set(_refusal(self._own, destination), "")
+            self._connection.set(_refusal(self._own, destination), "")
         return box
 
     def _announced(self, rank: int) -> tuple[Process, int]:
         """Return the process and the file descriptor that a rank has announced."""
-        fields = self._connection().get(_key(rank)).split()
-        a, b, id, started, descriptor = map(int, fields)
-        return Process((a, b), id, started), descriptor
+        announced: tuple[Process, int] = pickle.loads(self._connection.get(_key(rank)))
+        return announced
 
-    def _connection(self) -> Store:
-        """Return a second connection to the store: torch locks its own while it waits for other ranks."""
-        if self._second_store is None:
-            self._second_store = self._store.clone()  # type: ignore[attr-defined]
-        return self._second_store
-
-
-def _make_file(ranks: int) -> int:
-    """Make the file of a rank's mailboxes, almost without memory yet; -1 if that fails."""
-    if not host.has_semaphores():
-        return -1
-    ranges = [(rank * PITCH, 2 * host.LINE) for rank in range(ranks)]
-    return host.make_file(ranks * PITCH, ranges)
+    @cached_property
+    def _connection(self) -> Any:
+        """A second connection to the store: torch locks its own while it waits for other ranks."""
+        return self._store.clone()
 
 
 def _key(rank: int) -> str:

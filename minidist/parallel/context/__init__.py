@@ -11,5 +11,4 @@ layer in which ranks need each other's data.
 | transformers_models.py | the same for models of transformers: ring attention by the name in their config |
 | zigzag_order.py | which positions a rank holds, so that causal attention is balanced |
 | blockwise_attention.py | softmax over one block of keys after another, and its gradient |
-| arguments.py | checks of one rank's arguments, and of all ranks' together |
 """

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from minidist.parallel.context.sequence_share import SequenceShare
 
 NAME = "minidist_ring_attention"
-"""Under which transformers finds `_attend` and `_mask`."""
+"""The name under which transformers finds `_attend` and `_mask`."""
 _REMEDY = "ring attention is causal or sees all tokens, and nothing else: use dp instead of cp"
 
 

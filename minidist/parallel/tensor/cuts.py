@@ -88,7 +88,7 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
     return {name: found[parameter] for name, parameter in named if parameter in found}
 
 
-def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
+def own_range(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
     """Return this rank's part of `size` elements, cut between units. `what` names the tensor in errors.
 
     Raises ValueError if there are more ranks than units, or `unit` does not divide `size`.
@@ -106,7 +106,7 @@ def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor
 
 
 def base_of(module: Any) -> Any:
-    """The layer in a LoRA of peft's; of any other module, itself."""
+    """Return the layer inside a LoRA of peft; any other module itself."""
     return module.base_layer if hasattr(module, "lora_A") and hasattr(module, "base_layer") else module
 
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group
-from minidist.parallel.tensor.cuts import Cut, Device, TensorParallel, part_of, send_whole, share
+from minidist.parallel.tensor.cuts import Cut, Device, TensorParallel, own_range, part_of, send_whole
 from minidist.parallel.tensor.operators import (
     OPERATORS,
     SharedFunction,
@@ -179,7 +179,7 @@ class ColumnParallelLinear(ParallelLinear):
                 f"a layer with {out_features} outputs is not {packed} equal matrices whose features can stay "
                 "on their ranks; give a divisor of the outputs as packed, and gather_output=False"
             )
-        self.own = share(out_features // packed, group, unit, "the outputs of a column-parallel layer")
+        self.own = own_range(out_features // packed, group, unit, "the outputs of a column-parallel layer")
         self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
         whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
@@ -271,7 +271,7 @@ class RowParallelLinear(ParallelLinear):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.own = share(in_features, group, unit, "the inputs of a row-parallel layer")
+        self.own = own_range(in_features, group, unit, "the inputs of a row-parallel layer")
         whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         send_whole(whole, group)
         self._take(whole)

@@ -104,7 +104,7 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
 
 
 def _with_adapters(name: str, module: nn.Module, style: str) -> dict[str, str]:
-    """The style of a layer by its name; of a LoRA, of the layer in it, and of the adapters' parts beside it.
+    """Return the layer's style by its name; for a LoRA, those of the layer inside it and of its adapters.
 
     The matrix on the side on which the layer is cut is cut alike. The others stay whole.
     """

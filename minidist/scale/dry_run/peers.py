@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.arguments import TOLD
+from minidist.parallel.context.ring_attention import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
 from minidist.parallel.pipeline.stage_messages import MOST_DIMS, headers
@@ -59,7 +59,7 @@ class Peers:
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """What each of these ranks gives to an all-gather to which this rank gives `own`.
 
-        It is the same, except for the ranks' numbers of tokens; see `parallel/context/arguments.py`.
+        It is the same, except for the ranks' numbers of tokens; see `parallel/context/ring_attention.py`.
         """
         if self.layout.cp == 1 or own.dtype != torch.int64 or own.numel() != TOLD:
             return [own] * len(ranks)

@@ -274,9 +274,7 @@ def test_too_many_messages_that_nobody_takes_are_refused() -> None:
     memory = memoryview(mmap.mmap(descriptor, mailbox.PITCH))
     mailbox.prepare(memory)
     sender = mailbox.Outgoing(f"/proc/self/fd/{descriptor}", 0)
-    receiver = mailbox.Incoming(
-        memory, 0, this_process(), patient=True, refused=lambda: False, why_absent=str
-    )
+    receiver = mailbox.Incoming(memory, 0, this_process(), patient=True, refused=lambda: False)
 
     def expect(tag: int, x: torch.Tensor) -> mailbox.Arrival:
         return receiver.expect((0, tag), x, lambda: 0.1, lambda: None)

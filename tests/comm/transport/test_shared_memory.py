@@ -74,7 +74,7 @@ def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
 def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
     def overlap() -> tuple[float, float, float]:
         x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
-        comm.barrier()  # makes the memory, for which an asynchronous call would not wait
+        comm.barrier()  # makes the memory
         with comm.ledger() as ledger:
             begun = time.perf_counter()
             works = [comm.all_reduce(part, async_op=True) for part in x]
