@@ -32,15 +32,14 @@ class Files(NamedTuple):
 
 
 LIMITS = {
-    "dp=2": Files(11, 18),
-    "dp=2,zero=1": Files(11, 18),
-    "dp=2,zero=2": Files(11, 18),
-    "dp=2,zero=3": Files(14, 22),
+    "dp=2": Files(10, 17),
+    "dp=2,zero=1": Files(10, 17),
+    "dp=2,zero=2": Files(10, 17),
+    "dp=2,zero=3": Files(12, 20),
     "tp=2": Files(13, 21),
     "pp=2,micro_batches=4": Files(11, 21),  # 1F1B
 }
 GOALS = {
-    "dp=2": Files(10, 18),
     "dp=2,zero=3": Files(12, 18),
     "tp=2": Files(10, 18),
     "pp=2,micro_batches=4": Files(12, 18),

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import bytes_of, rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Bucket, GradientMemory
-from minidist.parallel.flat.gradient_comm import GradientComm, Messages
+from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
 from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlice, OptimizerSlices
 from minidist.parallel.sharding.residency import Residency
