@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.contract.memory_report import Memory
-from minidist.parallel.flat.gradient_comm import Done, GradientComm
+from minidist.parallel.flat.buckets import Done, GradientComm
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.training import clipping

@@ -33,8 +33,7 @@ from minidist.comm.differentiable import exchange_rows
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.arguments import agreed_length, check_arguments
-from minidist.parallel.context.ring_attention import TILE, ring_attention
+from minidist.parallel.context.ring_attention import TILE, agreed_length, check_arguments, ring_attention
 
 
 @opaque

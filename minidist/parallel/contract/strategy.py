@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.ranges import boxes, narrowed
 
 

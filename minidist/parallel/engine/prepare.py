@@ -15,7 +15,7 @@ from minidist.parallel.engine.partition_model import RankModel, checked, partiti
 from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist._arguments import is_whole
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.sharding.optimizer_slices import has_elements
 from minidist.parallel.sharding.whole_parameters import WholeParameters
@@ -24,6 +25,8 @@ RangeState = tuple[int, int, dict[str, Any]]
 
 def consolidated(shared: WholeParameters, to: int) -> dict[str, Any] | None:
     """The state dict of a plain optimizer at rank `to` of the group; None on the others. A collective."""
+    if not is_whole(to):
+        raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
     states = _collect(shared, to)
     if states is None:
         return None

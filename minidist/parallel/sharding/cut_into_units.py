@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from minidist.comm.work import ranks_of
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
 from minidist.parallel.sharding.units import Unit

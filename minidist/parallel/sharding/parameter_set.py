@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import bytes_of, rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Bucket, GradientMemory
-from minidist.parallel.flat.gradient_comm import GradientComm, Messages
+from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
 from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlice, OptimizerSlices
 from minidist.parallel.sharding.residency import Residency
@@ -54,7 +53,8 @@ class ParameterSet:
         buckets: hold their gradients, in the order in which they are sent.
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
             gradients before they are summed. compression: of reductions to all ranks.
-        leaves_grad: `grad` stays as the backward pass left it.
+        leaves_grad: `grad` stays as the backward pass left it. in_buckets: gradients stay in their buckets
+            between backward passes.
         total_count: how many numbers are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.
         users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
@@ -66,10 +66,8 @@ class ParameterSet:
 
     op, scale = "sum", 1.0
     compression: Compression | None = None
-    leaves_grad = tail_in_bucket = False
+    leaves_grad = in_buckets = tail_in_bucket = False
     total_count = 2
-    tail: Tensor
-    sums: Tensor
 
     def __init__(
         self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
@@ -77,8 +75,6 @@ class ParameterSet:
         self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
         self.users = torch.zeros(0, dtype=torch.float64)
         self.totals = torch.zeros(2, dtype=torch.float64)
-        self.memories: list[GradientMemory] = []
-        self.reductions: list[Reduction] = []  # of compression, for each bucket
         self.empty()
 
     def empty(self) -> None:
@@ -86,13 +82,11 @@ class ParameterSet:
         self.indices: list[int] = []
         self.unused: list[int] = []
         self.buckets: list[Bucket] = []
+        self.memories: list[GradientMemory] = []
+        self.reductions: list[Reduction] = []  # of compression, for each bucket
         self.sparse: list[nn.Parameter] = []
+        self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
         self._lies_in: dict[int, tuple[Bucket, int]] = {}
-
-    @property
-    def in_buckets(self) -> bool:
-        """Whether gradients stay in their buckets between backward passes."""
-        return self.residency.parameters and self.residency.gradients and not self.leaves_grad
 
     @property
     def counts_here(self) -> bool:
@@ -141,6 +135,7 @@ class ParameterSet:
         carries = self.residency.state and self.compression is None and bool(self.buckets)
         self.tail_in_bucket = carries and self.buckets[-1].dtype in TAIL_DTYPES
         tail_length = len(self.indices) + self.total_count
+        self.in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
         if self.in_buckets:
             self._hold(tail_length)
         else:

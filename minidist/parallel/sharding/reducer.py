@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import Messages
+from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.sharding.parameter_set import ParameterSet
 
 

@@ -20,7 +20,7 @@ from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source

@@ -25,8 +25,7 @@ from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import Messages
+from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.ownership import FULLY_SHARD, claim
 from minidist.parallel.sharding.cut_into_units import Units, build

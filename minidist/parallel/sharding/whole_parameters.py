@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.parallel.compression.compressor import Compression
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
-from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners
+from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
+from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
@@ -448,6 +448,20 @@ class WholeParameters(ParameterSets):
             if gradient is not None:
                 gradient.mul_(factor)
 
+    def divide_by_rows(self, rows: float) -> None:
+        """Turn means over ranks into the mean over all ranks' rows; ValueError if there are none."""
+        over = self.sets[0].gradient_comm
+        device = next((parameter.device for parameter in self._all), None)
+        total = float(
+            comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=over.group)
+        )
+        if rows < 0 or not total:
+            raise ValueError(
+                f"rows is {rows:g}, and over all ranks {total:g}; give each rank's number of rows"
+            )
+        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
+        self.rescale(over.ranks / total, kept=False)
+
     def clear(self) -> None:
         """Drop the gradients in the buckets, and what compression has kept back of them."""
         for own in self.sets:
@@ -493,3 +507,24 @@ def start_equal(module: nn.Module, sets: Sequence[ParameterSet]) -> None:
     """Give a set's ranks the first one's values, and all rank 0's buffers; see `require_alike`."""
     for own, tensors in require_alike(module, sets):
         broadcast_together(tensors, own.gradient_comm.group)
+
+
+def named_in(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of an optimizer's groups with their numbers, for a loop without a module."""
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return [(str(index), parameter) for index, parameter in enumerate(parameters)]
+
+
+def take_new(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> None:
+    """Give parameters that a loop adds to a set rank 0's values, if they may be shared. A collective."""
+    for _, parameter in named:
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"params has one of layout {parameter.layout}, which cannot be dealt out; "
+                "give dense parameters (their gradients may be sparse)"
+            )
+    require_free(named, shared_with=[DATA_PARALLEL, ZERO])
+    refuse_meta("params", named)
+    if own.gradient_comm.ranks > 1:
+        require_same("parameters", named, own.gradient_comm.group)
+        broadcast_together([parameter for _, parameter in named], own.gradient_comm.group)

@@ -12,7 +12,7 @@ import minidist as md
 from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.parallel.context import ulysses, zigzag_order
-from minidist.parallel.context.arguments import TOLD
+from minidist.parallel.context.ring_attention import TOLD
 from minidist.parallel.context.ulysses import ulysses_attention, ulysses_bytes
 from tests.parallel.context.test_ring_attention import EXACT, drawn, in_full, own
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model.loss import accuracy
-from minidist.parallel.flat import gradient_comm
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat import buckets
+from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.sharding import optimizer_slices, reducer, units, whole_parameters
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
@@ -276,7 +275,7 @@ def without_one_reduction(patch: Patch) -> None:
             out.copy_(x.view(2, -1)[md.rank()])
         return result
 
-    patch.setattr(gradient_comm.comm, "reduce_scatter", wrong)
+    patch.setattr(buckets.comm, "reduce_scatter", wrong)
 
 
 def without_gathering_the_last_bucket(patch: Patch) -> None:

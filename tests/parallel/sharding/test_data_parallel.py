@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -427,6 +429,23 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == 6 * (50 * 50 + 50)
     assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
+
+
+@on_ranks(2, compression=[None, "float16"])
+def test_buckets_go_when_other_parameters_get_gradients(compression: str | None) -> None:
+    model = md.DataParallel(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), compression=compression)
+    model(torch.ones(2, 5)).sum().backward()
+    model.synchronize()
+    (bucket,) = model.shared.buckets
+    gone, memory = weakref.ref(bucket), bucket.gradients.untyped_storage().data_ptr()
+    del bucket
+    model.zero_grad()
+    model.module[0].requires_grad_(False)
+    model(torch.ones(2, 5))  # it sees that
+    gc.collect()
+    assert gone() is None
+    own = model.shared.sets[0]
+    assert memory not in {x.untyped_storage().data_ptr() for x in (own.tail, own.sums, *own.tensors())}
 
 
 class Either(nn.Module):

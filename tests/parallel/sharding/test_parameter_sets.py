@@ -24,7 +24,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding import parameter_set, whole_parameters
 from minidist.parallel.sharding.parameter_set import ParameterSet

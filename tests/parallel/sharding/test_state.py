@@ -166,6 +166,24 @@ def test_a_parameter_frozen_before_the_first_step_and_a_count_of_ones_own_are_sa
         assert after == again
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_model_computes_with_masters_that_were_loaded_before_any_backward_pass(
+    cluster_of: Clusters, tmp_path: Path, zero: int
+) -> None:
+    def load() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        layout = md.Layout(dp=2, zero=zero, precision="bf16")
+        saved, loaded = (
+            md.prepare(nn.Linear(3, 2), partial(OPTIM.AdamW, lr=0.1), layout, nn.functional.mse_loss)
+            for _ in range(2)
+        )
+        md.save(saved, tmp_path / "saved")
+        md.load(loaded, tmp_path / "saved")
+        return saved.full_state_dict(), dict(loaded.model.named_parameters())
+
+    for wanted, found in cluster_of(2).run(load):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_dtype=False)
+
+
 # Each way, and each case away from stage 3 and to it.
 @pytest.mark.parametrize(
     ("before", "after", "name"),
