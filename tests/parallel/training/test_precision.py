@@ -123,17 +123,11 @@ def test_masters_begin_with_the_float32_values(cluster_of: Clusters, ranks: int,
     assert all(count >= expected.state_dict()[name].numel() for name, count in seen.items())
 
 
-def train_with_overflow(zero: int, fault: bool = False) -> list[tuple[Any, ...]]:
-    """Five steps on two ranks. In the second, rank 1 overflows: one gradient, or with zero=3 all.
-
-    fault: each rank goes by the norm of every second gradient.
-    """
+def train_with_overflow(zero: int) -> list[tuple[Any, ...]]:
+    """Five steps on two ranks. In the second, rank 1 overflows: one gradient, or with zero=3 all."""
     inputs, targets = (each[md.rank() :: 2] for each in vectors())
     layout, rule = md.Layout(dp=2, zero=zero, precision="fp16"), LossScale(2.0**10, good_steps=2)
     engine = md.prepare(mlp(md.rank()), partial(torch.optim.AdamW, lr=0.1), layout, loss_scale=rule)
-    if fault:
-        gradients = engine.strategy.gradients
-        engine.strategy.gradients = lambda: gradients()[md.rank() :: 2]  # type: ignore[method-assign]
     history = []
     for step in range(5):
         before, own, hooks = engine.full_state_dict(), inputs.clone(), []
@@ -163,12 +157,6 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, zero:
     assert changed == (True, False, True, True, True)
     # Agreeing costs a message only where a rank does not see all gradients; the first step tells the rows.
     assert norms == ((2, 1, 1, 1, 1) if zero else (1, 0, 0, 0, 0))
-
-
-def test_ranks_that_do_not_agree_go_apart(cluster_of: Clusters) -> None:
-    """A planted fault."""
-    first, second = cluster_of(2).run(train_with_overflow, 0, True)
-    assert [each[:2] for each in first] != [each[:2] for each in second]
 
 
 def test_an_overflow_at_the_smallest_scale_is_an_error() -> None:
