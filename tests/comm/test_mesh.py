@@ -54,17 +54,6 @@ def test_the_whole_world_is_no_new_group(cluster_of: Clusters) -> None:
     assert Mesh().device_mesh is None
 
 
-def test_a_group_of_one_sends_nothing(cluster_of: Clusters) -> None:
-    def send() -> tuple[float, int]:
-        group = Mesh(dp=2).group("pp")
-        with comm.ledger() as ledger:
-            total = comm.all_reduce(torch.tensor(3.0), group=group)
-            gathered = comm.all_gather(torch.ones(2), group=group)
-        return float(total + gathered.sum()), ledger.bytes_sent
-
-    assert cluster_of(2).run(send) == [(5.0, 0)] * 2
-
-
 def test_groups_are_made_once(cluster_of: Clusters) -> None:
     def count() -> tuple[int, bool]:
         made = []

@@ -82,21 +82,6 @@ def test_tags_and_groups_are_apart_and_each_is_in_order(cluster_of: Clusters) ->
     on_each(cluster_of, exchange)
 
 
-def test_strided_and_scalar_tensors(cluster_of: Clusters) -> None:
-    def exchange() -> None:
-        other = 1 - md.rank()
-        x = torch.arange(12.0).view(3, 4).t() + md.rank()
-        comm.send(x, other)
-        into = torch.zeros(3, 4).t()
-        assert comm.recv(into, other) is into
-        assert torch.equal(into, torch.arange(12.0).view(3, 4).t() + other)
-        comm.send(torch.tensor(7.0), other)
-        with torch.inference_mode():
-            assert comm.recv(torch.empty(()), other).item() == 7
-
-    on_each(cluster_of, exchange)
-
-
 def test_what_finds_no_room_goes_over_gloo_in_order(cluster_of: Clusters) -> None:
     def exchange() -> tuple[int, int]:
         other, count, size = 1 - md.rank(), 24, 2**18  # 24 MiB, where 16 fit

@@ -57,6 +57,25 @@ def test_a_reduction_by_shuffles_and_atomics(rng):
     assert out[0] == x.sum()
 
 
+def test_a_histogram_with_atomics_in_shared_memory(rng):
+    @cuda.jit
+    def histogram(x, counts):
+        bins = cuda.shared.array(64, int32)
+        i = cuda.threadIdx.x
+        if i < 64:
+            bins[i] = 0
+        cuda.syncthreads()
+        for k in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+            cuda.atomic.add(bins, x[k], 1)
+        cuda.syncthreads()
+        if i < 64:
+            cuda.atomic.add(counts, i, bins[i])
+
+    x, counts = rng.integers(0, 64, 5000), np.zeros(64, np.int32)
+    launch(histogram, 4, 128, x, counts)
+    np.testing.assert_array_equal(counts, np.bincount(x, minlength=64))
+
+
 def test_a_lock_made_of_atomics(rng):
     @cuda.jit
     def locked(lock, counter):
