@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from numba import cuda, float32
+from numba import cuda, float32, int32
 
 from minidist.kernels.emulator import launch, profile, profiled
 
