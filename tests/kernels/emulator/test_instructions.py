@@ -251,12 +251,6 @@ def tensor(values, box, swizzle=0, dtype=None, pitch=None):
     return TensorMap(memory, rows, columns, pitch, *box, dtype or values.dtype.name, swizzle), memory
 
 
-def box_of(values, x, y, rows, columns):
-    """The box at (x, y), zeros outside, by a padding that is larger than any box."""
-    padded = np.pad(values, 500)
-    return padded[500 + y : 500 + y + rows, 500 + x : 500 + x + columns]
-
-
 @pytest.mark.parametrize("span", [0, 32, 64, 128])
 @pytest.mark.parametrize("address", [0, 128, 3072])
 def test_tensor_boxes_lie_where_wgmma_looks_for_them(span, address):

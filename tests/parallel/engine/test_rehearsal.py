@@ -369,6 +369,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp=2,zero=2": (net, {"clip_norm": 0.1}),
     "dp=2,zero=3": (Noisy, {}),
     "dp=2,zero=1": (Noisy, {}),
+    "dp=2,recompute=true": (partial(Shared, 0), {}),
     "tp=2": (net, {"plan": {"0": "column", "2": "row"}}),
     "pp=2": (partial(Shared, 0), {"clip_norm": 0.1}),
 }
