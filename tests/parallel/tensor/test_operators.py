@@ -165,23 +165,6 @@ def test_operators_send_what_they_say(cluster_of: Clusters, name: str, ranks: in
     assert cluster_of(ranks).run(count) == [(forward(ranks, size), backward(ranks, size))] * ranks
 
 
-def test_results_are_laid_out_as_one_process_has_them(cluster_of: Clusters) -> None:
-    """So that what views the result of a layer, as `x.view(-1, D)`, may view it on all ranks."""
-
-    def check() -> list[str]:
-        x = torch.randn(B, T, D, dtype=torch.float64)
-        results = {name: operation(x) for name, (operation, *_) in SENT.items()}
-        row = md.RowParallelLinear(D * md.size(), D, sequence_parallel=True, dtype=torch.float64)
-        table = md.VocabParallelEmbedding(9, D, sequence_parallel=True)
-        column = md.ColumnParallelLinear(D, 7, gather_output=True, dtype=torch.float64)
-        results |= {"row": row(x), "table": table(torch.arange(2 * T).view(2, T) % 9), "column": column(x)}
-        for result in results.values():
-            result.view(-1, result.shape[-1]).view(-1)
-        return [name for name, result in results.items() if not result.is_contiguous()]
-
-    assert cluster_of(3).run(check) == [[]] * 3
-
-
 def test_inputs_and_gradients_of_others_stay_as_they_are(cluster_of: Clusters) -> None:
     """A sum in place would change a tensor that another operator also has."""
 

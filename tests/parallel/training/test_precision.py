@@ -90,39 +90,6 @@ def test_ranks_learn_what_one_process_does(
             assert torch.equal(value, results[0][1][name]), name
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_masters_begin_with_the_float32_values(cluster_of: Clusters, ranks: int, zero: int) -> None:
-    """What a pretrained model has beyond 16 bits is not lost, and rank 0's values count."""
-
-    def begin() -> tuple[list[tuple[str, tuple[int, ...], Tensor]], dict[str, Tensor]]:
-        model = nn.Sequential(nn.Linear(6, 6), mlp(0))
-        model[1].again = model[0]  # a name more
-        torch.manual_seed(md.rank())
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-        layout = md.Layout(dp=md.size(), zero=zero, precision="bf16")  # type: ignore[arg-type]
-        engine = md.prepare(model, partial(torch.optim.SGD, lr=0.5), layout)
-        boxes = [(c.name, c.offsets, c.tensor.clone()) for c in engine.strategy.chunks()]
-        return boxes, engine.full_state_dict()
-
-    expected = nn.Sequential(nn.Linear(6, 6), mlp(0))
-    expected[1].again = expected[0]
-    torch.manual_seed(0)
-    for parameter in expected.parameters():
-        nn.init.normal_(parameter)
-    seen = dict.fromkeys(expected.state_dict(), 0)
-    for boxes, state in cluster_of(ranks).run(begin):
-        for name, offsets, tensor in boxes:
-            name = name.removeprefix("model.")
-            slices = (slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))
-            assert torch.equal(tensor, expected.state_dict()[name][tuple(slices)]), name
-            seen[name] += tensor.numel()
-        for name, value in state.items():
-            assert torch.equal(value, expected.state_dict()[name].bfloat16()), name
-    assert all(count >= expected.state_dict()[name].numel() for name, count in seen.items())
-
-
 def train_with_overflow(zero: int) -> list[tuple[Any, ...]]:
     """Five steps on two ranks. In the second, rank 1 overflows: one gradient, or with zero=3 all."""
     inputs, targets = (each[md.rank() :: 2] for each in vectors())
