@@ -67,18 +67,6 @@ def test_groups_are_made_once(cluster_of: Clusters) -> None:
     assert cluster_of(4).run(count) == [(0, True)] * 4
 
 
-def test_it_is_torchs_mesh_too(cluster_of: Clusters) -> None:
-    def look() -> tuple[tuple[str, ...], list[int], bool]:
-        mesh = Mesh(pp=2, tp=2)
-        theirs = mesh.device_mesh
-        assert theirs is not None
-        same = theirs["tp"].get_group() is mesh.group("tp")
-        return theirs.mesh_dim_names, theirs.get_coordinate(), same
-
-    expected = [(AXES, [rank // 2, 0, 0, rank % 2], True) for rank in range(4)]
-    assert [(names, [*place], same) for names, place, same in cluster_of(4).run(look)] == expected
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

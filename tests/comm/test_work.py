@@ -139,16 +139,6 @@ def test_two_threads_in_one_group_both_get_an_error() -> None:
         assert sums == [2.0]
 
 
-def test_a_call_under_way_does_not_count(cluster_of: Clusters) -> None:
-    def overlapped() -> float:
-        comm.barrier()
-        works = [comm.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]
-        total = comm.all_reduce(torch.ones(()))
-        return float(total) + sum(float(work.wait()[0]) for work in works)
-
-    assert cluster_of(2).run(overlapped) == [42.0, 42.0]
-
-
 def test_the_ledger_times_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call takes 1 s, and its message 5 s more, during which the rank works for 2 s."""
     clock = Clock()

@@ -154,18 +154,6 @@ def test_results_equal_one_process(
     compare(cluster_of(ranks), seed, elements, dtype, op, segment, ahead)
 
 
-@pytest.mark.parametrize("ranks", [5, 7])
-def test_odd_numbers_of_ranks(ranks: int) -> None:
-    with md.Cluster(ranks, timeout=60.0) as cluster:
-        for elements, dtype in (
-            (0, torch.float64),
-            (3, torch.bfloat16),
-            (217, torch.float64),
-            (210, torch.int64),
-        ):
-            compare(cluster, 17 + elements, elements, dtype, "sum", 64, 3)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_large_tensors_are_cut_and_equal_gloos(cluster_of: Clusters, ranks: int) -> None:
     """8 MB and some, in segments as they are."""

@@ -355,16 +355,6 @@ def test_legal_programs_pass(checked: Checked, ranks: int, program: Callable[[],
     checked(ranks).run(program)
 
 
-def test_a_late_rank_is_waited_for(checked: Checked) -> None:
-    def late() -> list[float]:
-        x = torch.ones(2)
-        if md.rank() == 1:
-            time.sleep(0.3)
-        return comm.all_reduce(x).tolist()
-
-    assert checked(2).run(late) == [[2.0, 2.0]] * 2
-
-
 def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
         from minidist.comm import checking
@@ -615,17 +605,6 @@ def test_calls_on_different_groups_are_a_circle(checked: Checked) -> None:
     assert text.startswith("no rank can go on: rank ")
     assert f"with ranks 0, 1 at {__file__}:{line_of('on the pair')}" in text
     assert f"with ranks 0, 1, 2 at {__file__}:{line_of('on all')}" in text
-
-
-def test_two_sends_that_wait_for_each_other_are_a_circle(checked: Checked) -> None:
-    def exchange() -> None:
-        x = torch.ones(3)
-        comm.send(x, 1 - md.rank())
-        comm.recv(x, 1 - md.rank())
-
-    text = told(checked(2), exchange)
-    assert "rank 0 waits for rank 1 in send of float32[3] to rank 1" in text
-    assert "rank 1 waits for rank 0 in send of float32[3] to rank 0" in text
 
 
 @pytest.mark.parametrize("wait", [True, False])
