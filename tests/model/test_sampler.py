@@ -68,19 +68,6 @@ def test_order_depends_on_seed_and_epoch_alone_and_leaves_the_global_state():
     assert epochs[0] != sorted(epochs[0])
 
 
-def test_a_batch_is_the_callers_own():
-    sampler = Sampler(10, 10)
-    before = sampler.batch(0).tolist()
-    sampler.batch(0).zero_()
-    sampler.share(0).zero_()
-    assert sampler.batch(0).tolist() == before
-
-
-def test_one_row_is_an_epoch():
-    sampler = Sampler(1, 64)
-    assert [sampler.share(step).tolist() for step in range(3)] == [[0], [0], [0]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,10 +94,6 @@ def test_one_row_is_an_epoch():
 def test_what_leaves_a_rank_without_rows_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Sampler(**arguments)
-
-
-def test_drop_last_is_the_remedy_for_a_ragged_end():
-    assert len(Sampler(1437, 718, ranks=2, drop_last=True)) == 2
 
 
 def test_steps_and_sizes_are_whole_numbers_from_zero():

@@ -251,16 +251,6 @@ def test_legal_programs_pass(checked: Checked, ranks: int, program: Callable[[],
     checked(ranks).run(program)
 
 
-def test_a_late_rank_is_waited_for(checked: Checked) -> None:
-    def late() -> list[float]:
-        x = torch.ones(2)
-        if md.rank() == 1:
-            time.sleep(0.3)
-        return comm.all_reduce(x).tolist()
-
-    assert checked(2).run(late) == [[2.0, 2.0]] * 2
-
-
 def test_records_do_not_pile_up(checked: Checked) -> None:
     def many() -> tuple[int, int]:
         from minidist.comm import checking
@@ -491,31 +481,6 @@ def test_calls_on_different_groups_are_a_circle(checked: Checked) -> None:
     assert f"with ranks 0, 1, 2 at {__file__}:{line_of('on all')}" in text
 
 
-def test_a_circle_is_found_past_a_rank_that_still_computes(checked: Checked) -> None:
-    """Rank 0 waits for ranks 1 and 2; only rank 2 waits for it, and rank 1 comes much later."""
-
-    def circle() -> None:
-        pair = dist.new_group([0, 2])
-        if md.rank() == 1:
-            time.sleep(1)  # when it comes, a circle of all three would be found
-        comm.all_reduce(torch.ones(3), group=pair if md.rank() == 2 else None)
-
-    text = told(checked(3), circle)
-    assert text.startswith("no rank can go on: rank ")
-    assert "rank 1 waits" not in text
-
-
-def test_two_sends_that_wait_for_each_other_are_a_circle(checked: Checked) -> None:
-    def exchange() -> None:
-        x = torch.ones(3)
-        comm.send(x, 1 - md.rank())
-        comm.recv(x, 1 - md.rank())
-
-    text = told(checked(2), exchange)
-    assert "rank 0 waits for rank 1 in send of float32[3] to rank 1" in text
-    assert "rank 1 waits for rank 0 in send of float32[3] to rank 0" in text
-
-
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_message_of_another_shape_is_named(checked: Checked, wait: bool) -> None:
     def exchange() -> None:
@@ -543,16 +508,6 @@ def test_a_message_that_nobody_sends_is_named() -> None:
     with md.Cluster(2, timeout=3, check=True) as cluster, pytest.raises(md.RankError) as caught:
         cluster.run(wait)
     assert f"rank 0 is at {__file__}:{line_of('sends nothing')}, it has made no call" in caught.value.summary
-
-
-def test_an_error_of_a_rank_comes_before_what_follows_from_it(checked: Checked) -> None:
-    def fail() -> None:
-        if md.rank() == 1:
-            raise KeyError("the cause")
-        comm.barrier()
-
-    with pytest.raises(md.RankError, match="rank 1 raised KeyError: 'the cause'"):
-        checked(3).run(fail)
 
 
 def test_a_failure_stays(checked: Checked) -> None:

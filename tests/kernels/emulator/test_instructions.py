@@ -77,16 +77,6 @@ def test_mma_of_float64():
     )  # |a||b| < 20
 
 
-def test_tf32_ignores_the_low_13_bits():
-    a = np.ones((4, 32), np.float32)
-    b = np.ones((2, 32), np.float32)
-    c = np.zeros((4, 32), np.float32)
-    noisy = (a.view(np.uint32) | np.uint32(0x1FFF)).view(np.float32)
-    assert (mma.multiply_add("m16n8k8", "tf32", noisy, b, c) == 8).all()
-    kept = (a.view(np.uint32) | np.uint32(0x2000)).view(np.float32)
-    assert (mma.multiply_add("m16n8k8", "tf32", kept, b, c) == 8 * (1 + 2.0**-10)).all()
-
-
 def test_mma_names_what_it_does_not_have():
     zeros = np.zeros((4, 32), np.uint32)
     for shape, dtype, sums in (
@@ -96,28 +86,6 @@ def test_mma_names_what_it_does_not_have():
     ):
         with pytest.raises(EmulatorError, match="not emulated"):
             mma.multiply_add(shape, dtype, zeros, zeros, zeros, sums)
-
-
-@pytest.mark.parametrize("span", [32, 64, 128])
-def test_swizzle_is_an_involution_that_misses_no_bank(span):
-    addresses = np.arange(4096)
-    there = descriptors.swizzle(addresses, span)
-    np.testing.assert_array_equal(descriptors.swizzle(there, span), addresses)
-    np.testing.assert_array_equal(
-        there // descriptors.CHUNK * descriptors.CHUNK + addresses % descriptors.CHUNK, there
-    )
-    # The manual's picture: in row r of 128 bytes, chunk c of a row of the pattern lies at c XOR r.
-    row, chunk = addresses // 128, addresses // 16 % 8
-    wide = span // 16
-    expected = chunk // wide * wide + (
-        chunk % wide ^ row % 8 % wide if span == 128 else chunk % wide ^ row % wide
-    )
-    np.testing.assert_array_equal(there, row * 128 + expected * 16 + addresses % 16)
-    # A column of chunks, 8 rows of `span` bytes, is one wavefront: all 32 banks, each once.
-    for column in range(wide):
-        starts = descriptors.swizzle(np.arange(8) * span + column * 16, span)
-        banks = (starts[:, None] + 4 * np.arange(4)) // 4 % 32
-        assert len(np.unique(banks)) == 32
 
 
 def descriptor(start, leading, stride, span, base=0):
@@ -232,16 +200,6 @@ def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
         np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "place", "elements"), [("bf16", manual.a_16x16, 8), ("tf32", manual.a_16x8_tf32, 4)]
-)
-def test_wgmma_takes_a_from_registers(dtype, place, elements):
-    rng = np.random.default_rng(7)
-    tile = small_integers(rng, 64, mma.DEPTH[dtype])
-    words = words_of(registers_of(tile, manual.a_of_group(place), elements, range(128)), dtype)
-    np.testing.assert_array_equal(wgmma.register_operand(words, dtype)[0], tile)
-
-
 def tensor(values, box, swizzle=0, dtype=None, pitch=None):
     """A tensor map of a matrix whose rows lie `pitch` elements apart, and what is around it in memory."""
     rows, columns = values.shape
@@ -249,12 +207,6 @@ def tensor(values, box, swizzle=0, dtype=None, pitch=None):
     memory = np.full(rows * pitch, 99, values.dtype)
     memory.reshape(rows, pitch)[:, :columns] = values
     return TensorMap(memory, rows, columns, pitch, *box, dtype or values.dtype.name, swizzle), memory
-
-
-def box_of(values, x, y, rows, columns):
-    """The box at (x, y), zeros outside, by a padding that is larger than any box."""
-    padded = np.pad(values, 500)
-    return padded[500 + y : 500 + y + rows, 500 + x : 500 + x + columns]
 
 
 @pytest.mark.parametrize("span", [0, 32, 64, 128])

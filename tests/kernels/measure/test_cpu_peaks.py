@@ -316,6 +316,17 @@ def test_a_peak_is_the_best_repetition(monkeypatch):
     assert {*roof.flops.values(), roof.bandwidth} == {8.0}
 
 
+def test_a_share_goes_round_all_of_its_arrays():
+    share = cpu_peaks._Share(3)
+    work = share.work(True)
+    assert [work() for _ in range(4)] == [24.0 * cpu_peaks.CHUNK] * 4
+    seen = [next(share.chunks) for _ in range(3)]
+    assert len({a.ctypes.data for a, _, _ in seen}) == 3
+    for a, b, c in seen:
+        np.testing.assert_array_equal(a, b + 3 * c)
+        assert (a == 7).all()
+
+
 def test_free_memory_is_the_systems_or_the_containers(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 99 kB\nMemAvailable:    4096 kB\n")

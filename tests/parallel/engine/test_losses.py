@@ -15,7 +15,6 @@ from torch.nn import functional
 import minidist as md
 from minidist.model import GPT, config
 from minidist.parallel.tensor_parallel import gather_sequence
-from tests.helpers import contract
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 
 Clusters = Callable[[int], md.Cluster]
@@ -155,69 +154,6 @@ def test_a_loss_that_keeps_state_of_rows_trains_on(cluster_of: Clusters, capfd: 
     # In one process the state has other rows, so that steps 2 and on are not compared. They stay as they are.
     assert cluster_of(2).run(carried, True) == cluster_of(2).run(carried, False)
     assert "one process cannot take the step" in capfd.readouterr().err
-
-
-class Counting(nn.Module):
-    """Scales its outputs by how often it was called, which a buffer, an attribute and a tensor count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.map = nn.Linear(6, 6, dtype=torch.float64)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-        self.mean, self.times = torch.zeros(6, dtype=torch.float64), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.map(x))
-        self.calls += 1
-        y: Tensor = (x - self.mean) * (1 + self.calls * self.times / 8)
-        self.mean, self.times = 0.5 * self.mean + 0.5 * x.detach().mean(0), self.times + 1
-        return y
-
-
-class Normalized(nn.Module):
-    """A loss in units of its running mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss, unit = (outputs - targets).square().mean(), self.mean.clone()
-        self.mean.mul_(0.5).add_(0.5 * loss.detach())
-        return loss / unit
-
-
-class Kept:
-    """A loss of model and batch with an attribute."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.calls += 1
-        return (model(batch[0]) - batch[1]).square().mean() * self.calls
-
-
-@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "dp=2,recompute=true"])
-@pytest.mark.parametrize("make", [Normalized, Kept])
-def test_state_is_advanced_once_a_step(cluster_of: Clusters, make: Callable[[], Any], layout: str) -> None:
-    """Both ranks have the same rows, so that a mean over a rank's is that over all."""
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(2, 4, 6, dtype=torch.float64, generator=generator).unbind() for _ in range(3)]
-
-    def train() -> Trained:
-        model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
-        plan = {"1": "column_gathered"}
-        options: Any = {"plan": plan} if "tp" in layout else {}
-        engine = md.prepare(model, SGD, PARSE(layout), make(), rehearse=True, **options)
-        return Trained([engine.step(*batch) for batch in batches], engine.full_state_dict())
-
-    model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
-    of_model = make() if make is Kept else contract.of_outputs(make())
-    expected = plain_steps(model, SGD(model.parameters()), batches, of_model)
-    for found in cluster_of(2).run(train):
-        compare(found, expected)
 
 
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:

@@ -147,19 +147,6 @@ def test_a_stage_holds_its_layers_and_what_it_needs_beside_them(cluster_of: Clus
     assert sum(elements for _, elements, _ in found) == found[0][2] + twice
 
 
-def test_what_a_stage_lacks_is_nan_without_memory(cluster_of: Clusters) -> None:
-    def look() -> tuple[bool, int, bool]:
-        model = case("own").model(0)
-        engine = md.prepare(model, SGD, PARSE("pp=2"), example=EXAMPLES["own"])
-        table = model.positions
-        whole = engine.full_state_dict()
-        return isinstance(table, nn.Parameter), table.untyped_storage().nbytes(), "positions" in whole
-
-    first, second = cluster_of(2).run(look)
-    assert first == (True, 16 * 12 * 8, True)
-    assert second == (False, 8, True)
-
-
 @pytest.mark.parametrize("fault", ["another layer", "no bias"])
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
     def train() -> contract.Trained:

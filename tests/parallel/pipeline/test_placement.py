@@ -122,16 +122,6 @@ def test_a_v_is_proved_and_simulated(name: str) -> None:
     assert list(map(str, last)) == ["F0", "F0 of chunk 1", "B0 of chunk 1", "B0"]
 
 
-def test_a_v_waits_less_than_1f1b() -> None:
-    found, other = (
-        schedules.simulate(schedules.by_name(*each)) for each in ((GREEDY, 4, 8, 2), ("1f1b", 4, 8))
-    )
-    assert found.bubble < other.bubble / 2
-    assert max(found.peak_activations) < max(
-        schedules.simulate(schedules.by_name(PLAIN, 4, 8, 2)).peak_activations
-    )
-
-
 def test_mistakes_in_a_v_are_named() -> None:
     wrong, v = plain_v(2, 1, 2), v_shaped(2, 2)
     wrong[1] = [wrong[1][i] for i in (1, 0, 2, 3)]

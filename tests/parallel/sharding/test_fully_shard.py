@@ -219,23 +219,6 @@ def test_what_it_cannot_do_it_says() -> None:
         md.FullyShard(lambda x: x, torch.optim.SGD)  # type: ignore[arg-type]
 
 
-@on_ranks(2)
-def test_several_dtypes_keep_theirs() -> None:
-    model = nn.Sequential(nn.Linear(6, 6).double(), nn.Linear(6, 3).double())
-    model.register_parameter("shift", nn.Parameter(torch.zeros(3)))
-    model.register_parameter("count", nn.Parameter(torch.tensor([7]), requires_grad=False))
-    sharded = md.FullyShard(model, SGD)
-    x, y = vectors(torch.Generator().manual_seed(0), 4)
-    with torch.no_grad():
-        sharded(x)
-    nn.functional.cross_entropy(sharded(x), y).backward()
-    sharded.step()
-    state = sharded.state_dict()
-    assert state["0.weight"].dtype == torch.float64
-    assert state["shift"].dtype == torch.float32
-    assert state["count"].tolist() == [7]
-
-
 def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
     class Failing(nn.Module):
         fail = ""

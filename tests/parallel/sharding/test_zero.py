@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
 from collections.abc import Callable
@@ -215,31 +214,6 @@ def test_parameters_that_are_added_thawed_and_scheduled(stage: int) -> None:
     zero.consolidate_state_dict()
     if md.rank() == 0:
         same_state(zero.state_dict(), plain.state_dict())
-
-
-@on_ranks(2, stage=[1, 2])
-def test_a_closure_and_zero_grad(stage: int) -> None:
-    model, zero, peer_model, plain = pair(SGD, stage)
-    x = torch.ones(2, 4, dtype=torch.float64)
-
-    def closure(module: nn.Module, optimizer: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = module(x).square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    for _ in range(2):
-        ours = zero.step(partial(closure, model, zero))
-        torch.testing.assert_close(ours, plain.step(partial(closure, peer_model, plain)))
-        compare_models(model, peer_model)
-    closure(model, zero)
-    zero.zero_grad()  # and nothing is left of it
-    assert all(parameter.grad is None for parameter in model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    zero.step()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    assert zero.step() is None
 
 
 @both_stages

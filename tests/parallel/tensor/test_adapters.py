@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.parallel.tensor import heads
-from minidist.parallel.tensor.plans import plan_for
 from tests.helpers import contract, models
 from tests.helpers.models import FusedAttention
 from tests.parallel.tensor.test_heads import Blocks, SplitAttention, patches
@@ -96,12 +95,6 @@ def test_which_matrices_are_cut(cluster_of: Clusters, styles: dict[str, str]) ->
     first = (3, 12), (3, 12), (3, 3) if styles["mlp.0"] == "column" else (7, 3)
     second = (12, 3), (3, 3) if styles["mlp.3"] == "row" else (3, 7), (12, 3)
     assert cluster_of(2).run(shapes)[0] == [*first, *second]
-
-
-def test_a_plan_is_found_for_adapted_models_as_for_plain_ones() -> None:
-    plain = plan_for(Blocks(SplitAttention, 0, 4))
-    assert plan_for(blocks(SplitAttention, 0)) == plain
-    assert len(plain) > 2
 
 
 @pytest.mark.parametrize("fault", [False, True])

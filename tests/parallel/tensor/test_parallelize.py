@@ -289,24 +289,6 @@ def test_other_losses_take_gathered_logits(cluster_of: Clusters) -> None:
         torch.testing.assert_close(grad, whole.get_parameter("layers.1.mlp_norm.weight").grad)
 
 
-def test_layers_alone_draw_the_same_weights_whole(cluster_of: Clusters) -> None:
-    def compute() -> tuple[Tensor, ...]:
-        torch.manual_seed(md.rank())
-        double = {"dtype": torch.float64}
-        table = md.VocabParallelEmbedding(7, 5, **double)  # type: ignore[arg-type]
-        column = md.ColumnParallelLinear(5, 9, gather_output=True, **double)  # type: ignore[arg-type]
-        row = md.RowParallelLinear(9, 3, input_is_parallel=False, **double)  # type: ignore[arg-type]
-        return tuple(x.detach() for x in (row(column(table(torch.arange(7)))), *row.parameters()))
-
-    torch.manual_seed(0)
-    table = nn.Embedding(7, 5, dtype=torch.float64)
-    column, row = nn.Linear(5, 9, dtype=torch.float64), nn.Linear(9, 3, dtype=torch.float64)
-    expected = row(column(table(torch.arange(7)))).detach()
-    for result, _, bias in cluster_of(2).run(compute):
-        torch.testing.assert_close(result, expected)
-        assert torch.equal(bias, row.bias.detach())
-
-
 PATTERNS: dict[str, tuple[dict[str, str], str]] = {
     "nothing fits": ({"layers.*.mlp.upp": "column"}, r"did you mean 'layers.\*.mlp.up'"),
     "no such style": ({"layers.*.mlp.up": "columns"}, "unknown style 'columns': did you mean 'column'"),
@@ -478,33 +460,6 @@ def test_copies_and_pickles_compute_the_same(cluster_of: Clusters) -> None:
             model = other
 
     cluster_of(2).run(compare)
-
-
-def test_layers_that_share_an_input_need_not_all_be_called(cluster_of: Clusters) -> None:
-    def compute() -> None:
-        part = nn.ModuleDict({name: nn.Linear(3, 4, dtype=torch.float64) for name in "qkv"})
-        parallelize(part, {"q|k|v": "column"})
-        x = torch.ones(2, 3, dtype=torch.float64)
-        for _ in range(2):
-            torch.testing.assert_close(part["q"](x), functional.linear(x, part["q"].weight, part["q"].bias))
-        torch.testing.assert_close(
-            part["v"](2 * x), functional.linear(2 * x, part["v"].weight, part["v"].bias)
-        )
-        alone = part["k"](x.clone().requires_grad_())
-        alone.sum().backward()
-        assert part["k"].weight.grad is not None
-
-    cluster_of(2).run(compute)
-
-
-def test_one_module_in_two_places_stays_one(cluster_of: Clusters) -> None:
-    def look() -> tuple[bool, tuple[int, ...]]:
-        linear = nn.Linear(4, 4)
-        model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)})
-        parallelize(model, {"a.0": "column"})
-        return model["a"][0] is model["b"][0], tuple(model["b"][0].weight.shape)
-
-    assert cluster_of(2).run(look) == [(True, (2, 4))] * 2
 
 
 def test_a_rank_alone_in_its_group_has_all(cluster_of: Clusters) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -89,18 +88,6 @@ def test_policies_choose_by_name(policy: str) -> None:
     assert not recomputes(recompute_by(gpt(0), False))
 
 
-def test_a_policy_without_its_parts_is_told_on_all_ranks(cluster_of: Clusters) -> None:
-    def prepare() -> str:
-        with pytest.raises(
-            ValueError, match="a MLP has no parts that recompute='attention alone' would"
-        ) as caught:
-            md.prepare(MLP((6, 5, 4)), torch.optim.SGD, md.Layout(pp=2, recompute="attention alone"))
-        return str(caught.value)
-
-    first, second = cluster_of(2).run(prepare)
-    assert first == second
-
-
 def test_each_layer_keeps_its_input_alone() -> None:
     depth, width, rows = 8, 32, 64
     size = rows * width * 4  # of a layer's input
@@ -139,18 +126,6 @@ def test_the_peak_is_an_input_a_layer_and_the_activations_of_one() -> None:
     assert count(None) - count(None, layers=7) == size  # what a layer more costs
     assert whole < 8 * size + 1.3 * block
     assert whole < parts < count("none")
-
-
-def test_names_copies_and_pickles_stay() -> None:
-    model = recompute(recompute(gpt(0)))
-    assert model.state_dict().keys() == gpt(0).state_dict().keys()
-    expected = gradients(gpt(0))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))  # the copy must not compute with it
-        torch.testing.assert_close(gradients(other), expected, rtol=0, atol=0)
-        model = recompute(gpt(0))
 
 
 def test_nothing_is_kept_without_gradients() -> None:
