@@ -264,6 +264,9 @@ from numba import types
 from minidist.kernels.cpu.support import tile_registers
 tile_registers.add_products.compile((types.UniTuple(types.intp, 2), *[types.intp] * 8))
 print(*tile_registers.add_products.inspect_asm().values())
+from minidist.kernels.measure import peak_loops
+peak_loops.tiles().compile((types.intp,))
+print("the peak", *peak_loops.tiles().inspect_asm().values())
 """
 XEON = {
     "NUMBA_CPU_NAME": "sapphirerapids",
@@ -283,7 +286,10 @@ def test_what_the_compiler_makes_of_the_loop_over_tiles():
     """Four loads and four products a step, no tile stored inside the loop, and nothing else from memory."""
     if matrix_unit.platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("LLVM is built here for another kind of CPU")
-    lines = [line.split() for line in output_of(ASSEMBLY, **XEON).splitlines() if line.startswith("\t")]
+    products, peak = output_of(ASSEMBLY, **XEON).split("the peak")
+    assert peak.count("\ttdpbf16ps") % 4 == 0 < peak.count("\ttdpbf16ps")
+    assert peak.count("\ttilestored") == peak.count("\ttileloadd") == 0
+    lines = [line.split() for line in products.splitlines() if line.startswith("\t")]
     names = [line[0] for line in lines]
     first, last = names.index("tdpbf16ps"), len(names) - names[::-1].index("tdpbf16ps")
     end = next(i for i in range(last, len(names)) if names[i].startswith("j"))
