@@ -90,8 +90,8 @@ def cpu_rows(machines: Mapping[str, Results]) -> list[Shares]:
         when = provenance(of, [entry for each in own for entry in each.values()])
         measured = f"{identity.told(info)}; {when}"
         cores = f"{info['cores']} cores"
-        if own[2]:
-            percent = next(iter(own[2].values()))["extra_info"]["percent_of_peer"]
+        for entry in own[2].values():  # one at most
+            percent = entry["extra_info"]["percent_of_peer"]
             measured += f"; the matrix unit of this CPU: {percent / 100:.1f} times NumPy's float32"
         titles = "rung 6, one core", f"rung 7, {cores}", f"rung 8 in bf16, {cores}"
         for rung, each in zip(titles, own, strict=True):

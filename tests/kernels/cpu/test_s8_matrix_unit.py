@@ -123,6 +123,16 @@ def test_special_numbers_travel_as_in_float32(unit, mode, rows, columns, k):
     assert (np.abs(c[finite] - exact[finite]) <= most * sizes[finite] + 1e-30).all()
 
 
+def test_where_numbers_become_infinite_and_parts_subnormal(unit):
+    one = np.eye(40, dtype=np.float32)
+    for number, rounded in ((3.3961e38, True), (3.3962e38, False)):
+        assert np.isfinite(STEP.matmul(one[:, :1] * np.float32(number), one[:1, :1])[0, 0]) == rounded
+    a, b = harness.inputs(40, 40, 40, "float32", 5)
+    for scale, least, most in ((1e-32, 0, 5e-6), (1e-37, 1e-4, 1e-2)):  # one part of two is left
+        x, y = a * np.float32(scale), b * np.float32(1e20)
+        assert least < rms(STEP.matmul(x, y, mode="bf16x3"), harness.reference(x, y)) < most
+
+
 def test_subnormal_numbers_and_payloads(unit):
     one, tiny = np.ones((40, 40), "f"), np.full((40, 40), 1e-40, "f")
     for mode in MODES:
