@@ -1,6 +1,6 @@
 """The ladders of matrix products in one table each: every rung's speed as a share of the library's.
 
-Only measured rungs have figures. CPU: the last two rungs on every machine, one under the other, each as its
+Only measured rungs have figures. CPU: the last three rungs on every machine, one under the other, each as its
 own. A share of one machine says nothing about another: their CPUs differ, and so do the kernels that NumPy's
 BLAS chooses for them. So each row names its machine, when it measured, and that kernel.
 
@@ -23,19 +23,28 @@ from minidist.benchmarks.report.sections import provenance
 from minidist.kernels.cuda import RUNGS
 
 ONE, ALL = "s6_register_tile", "s7_threads"
+UNIT = "test_matrix_unit[{}-bf16-numpy-all]"  # in rung 8's row; a quick run measures one size
 CPU_TITLE = "The CPU ladder's share of NumPy's speed, float32"
 CPU_ABOUT = (
-    "Above 100% the ladder is faster. A ~ marks what the spread leaves undecided. Sizes are m x n x k."
+    "Above 100% the ladder is faster. Rung 8 rounds float32 to bf16 for the CPU's matrix unit. A ~ marks "
+    "what the spread leaves undecided. Sizes are m x n x k."
 )
 SIZES = (64, 128, 256, 512, 1024, 2048)
 PRODUCTS = {
-    **{str(n): (f"test_rung[{ONE}-{n}]", f"test_all_cores[float32-{n}]") for n in SIZES},
+    **{
+        str(n): (
+            f"test_rung[{ONE}-{n}]",
+            f"test_all_cores[float32-{n}]",
+            *([UNIT.format(n)] if n == 1024 else []),
+        )
+        for n in SIZES
+    },
     **{
         name: tuple(f"test_tall_and_flat[{shape}-{step}]" for step in (ONE, ALL))
         for name, shape in {"2048 x 1 x 2048": "2048x1x2048", "64 x 4096 x 64": "64x4096x64"}.items()
     },
 }
-"""Each column's heading, with the names of the benchmarks of rung 6 and of rung 7."""
+"""Each column's heading, with the names of the benchmarks of rungs 6 and 7, and of rung 8 for some."""
 NOTHING = "not measured"
 DASH = "–"
 CUDA_TITLE = "The CUDA ladder against torch.matmul"
@@ -71,12 +80,21 @@ def cpu_rows(machines: Mapping[str, Results]) -> list[Shares]:
         info = of["machine_info"]
         entries = {e["name"]: e for e in results.newest(of) if e["suite"] == "bench_cpu_matmul"}
         own = [
-            {product: entries[names[index]] for product, names in PRODUCTS.items() if names[index] in entries}
-            for index in range(2)
+            {
+                product: entries[names[index]]
+                for product, names in PRODUCTS.items()
+                if index < len(names) and names[index] in entries
+            }
+            for index in range(3)
         ]
         when = provenance(of, [entry for each in own for entry in each.values()])
         measured = f"{identity.told(info)}; {when}"
-        for rung, each in zip(("rung 6, one core", f"rung 7, {info['cores']} cores"), own, strict=True):
+        cores = f"{info['cores']} cores"
+        for entry in own[2].values():  # one at most
+            percent = entry["extra_info"]["percent_of_peer"]
+            measured += f"; the matrix unit of this CPU: {percent / 100:.1f} times NumPy's float32"
+        titles = "rung 6, one core", f"rung 7, {cores}", f"rung 8 in bf16, {cores}"
+        for rung, each in zip(titles, own, strict=True):
             if each:
                 found.append(Shares(slug, machine.title(info), measured, rung, each))
     return found

@@ -38,11 +38,15 @@ class Line:
     dtype: str
     figures: Sequence[dict[str, Any]]
     shade: str
+    stored: str = ""  # the dtype in memory, if another
 
     @property
     def points(self) -> list[tuple[float, float]]:
         """FLOP/byte and GFLOP/s at each n."""
-        return [(intensity(*(each["size"],) * 3, self.dtype), each["gflops"]) for each in self.figures]
+        return [
+            (intensity(*(each["size"],) * 3, self.stored or self.dtype), each["gflops"])
+            for each in self.figures
+        ]
 
 
 def cpu_lines(entries: Sequence[Entry]) -> list[Line]:
@@ -52,10 +56,12 @@ def cpu_lines(entries: Sequence[Entry]) -> list[Line]:
         extra = entry["extra_info"]
         if entry["suite"] == "bench_cpu_matmul" and {"series", "size", "gflops"} <= extra.keys():
             found.setdefault(extra["series"], []).append(extra)
-    return [
-        Line(name, "float32", sorted(found[name], key=lambda extra: int(extra["size"])), color(index))
-        for index, name in enumerate(sorted(found))
-    ]
+    lines = []
+    for index, name in enumerate(sorted(found)):
+        figures = sorted(found[name], key=lambda extra: int(extra["size"]))
+        arithmetic = figures[0].get("arithmetic", "float32")  # of rung 8 on the CPU's matrix unit: bfloat16
+        lines.append(Line(name, arithmetic, figures, color(index), "float32"))
+    return lines
 
 
 def cpu_bars(entries: Sequence[Entry]) -> Plot | None:
@@ -78,19 +84,23 @@ def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
     """Draw the CPU ladder's rungs on the roofline of one core, or return None if no peak was measured."""
     lines = cpu_lines(entries)
     measured = [extra for line in lines for extra in line.figures]
-    peaks = [
-        100 * each["gflops"] / each["percent_of_peak"] for each in measured if each.get("percent_of_peak")
-    ]
+    peaks: dict[str, list[float]] = {}
+    for line in lines:
+        for each in line.figures:
+            if each.get("percent_of_peak"):
+                peaks.setdefault(line.dtype, []).append(100 * each["gflops"] / each["percent_of_peak"])
     if not peaks:
         return None
+    lines = [line for line in lines if line.dtype in peaks]
     bandwidths = [extra["peak_gb_per_s"] for extra in measured if "peak_gb_per_s" in extra]
     slope = "its slope is the rate at which a core reads memory, and " if bandwidths else ""
     return _roofline(
         f"one core of {device}",
         lines,
-        {"float32": statistics.median(peaks)},
+        {kind: statistics.median(found) for kind, found in peaks.items()},
         statistics.median(bandwidths) if bandwidths else None,
-        f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds. A point for each n.",
+        f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds, or of the "
+        "matrix unit's products in bf16. A point for each n.",
     )
 
 

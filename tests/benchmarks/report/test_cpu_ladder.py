@@ -7,7 +7,7 @@ import pytest
 
 from minidist.benchmarks import bench_cpu_matmul
 from minidist.benchmarks.harness import identity, results
-from minidist.benchmarks.report import ladders, page
+from minidist.benchmarks.report import ladders, page, rooflines
 from minidist.cli import commands
 from tests.helpers import measured
 
@@ -35,6 +35,7 @@ ZEN4 = of_machine(
     "25-17-1", "SkylakeX", {"test_rung[s6_register_tile-64]": 77.0, "test_all_cores[float32-2048]": 104.0}
 )
 ZEN5 = of_machine("26-2-1", "Cooperlake", {"test_rung[s6_register_tile-64]": 33.0})
+WITH_UNIT = of_machine("26-2-1", "Cooperlake", {ladders.UNIT.format(1024): 190.0})
 UNKNOWN = of_machine("", "Haswell", {"test_tall_and_flat[64x4096x64-s7_threads]": 54.0})
 
 
@@ -55,6 +56,26 @@ def test_each_share_is_in_its_own_machines_row():
     assert rows[3].measured.startswith("CPU family, model and stepping not recorded")
 
 
+def test_rung_8_has_a_row_and_the_roofline_its_ceiling():
+    (row,) = ladders.cpu_rows({"m": WITH_UNIT})
+    assert (row.rung, [cell for cell in row.cells() if cell]) == ("rung 8 in bf16, 2 cores", ["190%"])
+    assert row.measured.endswith("; the matrix unit of this CPU: 1.9 times NumPy's float32")
+    entries = []
+    for series, rate, peak, more in (
+        ("6 register tile", 250.0, 270.0, {}),
+        ("8 matrix unit, bf16", 480.0, 560.0, {"arithmetic": "bfloat16"}),
+    ):
+        entry = copy.deepcopy(WITH_UNIT["benchmarks"][0])
+        entry["extra_info"] |= {"series": series, "size": 1024, "gflops": rate, "peak_gb_per_s": 30.0, **more}
+        entry["extra_info"]["percent_of_peak"] = 100 * rate / peak
+        entries.append(entry)
+    plot = rooflines.cpu_roofline(entries, "a CPU")
+    assert "8 matrix unit, bf16 480 of 560" in plot.alt
+    assert "6 register tile 250 of 270" in plot.alt
+    last = rooflines.cpu_lines(entries)[-1]
+    assert last.points == [(pytest.approx(1024 / 6), 480.0)]  # float32 in memory
+
+
 def test_a_share_that_the_spread_leaves_open_is_marked():
     found = copy.deepcopy(ZEN5)
     found["benchmarks"][0]["extra_info"] |= measured.beside("numpy.matmul", 0.1, 1.0, 0.2)
@@ -72,6 +93,9 @@ def test_the_quick_run_measures_every_product_of_the_table():
         for case in cases
         if not case.marks
     }
+    sizes = bench_cpu_matmul.test_matrix_unit.pytestmark[1].args[1]
+    assert {case.id for case in sizes if not case.marks} == {"1024"}
+    quick.add(ladders.UNIT.format(1024))
     shapes = [shape for shape, wanted in bench_cpu_matmul.TALL_AND_FLAT.items() if wanted]
     quick |= {
         f"test_tall_and_flat[{'x'.join(map(str, shape))}-{step.name}]"

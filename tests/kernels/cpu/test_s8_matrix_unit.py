@@ -123,6 +123,16 @@ def test_special_numbers_travel_as_in_float32(unit, mode, rows, columns, k):
     assert (np.abs(c[finite] - exact[finite]) <= most * sizes[finite] + 1e-30).all()
 
 
+def test_where_numbers_become_infinite_and_parts_subnormal(unit):
+    one = np.eye(40, dtype=np.float32)
+    for number, rounded in ((3.3961e38, True), (3.3962e38, False)):
+        assert np.isfinite(STEP.matmul(one[:, :1] * np.float32(number), one[:1, :1])[0, 0]) == rounded
+    a, b = harness.inputs(40, 40, 40, "float32", 5)
+    for scale, least, most in ((1e-32, 0, 5e-6), (1e-37, 1e-4, 1e-2)):  # one part of two is left
+        x, y = a * np.float32(scale), b * np.float32(1e20)
+        assert least < rms(STEP.matmul(x, y, mode="bf16x3"), harness.reference(x, y)) < most
+
+
 def test_subnormal_numbers_and_payloads(unit):
     one, tiny = np.ones((40, 40), "f"), np.full((40, 40), 1e-40, "f")
     for mode in MODES:
@@ -264,6 +274,9 @@ from numba import types
 from minidist.kernels.cpu.support import tile_registers
 tile_registers.add_products.compile((types.UniTuple(types.intp, 2), *[types.intp] * 8))
 print(*tile_registers.add_products.inspect_asm().values())
+from minidist.kernels.measure import peak_loops
+peak_loops.tiles().compile((types.intp,))
+print("the peak", *peak_loops.tiles().inspect_asm().values())
 """
 XEON = {
     "NUMBA_CPU_NAME": "sapphirerapids",
@@ -283,7 +296,10 @@ def test_what_the_compiler_makes_of_the_loop_over_tiles():
     """Four loads and four products a step, no tile stored inside the loop, and nothing else from memory."""
     if matrix_unit.platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("LLVM is built here for another kind of CPU")
-    lines = [line.split() for line in output_of(ASSEMBLY, **XEON).splitlines() if line.startswith("\t")]
+    products, peak = output_of(ASSEMBLY, **XEON).split("the peak")
+    assert peak.count("\ttdpbf16ps") % 4 == 0 < peak.count("\ttdpbf16ps")
+    assert peak.count("\ttilestored") == peak.count("\ttileloadd") == 0
+    lines = [line.split() for line in products.splitlines() if line.startswith("\t")]
     names = [line[0] for line in lines]
     first, last = names.index("tdpbf16ps"), len(names) - names[::-1].index("tdpbf16ps")
     end = next(i for i in range(last, len(names)) if names[i].startswith("j"))
