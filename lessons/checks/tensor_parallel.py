@@ -88,7 +88,7 @@ def _bytes(
     run: Run,
     rank: int,
     par: int,
-    idea: str = "one all-reduce of y is all that has to be said",
+    idea: str = "one all-reduce of y is all that has to be sent",
 ) -> None:
     tally.add("Bytes sent by a rank", run.sent(rank), par, idea)
 
@@ -125,7 +125,7 @@ def enter(answer: Answer, draw: np.random.Generator) -> Right:
                 hint = "your backward changed the gradient it was given; all-reduce a clone"
                 same(beside, 2 * c, f"On {says(run.case)}, {hint}: rank {rank}'s gradient of another tensor")
                 same(after, x, f"{where} x, which should stay as it was,")
-                tally.add("Bytes sent forward", forward, 0, "forward has nothing to say")
+                tally.add("Bytes sent forward", forward, 0, "forward sends nothing")
                 tally.add("Bytes sent backward", run.sent(rank) - forward, all_reduce_bytes(x.nbytes, ranks))
             tried += 1
     return Right(tried, tally.scores)

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from checks.arithmetic import suspected
 from checks.exercises import Answer, Lesson
 from checks.verdicts import Right, Tally, compare, wrong
+from checks.words import plural
 
 lesson = Lesson(7, "your_own_network")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
@@ -116,10 +118,10 @@ class Counting:
 @lesson.exercise(
     "7.3",
     hints=(
-        "Write the shapes beside the letters: x (m, k), w (k, n), g (m, n). The gradient by w has w's "
+        "Write the shapes beside the letters: x (m, k), w (k, n), g (m, n). The gradient of w has w's "
         "shape, and is made of x and g. In which order, and with which of the two transposed, do they give "
         "(k, n)?",
-        "The gradient by x is g times w transposed: (m, n) times (n, k). The gradient by w is x transposed "
+        "The gradient of x is g times w transposed: (m, n) times (n, k). The gradient of w is x transposed "
         "times g: (k, m) times (m, n). b was added to every row, so its gradient is the sum over the rows "
         "of g.",
         "return matmul(g, w.T), matmul(x.T, g), g.sum(axis=0)",
@@ -135,11 +137,9 @@ def linear_backward(answer: Answer, draw: np.random.Generator) -> Right:
         given = x.copy(), w.copy(), g.copy()
         got = answer(*given, matmul)
         if not isinstance(got, (tuple, list)) or len(got) != 3:
-            wrong(
-                f"{where} it returns {type(got).__name__}, and should return three arrays: by x, by w, by b."
-            )
+            wrong(f"{where} it returns {type(got).__name__}, and should return three: of x, of w, of b.")
         for of, mine, right in zip("xwb", got, (g @ w.T, x.T @ g, g.sum(0)), strict=True):
-            compare(mine, right, f"{where}, the gradient by {of}")
+            compare(mine, right, f"{where}, the gradient of {of}")
         answer.unchanged(f"{where} it", (x, w, g), given)
         if matmul.calls < 2:
             wrong(
@@ -147,7 +147,7 @@ def linear_backward(answer: Answer, draw: np.random.Generator) -> Right:
                 f"it is "
                 "what is changed later."
             )
-        tally.add("Products", matmul.calls, 2, "one for x and one for w; the gradient by b is a sum")
+        tally.add("Products", matmul.calls, 2, "one for x and one for w; the gradient of b is a sum")
         tally.add("Their FLOPs", matmul.flops, 4 * m * k * n, "as many for each as forward has")
         tried += 1
     return Right(tried, tally.scores)
@@ -189,7 +189,9 @@ def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
     share = np.exp(exact) / np.exp(exact).sum(axis=1, keepdims=True)
     right = float(np.mean(np.log(np.exp(exact).sum(axis=1)) - exact[np.arange(rows), targets]))
     gradient = (share - np.eye(classes)[targets]) / rows
-    where = f"With {rows} x {classes} logits between {logits.min():.3g} and {logits.max():.3g}"
+    where = (
+        f"With {plural(rows, 'row')} of {classes} logits between {logits.min():.3g} and {logits.max():.3g}"
+    )
     given = logits.copy(), targets.copy()
     with np.errstate(all="ignore"):
         got = answer(*given)
@@ -225,7 +227,13 @@ def sgd_step(answer: Answer, draw: np.random.Generator) -> Right:
             answer(given, gradients, rate)
             for place, (now, before, gradient) in enumerate(zip(parameters, old, kept, strict=True)):
                 where = f"With a rate of {rate:.3g} and arrays of shapes {', '.join(map(str, shapes))}"
-                compare(now, before - np.float32(rate) * gradient, f"{where}, parameter {place} afterwards")
+                right = before - np.float32(rate) * gradient
+                wrongs = {
+                    "That goes uphill: subtract.": 2 * before - right,
+                    "That is a step with a rate of 1: multiply the gradient by rate.": before - gradient,
+                }
+                what = f"{where}, parameter {place} afterwards"
+                compare(now, right, what, before=before, story=suspected(wrongs))
                 compare(
                     gradients[place], gradient, f"{where}, gradient {place}, which should stay as it was,"
                 )
