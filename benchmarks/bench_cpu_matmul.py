@@ -17,7 +17,6 @@ import threadpoolctl
 from _pytest.mark import ParameterSet
 
 from minidist.benchmarks.harness.turns import Benchmark, compared, turns
-from minidist.benchmarks.report.ladders import ALL, ONE
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.measure import harness, roofline
 from minidist.kernels.rung import Array, empty
@@ -28,7 +27,7 @@ LARGEST_COMPILED = (512, 1024)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # Rung 8 rounds float32 to bf16, so NumPy's product is no measure for it.
 LADDER = tuple(step for step in CPU_LADDER if "bfloat16" not in step.dtypes)
-TABLE = tuple(step for step in LADDER if step.name in (ONE, ALL))  # those that the report compares
+TABLE = LADDER[-2:]  # the last rung on one core, and on all
 ONE_CORE = tuple(step for step in LADDER if step.cores == "one")
 # Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.
 PAIRS = [(128 if before.number == 1 else 512, before, step) for before, step in itertools.pairwise(LADDER)]
