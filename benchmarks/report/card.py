@@ -10,25 +10,26 @@ from minidist.benchmarks.harness import columns, formats, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import ladders
+from minidist.benchmarks.report.ladders import Climbed
 
 Rate = Callable[[Sequence[Mapping[str, Any]]], float]
-MATRIX_UNIT = 8
-"""The rung of the CPU ladder that uses the matrix unit."""
 
 
 def facts(found: Results) -> dict[str, str]:
     """Return what was learned about a machine: names, and figures with their units. "" where not measured."""
     info, entries = found["machine_info"], results.newest(found)
     cores = info["cores"]
-    rungs = {rung.number: rung for rung in ladders.climbed(entries)}
-    matrix = rungs.get(MATRIX_UNIT)
+    single = [rung for entry in entries if (rung := ladders.rung_of(entry))]
+    vector, matrix = (
+        [each for each in single if (each.number == ladders.MATRIX_UNIT) == unit] for unit in (False, True)
+    )
     return {
         "Cores": str(cores),
         "Caches": "; ".join(f"{name} {size}" for name, size in info["caches"].items() if name != "L1i"),
         "GPU": _gpus(info["gpus"] or []),
-        "Vector unit": _per_cores("GFLOP/s", ladders.peak, entries, cores),
-        "Matrix unit": f"{formats.number(matrix.gflops)} GFLOP/s on {cores} cores" if matrix else "",
-        "Memory": _per_cores("GB/s", _bandwidth, entries, cores),
+        "Vector unit": _per_cores("GFLOP/s", ladders.peak, vector, cores),
+        "Matrix unit": _per_cores("GFLOP/s in bf16", ladders.peak, matrix, cores),
+        "Memory": _per_cores("GB/s", _bandwidth, vector, cores),
         "All-reduce on 2 ranks": _all_reduce(entries),
         "Fastest layout here": fastest_layout(entries),
     }
@@ -42,14 +43,11 @@ def _gpus(gpus: Sequence[dict[str, Any]]) -> str:
     return f"{many}{first['name']}{memory}, compute capability {first['compute_capability']}"
 
 
-def _per_cores(unit: str, of: Rate, entries: Sequence[Entry], cores: int) -> str:
+def _per_cores(unit: str, of: Rate, products: Sequence[Climbed], cores: int) -> str:
     """Say a rate of one core, and of all of them if both were measured."""
-    measured: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for entry in entries:
-        number = ladders.rung_of(entry)
-        if number and number < MATRIX_UNIT and "percent_of_peak" in entry["extra_info"]:
-            measured[number >= ladders.FIRST_ON_ALL_CORES].append(entry["extra_info"])
     words = {False: "on one core", True: f"on {cores} cores"}
+    known = [each for each in products if "percent_of_peak" in each.entry["extra_info"]]
+    measured = {which: [e.entry["extra_info"] for e in known if e.all_cores == which] for which in words}
     rates = {words[which]: of(each) for which, each in measured.items() if each}
     return "; ".join(f"{formats.number(rate)} {unit} {which}" for which, rate in rates.items() if rate)
 

@@ -174,11 +174,15 @@ class Line:
     dtype: str
     figures: Sequence[dict[str, Any]]
     shade: str
+    stored: str = ""  # the dtype in memory, if another
 
     @property
     def points(self) -> list[tuple[float, float]]:
         """FLOP/byte and GFLOP/s at each n."""
-        return [(intensity(*(each["size"],) * 3, self.dtype), each["gflops"]) for each in self.figures]
+        return [
+            (intensity(*(each["size"],) * 3, self.stored or self.dtype), each["gflops"])
+            for each in self.figures
+        ]
 
 
 def kind_color(kind: str | None) -> str:

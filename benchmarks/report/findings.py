@@ -38,7 +38,8 @@ def finding(chapter: str, *words: Word, rests_on: Sequence[Entry] = ()) -> Findi
 
 def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
     """Compare the first rung with the last on one core, and the last with BLAS."""
-    rungs = [rung for rung in ladders.climbed(entries) if not rung.all_cores]
+    everything = ladders.climbed(entries)
+    rungs = [rung for rung in everything if not rung.all_cores]
     if len(rungs) < 2:
         return None
     first, last = rungs[0].entry, rungs[-1].entry
@@ -58,6 +59,10 @@ def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
     if "percent_of_peak" in extra:
         share = Number(f"{formats.number(extra['percent_of_peak'])}%", last)
         words += ["The core's peak is used to ", share, "."]
+    for rung in everything:
+        if rung.number == ladders.MATRIX_UNIT:
+            rate = Number(f"{formats.number(rung.gflops)} GFLOP/s", rung.entry)
+            words += [" The matrix unit reaches ", rate, " in bf16."]
     return finding("ladders", *words)
 
 

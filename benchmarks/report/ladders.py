@@ -27,7 +27,9 @@ NOTHING = "not measured"
 DASH = "–"
 RUNG = re.compile(r"s(\d+)_(\w+), (\d+)(?:, (\w+))?$")
 """A rung's label in the suites that measure square products: `s7_threads, 2048, float32`."""
-FIRST_ON_ALL_CORES = 7
+ON_MATRIX_UNIT = re.compile(r"bf16, (\d+), (one|all) beside")
+"""The last rung's label where it takes float32 for bf16, the only mode that is as fast as the unit."""
+FIRST_ON_ALL_CORES, MATRIX_UNIT = 7, 8
 CUDA_ABOUT = (
     "The columns by n give the rung's speed for n x n times n x n as a share of `torch.matmul`'s in the same "
     "arithmetic; at 100% both are equally fast. The rate, and its share of the GPU's peak (the vendor's "
@@ -40,11 +42,12 @@ CUDA_MISSING = (
 
 @dataclass(frozen=True)
 class Climbed:
-    """A rung of the CPU ladder at the size where it is fastest."""
+    """A square product of a rung of the CPU ladder, in single precision or on the matrix unit."""
 
     number: int
     name: str  # "6 register tile"
     size: int
+    all_cores: bool
     entry: Entry
 
     @property
@@ -52,29 +55,28 @@ class Climbed:
         """Its 10^9 operations a second."""
         return float(self.entry["extra_info"]["gflops"])
 
-    @property
-    def all_cores(self) -> bool:
-        """Whether it uses all cores."""
-        return self.number >= FIRST_ON_ALL_CORES
 
-
-def rung_of(entry: Entry) -> int | None:
-    """Return the number of the rung whose square product in single precision this is, or None."""
-    found = RUNG.match(columns.label(entry))
-    return int(found[1]) if found and "float64" not in (found[4], entry["group"][-7:]) else None
+def rung_of(entry: Entry) -> Climbed | None:
+    """Return the rung whose product this is, or None for any other result."""
+    label, extra = columns.label(entry), entry["extra_info"]
+    if "gflops" not in extra:
+        return None
+    if (found := ON_MATRIX_UNIT.match(label)) and extra.get("arithmetic") == "bfloat16":
+        return Climbed(
+            MATRIX_UNIT, f"{MATRIX_UNIT} matrix unit, bf16", int(found[1]), found[2] == "all", entry
+        )
+    found = RUNG.match(label)
+    if not found or "float64" in (found[4], entry["group"][-7:]):
+        return None
+    number, name = int(found[1]), f"{found[1]} {found[2].replace('_', ' ')}"
+    return Climbed(number, name, int(found[3]), number >= FIRST_ON_ALL_CORES, entry)
 
 
 def climbed(entries: Sequence[Entry]) -> list[Climbed]:
-    """Return the rungs of the CPU ladder that were measured on square products, from the lowest up.
-
-    Single precision counts: float32, or what the matrix unit rounds it to.
-    """
+    """Return the rungs of the CPU ladder that were measured, each at its fastest, from the lowest up."""
     best: dict[int, Climbed] = {}
-    for entry in entries:
-        number, found = rung_of(entry), RUNG.match(columns.label(entry))
-        if number and found and "gflops" in entry["extra_info"]:
-            made = Climbed(number, f"{number} {found[2].replace('_', ' ')}", int(found[3]), entry)
-            best[number] = max(made, best.get(number, made), key=lambda each: each.gflops)
+    for made in filter(None, map(rung_of, entries)):
+        best[made.number] = max(made, best.get(made.number, made), key=lambda each: each.gflops)
     return [best[number] for number in sorted(best)]
 
 
@@ -105,21 +107,26 @@ def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
         extra = entry["extra_info"]
         if entry["suite"] == "bench_cpu_matmul" and {"series", "size", "percent_of_peak"} <= extra.keys():
             several.setdefault(extra["series"], []).append(extra)
-    lines = [
-        Line(name, "float32", sorted(several[name], key=lambda extra: int(extra["size"])), color(index))
-        for index, name in enumerate(sorted(several))
-    ]
-    measured = [extra for line in lines for extra in line.figures]
-    if not measured:
+    lines = []
+    for index, (name, figures) in enumerate(sorted(several.items())):
+        arithmetic = figures[0].get("arithmetic", "float32")  # of the matrix unit: bfloat16
+        figures.sort(key=lambda extra: int(extra["size"]))
+        lines.append(Line(name, arithmetic, figures, color(index), "float32"))
+    if not lines:
         return None
-    bandwidths = [extra["peak_gb_per_s"] for extra in measured if "peak_gb_per_s" in extra]
+    peaks = {
+        kind: peak([each for line in lines if line.dtype == kind for each in line.figures])
+        for kind in dict.fromkeys(line.dtype for line in lines)
+    }
+    bandwidths = [each["peak_gb_per_s"] for line in lines for each in line.figures if "peak_gb_per_s" in each]
     slope = "its slope is the rate at which a core reads memory, and " if bandwidths else ""
     return curves.roofline(
         f"one core of {device}",
         lines,
-        {"float32": peak(measured)},
+        peaks,
         statistics.median(bandwidths) if bandwidths else None,
-        f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds. A point for each n.",
+        f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds, or of the matrix "
+        "unit's products in bf16. A point for each n.",
     )
 
 

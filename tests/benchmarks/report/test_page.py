@@ -374,15 +374,25 @@ def test_speed_over_one_rank_says_how_many_threads_that_has(html):
     assert "in turns with one process that has all cores" in strategies
 
 
-@pytest.mark.parametrize("unit", [0, 5000.0])
+@pytest.mark.parametrize("unit", [False, True])
 def test_the_matrix_unit_is_on_the_card_when_a_file_has_it(unit):
     entries = measured.ladder()
-    if unit:
-        extra = {"label": "s8_matrix_unit, 2048", "gflops": unit, "dtype": "bfloat16"}
-        entries.append(measured.entry("cpu_matmul", "Matrix unit", "rung[8]", 0.01, **extra))
+    for cores, rate in (("one", 2600.0), ("all", 5000.0)) if unit else ():
+        extra = {
+            "label": f"bf16, 1024, {cores} beside numpy.matmul",
+            "gflops": rate,
+            "arithmetic": "bfloat16",
+        }
+        extra |= {"percent_of_peak": 80.0, **({"series": "8 unit", "size": 1024} if cores == "one" else {})}
+        beside = measured.beside("numpy.matmul", 0.01, 0.05)
+        entries.append(measured.entry("cpu_matmul", "Rung 8", f"unit[{cores}]", 0.01, **extra, **beside))
     found = measured.machine(*entries)
-    assert card.facts(found)["Matrix unit"] == ("5,000 GFLOP/s on 2 cores" if unit else "")
-    assert ("8 matrix unit, 2 cores" in page.page({"m": found})) == bool(unit)
+    two = "3,250 GFLOP/s in bf16 on one core; 6,250 GFLOP/s in bf16 on 2 cores"
+    assert card.facts(found)["Matrix unit"] == (two if unit else "")
+    shown = page.page({"m": found})
+    assert ("8 matrix unit, bf16, 2 cores" in shown) == unit
+    assert told(shown, "The matrix unit reaches 5,000 GFLOP/s") == unit
+    assert ("bfloat16 peak 3,250" in shown) == unit  # the roofline has a ceiling of its own
 
 
 def test_a_machine_with_little_measured_has_a_card_too():
