@@ -67,7 +67,7 @@ class FullyShard(nn.Module):
         prefetch: gather the next unit while one computes. None: only if messages leave the computing cores
             free. Where those cores gather by copying, through memory that the ranks share, it gains nothing
             and takes the memory of one more unit: at 1 and 8 rows a step took 0.48 and 0.83 of torch's time
-            without, 0.51 and 0.82 with (`minidist bench zero --full`).
+            without, 0.51 and 0.82 with (`minidist bench fully_shard --full`).
         master: dtype of the copies that the optimizer updates; None for the parameters' own.
         **defaults: of the optimizer, such as lr.
 
