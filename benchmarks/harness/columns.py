@@ -5,7 +5,7 @@ its rows has that figure. To show a new figure, add a line to `COLUMNS`.
 
     label                the row's name; without it, the test's name
     program              what was measured, if that is not minidist
-    series, size         a point of a curve: the curve's name and the x of its point (see `report/plots.py`)
+    series, size         a point of a curve: the curve's name and the x of its point (see `report/curves.py`)
     gflops               10^9 floating-point operations a second
     percent_of_peak      our rate as a share of the FMA peak of the cores used (`roofline.measure`)
     peak_gb_per_s        10^9 bytes a second that those cores, or the GPU, can read from memory
@@ -16,7 +16,7 @@ its rows has that figure. To show a new figure, add a line to `COLUMNS`.
     bus_gb_per_s         10^9 bytes a second that a rank sends, by the algorithm's formula
     rows_per_s           rows (examples, sequences) of a global batch per second
     bytes_per_step       bytes that a rank sends to the others in a step
-    comm_overlap         share of the communication's time in which a rank did something else, 0 to 1
+    hidden               share of the time with a message under way in which a rank did not wait, 0 to 1
     goal                 {"of": "ratio", "median" or "beyond_peer", "below": limit}: a goal of this project
     note                 a few words on what is measured
     peer, ...            a comparison with another program, see `turns.py`
@@ -32,7 +32,7 @@ its rows has that figure. To show a new figure, add a line to `COLUMNS`.
     idea, lines, held    of a rung of the training ladder: its idea in a few words, the lines of its file, and
                          the bytes of parameters, gradients and optimizer state on the rank with most of them
 
-The CUDA ladder has a table of its own (`report/ladder.py`), with these figures: rung, dtype ("tf32" is
+The CUDA ladder has a table of its own (`report/ladders.py`), with these figures: rung, dtype ("tf32" is
 float32 with factors rounded to TF32), order ("nt": b is transposed), peer_gflops, peak_gflops, peak_gb_per_s.
 """
 
@@ -185,6 +185,16 @@ PEER_TIME = extra("peer's time", "peer_median", seconds)
 SHARE = extra("of the peer's speed", "percent_of_peer", _percent)
 RATIO = Column("ratio of times", _ratio, "extra_info.ratio (pair_ratio_q1–pair_ratio_q3)")
 BEYOND = extra("time minus peer's", "beyond_peer", difference)
+HIDDEN = extra("communication hidden", "hidden", lambda share: f"{100 * share:.0f}%")
+YARDSTICK = Column("over one process", _yardstick, "extra_info.over_yardstick")
+EXPLAINED = {
+    RATIO.key: "A ratio is the median over pairs of turns; it may differ from the quotient of the medians.",
+    YARDSTICK.key: "Over one process: in turns with one process that has all cores.",
+    HIDDEN.key: "Communication hidden: of the time with a message under way, the share in which a rank did "
+    "not wait for one. CPU ranks copy and add messages themselves, and a small model's gradients are one "
+    "message, sent when the backward pass has ended. So 0% is normal there.",
+}
+"""What is told below a table with these columns, by the column's key."""
 GOAL = Column("goal", _goal, "extra_info.goal", right=False)
 COLUMNS = (
     Column("cost", _cost, "extra_info.cost and par"),
@@ -196,7 +206,7 @@ COLUMNS = (
     SHARE,
     extra("of the FMA peak", "percent_of_peak", _percent),
     extra("of the GPU's peak", "percent_of_gpu_peak", _percent),
-    Column("over one process", _yardstick, "extra_info.over_yardstick"),
+    YARDSTICK,
     extra("efficiency", "efficiency", lambda share: f"{100 * share:.0f}%"),
     RATIO,
     BEYOND,
@@ -214,7 +224,7 @@ COLUMNS = (
     extra("predicted", "predicted", seconds),
     extra("GB/s", "bus_gb_per_s", number),
     extra("rows/s", "rows_per_s", number),
-    extra("communication hidden", "comm_overlap", lambda share: _percent(100 * share)),
+    HIDDEN,
     extra("the one idea", "idea", right=False),
     extra("note", "note", right=False),
 )

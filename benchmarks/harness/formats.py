@@ -13,14 +13,6 @@ def seconds(value: float) -> str:
     return f"{_three(value)} s"
 
 
-def unit_of_seconds(longest: float) -> tuple[str, float]:
-    """Return the unit for an axis of durations up to `longest`, and the factor from seconds to it."""
-    for limit, unit, scale in ((1e-3, "µs", 1e6), (1.0, "ms", 1e3)):
-        if longest < limit:
-            return unit, scale
-    return "s", 1.0
-
-
 def size(value: float) -> str:
     """Format bytes with three significant digits: `26.5 KB` (decimal units, as networks count)."""
     if value < 1e3:

@@ -38,15 +38,6 @@ def _identity(machine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(machine: dict[str, Any]) -> str:
-    """Say which CPU a description is of: `CPU family 25, model 17, stepping 1`."""
-    parts = str(machine.get("cpu_id") or "").split("-")
-    names = ("family", "model", "stepping") if len(parts) == 3 else [each[4:] for each in CPU_FIELDS[1]]
-    if len(parts) != len(names):
-        return "CPU family, model and stepping not recorded"
-    return f"CPU {', '.join(' '.join(each) for each in zip(names, parts, strict=True))}"
-
-
 def cpu_id(cpuinfo: str = "/proc/cpuinfo") -> str:
     """Return the CPU's family, model and stepping, as `25-17-1`, or ARM's numbers; "" if unknown."""
     try:

@@ -6,18 +6,27 @@ chapter follows from the keys in its extra_info, or else from its suite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import chapter_plots, gantt, ladders, plots, rooflines, tables, verdicts
+from minidist.benchmarks.report import bars, curves, ladders, tables, verdicts
 from minidist.benchmarks.report.figures import Plot
-from minidist.benchmarks.report.pieces import Bullets, Figure, Figures, Folded, Part, Piece, Words, identifier
-from minidist.benchmarks.report.sections import Section, sections
+from minidist.benchmarks.report.pieces import (
+    Bars,
+    Bullets,
+    Folded,
+    Part,
+    Piece,
+    Words,
+    figures,
+    identifier,
+)
+from minidist.benchmarks.report.tables import Section, sections
 
-MOST_RATIOS = 30  # a figure with more comparisons is folded
+MOST_RATIOS = 24  # a figure with more comparisons is folded
 MOST_BARS = 16  # a group with more results gets no bars
 DRAWN = {"scaling", "timeline", "par"}  # results with these keys are in their chapter's own figures
 
@@ -49,12 +58,6 @@ class Shown:
         return [entry for entry in self.entries if {"idea", "lines"} <= entry["extra_info"].keys()]
 
 
-def figures(several: Iterable[tuple[str, str, Plot | None]]) -> list[Piece]:
-    """Return figures, each with its name and heading, next to each other; none if none was drawn."""
-    made = [Figure(name, heading, plot) for name, heading, plot in several if plot]
-    return [Figures(made)] if made else []
-
-
 def strategies(shown: Shown) -> list[Piece]:
     """The tables of strategies, the fullest first, with all their comparisons at a glance."""
     groups: dict[str, list[Entry]] = {}
@@ -73,7 +76,7 @@ def strategies(shown: Shown) -> list[Piece]:
 
 
 def _ratios(entries: Sequence[Entry], name: str) -> list[Piece]:
-    shown = figures([(name, "Our time over the peer's", chapter_plots.ratios(entries))])
+    shown = figures([(name, "Our time over the peer's", bars.ratios(entries))])
     many = len(verdicts.tally(entries).entries)
     return [Folded(f"All {many} comparisons at a glance", shown)] if many > MOST_RATIOS else shown
 
@@ -84,8 +87,8 @@ def plain(shown: Shown) -> list[Piece]:
     if not rows:
         return []
     table = tables.of_rungs(rows, shown.slug, shown.found, place)
-    bars = (f"{shown.name}-bars", "What the fullest rank holds", chapter_plots.measured_memory(rows))
-    return [Words(title=rows[0]["group"], name=place), table, *figures([bars])]
+    held = (f"{shown.name}-bars", "What the fullest rank holds", bars.measured_memory(rows))
+    return [Words(title=rows[0]["group"], name=place), table, *figures([held])]
 
 
 def zero(shown: Shown) -> list[Piece]:
@@ -93,16 +96,29 @@ def zero(shown: Shown) -> list[Piece]:
     made = []
     for number, ((model, ranks), stages) in enumerate(verdicts.zero_stages(shown.entries).items()):
         rows = [entry for _, entry in sorted(stages.items())]
-        bars = chapter_plots.measured_memory(rows) if len(rows) > 1 else None
-        made.append((f"{shown.name}-bars-{number}", f"Memory of {model} on {ranks} ranks", bars))
+        chart = bars.measured_memory(rows, _one_bucket(stages)) if len(rows) > 1 else None
+        made.append((f"{shown.name}-bars-{number}", f"Memory of {model} on {ranks} ranks", chart))
     return figures(made)
+
+
+def _one_bucket(stages: dict[int, Entry]) -> str:
+    """Say why a stage counts more bytes than the one before it, if one does."""
+    total = {stage: sum(entry["extra_info"]["memory"].values()) for stage, entry in stages.items()}
+    above = [stage for stage in total if total[stage] > total.get(stage - 1, total[stage])]
+    if not above:
+        return ""
+    names = " and ".join(f"ZeRO-{stage}" for stage in above)
+    return (
+        f" {names} counts more than the stage before: until they are sent, gradients wait in a bucket of up "
+        "to 25 MB beside the rank's own share, and a model this small fits into one. Larger models gain."
+    )
 
 
 def pipelines(shown: Shown) -> list[Piece]:
     """A step of each schedule, simulated and measured."""
     entries = [entry for entry in shown.entries if entry["extra_info"].get("timeline")]
     return figures(
-        (f"{shown.name}-gantt-{number}", verdicts.schedule_name(entry), gantt.chart(entry))
+        (f"{shown.name}-gantt-{number}", verdicts.schedule_name(entry), bars.timeline(entry))
         for number, entry in enumerate(entries)
     )
 
@@ -114,41 +130,34 @@ def scaling(shown: Shown) -> list[Piece]:
         (
             f"{shown.name}-{kind}",
             f"{kind.capitalize()} scaling",
-            chapter_plots.scaling(shown.entries, kind, cores),
+            curves.scaling(shown.entries, kind, cores),
         )
         for kind in ("strong", "weak")
     )
 
 
 def collectives(shown: Shown) -> list[Piece]:
-    """Our time over the peer's, for each number of ranks."""
-    return figures(
-        (f"{shown.name}-gloo-{ranks}", f"Our time over the peer's, {ranks} ranks", plot)
-        for ranks, plot in chapter_plots.collectives(shown.entries).items()
+    """All comparisons with another library."""
+    return _ratios(
+        [entry for entry in shown.entries if verdicts.is_collective(entry)], f"{shown.name}-ratios"
     )
 
 
 def matrix_products(shown: Shown) -> list[Piece]:
-    """Bars and rooflines of the CPU ladder; figures and the table of the CUDA ladder."""
-    device, name = str(shown.found["machine_info"]["cpu"]), f"{shown.name}-cpu"
-    pieces = figures(
-        [
-            (f"{name}-0", "The CPU ladder", rooflines.cpu_bars(shown.entries)),
-            (f"{name}-1", "Roofline of one core", rooflines.cpu_roofline(shown.entries, device)),
-        ]
-    )
+    """Roofline of the CPU ladder, whose bars are on the card; figures and the table of the CUDA ladder."""
+    below = ladders.cpu_roofline(shown.entries, str(shown.found["machine_info"]["cpu"]))
+    pieces = figures([(f"{shown.name}-cpu", "Roofline of one core", below)])
     climbed = ladders.cuda_ladder(shown.slug, shown.found)
     return pieces + (cuda_ladder(climbed, f"{identifier(shown.slug)}-ladder") if climbed else [])
 
 
 def cuda_ladder(climbed: ladders.CudaLadder, name: str) -> list[Piece]:
-    """The CUDA ladder's figures and table, or that it was not measured."""
-    made: list[tuple[str, str, Plot | None]] = []
-    if climbed.machine:
-        below = rooflines.cuda_roofline(climbed)
-        made.append((f"{name}-bars", "The CUDA ladder", rooflines.cuda_bars(climbed)))
-        made.append((f"{name}-roofline", f"Roofline of {climbed.device}", below))
-    return [Words(climbed.about, climbed.title, name), *figures(made), climbed.table(name)]
+    """The CUDA ladder's figures and table."""
+    made: list[tuple[str, str, Bars | Plot | None]] = [
+        (f"{name}-bars", "The CUDA ladder", ladders.cuda_bars(climbed)),
+        (f"{name}-roofline", f"Roofline of {climbed.device}", ladders.cuda_roofline(climbed)),
+    ]
+    return [Words(ladders.CUDA_ABOUT, climbed.title, name), *figures(made), climbed.table(name)]
 
 
 def lessons(shown: Shown) -> list[Piece]:
@@ -160,13 +169,8 @@ def lessons(shown: Shown) -> list[Piece]:
     sentence = Words(f"{met} of {len(rows)} solutions cost no more than par.", quiet=False)
     return [
         sentence,
-        *figures([(f"{shown.name}-par", "Solutions against par", chapter_plots.lessons(rows))]),
+        *figures([(f"{shown.name}-par", "Solutions against par", bars.lessons(rows))]),
     ]
-
-
-def nothing(shown: Shown) -> list[Piece]:
-    """Open with the first section."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class Chapter:
     about: str
     suites: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()  # a result with all these keys in extra_info belongs here
-    opening: Callable[[Shown], list[Piece]] = nothing  # what comes before its sections
+    opening: Callable[[Shown], list[Piece]] = lambda shown: []  # what comes before its sections
 
 
 CHAPTERS = (
@@ -205,15 +209,15 @@ CHAPTERS = (
         "zero",
         "ZeRO: which rank holds what",
         "Each stage shards one more part of the memory over the ranks: first the optimizer state, then the "
-        "gradients, then the parameters.",
-        ("bench_zero", "bench_fully_shard", "bench_recompute"),
+        "gradients, then the parameters. Buckets that are under way come on top.",
+        ("bench_zero", "bench_recompute"),
         opening=zero,
     ),
     Chapter(
         "pipelines",
         "Pipelines",
         "Each row is a rank, and each box a pass of a micro-batch; in the gaps the rank waits. The upper "
-        "chart is the simulated schedule, the lower one was measured, and both have the same time scale.",
+        "rows are the simulated schedule, the lower ones were measured, and all have the same time scale.",
         ("bench_pipeline",),
         ("timeline",),
         pipelines,
@@ -222,7 +226,9 @@ CHAPTERS = (
         "scaling",
         "Scaling",
         "Strong scaling divides one batch over more ranks; ideally N ranks are N times as fast. Weak scaling "
-        "gives every rank the same number of rows; ideally the step takes no longer.",
+        "gives every rank the same number of rows; ideally the step takes no longer. Every rank has one "
+        "thread here, also the single one. The tables of strategies compare with one process on all cores, "
+        "so their gains are smaller.",
         ("bench_scaling",),
         ("scaling",),
         scaling,
@@ -311,7 +317,8 @@ def _section(section: Section, shown: Shown, name: str) -> list[Piece]:
     curved = any("predicted" in extra or {"series", "size", "gflops"} <= extra for extra in extras)
     # The chapter's own figures already show these results.
     opened = any(DRAWN & extra for extra in extras)
-    plot = plots.plot(section) if curved or not (small or large or opened) else None
+    drawn = curves.of_section(section) if curved else None
+    plot = drawn or (None if small or large or opened else bars.of_section(section.entries))
     table = tables.of_section(section, shown.slug, shown.found, name)
     return [Words(section.about, section.title, name), *figures([(name, "", plot)]), *_fits(section), table]
 

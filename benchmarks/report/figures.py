@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 4.6  # inches; 10 pt letters are then 11 px high on a screen of 390 px
+WIDTH = 3.8  # inches; 10 pt letters are then 12 px high on a screen of 390 px
 SERIES = 8  # number of series colours that the page defines, --series-0 to --series-7
-INK, MUTED, GRID, PEER, GOOD, BAD, CARD = (f"#0000f{index}" for index in range(7))
-STAND_INS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PEER: "--peer", GOOD: "--good", BAD: "--bad"}
-STAND_INS |= {CARD: "--card"}
+INK, MUTED, GRID, PEER = (f"#0000f{index}" for index in range(4))
+STAND_INS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PEER: "--peer"}
 STAND_INS |= {f"#0001f{index}": f"--series-{index}" for index in range(SERIES)}
 LIMIT: dict[str, Any] = {"color": INK, "linewidth": 1.2, "linestyle": "--"}
 """The style of a line that bars and curves are compared with."""
@@ -54,26 +53,19 @@ def color(index: int) -> str:
 
 def figure(height: float) -> tuple[Figure, Axes]:
     """Return an empty figure with one axes."""
-    drawn, (axes,) = stacked(height, 1)
-    return drawn, axes
-
-
-def stacked(height: float, rows: int) -> tuple[Figure, list[Axes]]:
-    """Return an empty figure with several axes above each other that share the x axis."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"font.size": 10, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        several = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
+        axes = figure.subplots()
     figure.patch.set_alpha(0)
-    for axes in several:
-        axes.patch.set_alpha(0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(colors=MUTED, labelsize=9, length=0)
-        axes.grid(color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-    return figure, several
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(colors=MUTED, labelsize=10, length=0)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
 
 
 def svg(figure: Figure, name: str) -> str:
@@ -97,36 +89,6 @@ def svg(figure: Figure, name: str) -> str:
     used = set(re.findall(r"#([\w.-]+)", svg))
     svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
     return re.sub(r"#(?=[\w.-]+[\")])", f"#{name}-", svg)
-
-
-def after(axes: Axes, x: float, y: float, text: str) -> None:
-    """Write a text after the end of a bar, on top of any line there."""
-    ground = {"facecolor": CARD, "edgecolor": "none", "pad": 0.8}
-    offset: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points"}
-    axes.annotate(text, (x, y), **offset, va="center", fontsize=9, color=MUTED, bbox=ground, zorder=3)
-
-
-def legend(figure: Figure, names: dict[str, str], columns: int = 3) -> None:
-    """Draw a legend below the figure; `names` maps colours to names."""
-    from matplotlib.patches import Patch
-
-    figure.legend(
-        handles=[Patch(color=shade, label=name) for shade, name in names.items()],
-        loc="outside lower left",
-        ncols=columns,
-        frameon=False,
-        fontsize=9,
-        labelcolor=MUTED,
-        handlelength=1.0,
-        columnspacing=1.2,
-    )
-
-
-def rows_down(axes: Axes, count: int, axis: str, top: float = -0.6, bottom: float = -0.4) -> None:
-    """Number rows of bars from the top; each row has its name written above it, so the y axis has none."""
-    axes.set_ylim(count + bottom, top)
-    axes.set_yticks([])
-    axes.set_xlabel(axis)
 
 
 def powers_of_two(axes: Axes, ticks: Sequence[int], words: Callable[[int], str] = str) -> None:
@@ -183,26 +145,3 @@ def name_ends(
     offset: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
     for (x, _, name, shade), height in spread(ends, gap, *axes.get_ylim(), log=log):
         axes.annotate(name, (x, height), va="center", color=shade, fontsize=fontsize, **offset)
-
-
-def shares(
-    rows: list[tuple[str, float | None, str, str]], of: str, caption: str, what: str = "share of"
-) -> Plot:
-    """Draw percentages as bars with a line at 100.
-
-    A row has a name, a percentage or None, a text and a colour.
-    """
-    drawn, axes = figure(0.6 + 0.27 * len(rows))
-    for row, (_, percent, text, shade) in enumerate(rows):
-        reach = percent or 0.0
-        axes.barh(row, reach, height=0.62, color=shade)
-        after(axes, 100.0 if 70 < reach < 100 else reach, row, text)  # not on the line
-    axes.axvline(100.0, **LIMIT)
-    axes.set_xlim(0, max(110.0, *(percent or 0.0 for _, percent, _, _ in rows)) * 1.3)
-    rows_down(axes, len(rows), f"{what} {of}, percent")
-    axes.set_yticks(range(len(rows)), [name for name, _, _, _ in rows])
-    for label, (_, _, _, shade) in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_color(shade)
-    axes.grid(visible=False, axis="y")
-    told = "; ".join(f"{name} {text}" for name, _, text, _ in rows)
-    return Plot(drawn, f"Bars with a line at 100 percent of {of}: {told}.", caption)

@@ -1,13 +1,13 @@
-"""The findings: up to five sentences, computed from the results, for a reader in a hurry.
+"""The findings: short sentences about one machine, computed from its results, for a reader in a hurry.
 
-Each subject makes a sentence from one machine's results, or None if they lack the figures for it. A sentence
-says so if the spread leaves a comparison open.
+Each subject makes a finding, or None if the results lack the figures for it. No sentence has more than
+`LONGEST` words, and none names a class or a function. A finding says so if the spread leaves it open.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from minidist.benchmarks.harness import columns, formats, machine, results
@@ -17,22 +17,16 @@ from minidist.benchmarks.report import ladders, verdicts
 from minidist.benchmarks.report.chapters import chapter_of
 from minidist.benchmarks.report.pieces import Finding, Number, Word
 
-MOST = 5
+LONGEST = 20
+MOST = 8
 
 
-def findings(machines: Mapping[str, Results], most: int = MOST) -> list[Finding]:
-    """Return at most `most` findings, each from the first machine that has it."""
-    entries = {slug: results.newest(found) for slug, found in machines.items()}
-    made = []
-    for alternatives in SUBJECTS:
-        for subject, slug in ((s, m) for s in alternatives for m in machines):
-            finding = subject(entries[slug], machines[slug])
-            if finding is not None:
-                info = machines[slug]["machine_info"]
-                named = machine.title(info) if len(machines) > 1 or info.get("another") else ""
-                made.append(replace(finding, slug=slug, machine=named))
-                break
-    return made[:most]
+def findings(slug: str, found: Results, most: int = MOST) -> list[Finding]:
+    """Return at most `most` findings from a machine's results; another machine's say whose they are."""
+    entries, info = results.newest(found), found["machine_info"]
+    made = [each for subject in SUBJECTS if (each := subject(entries, found)) is not None]
+    title = machine.title(info) if info.get("another") else ""
+    return [replace(each, slug=slug, machine=title) for each in made[:most]]
 
 
 def finding(chapter: str, *words: Word, rests_on: Sequence[Entry] = ()) -> Finding:
@@ -42,26 +36,71 @@ def finding(chapter: str, *words: Word, rests_on: Sequence[Entry] = ()) -> Findi
     return Finding(words, (*named, *others), chapter)
 
 
+def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
+    """Compare the first rung with the last on one core, and the last with BLAS."""
+    everything = ladders.climbed(entries)
+    rungs = [rung for rung in everything if not rung.all_cores]
+    if len(rungs) < 2:
+        return None
+    first, last = rungs[0].entry, rungs[-1].entry
+    extra = last["extra_info"]
+    words: list[Word] = [
+        "On one core, matrix products climb from ",
+        Number(f"{formats.number(rungs[0].gflops)} GFLOP/s", first),
+        f" at rung {rungs[0].number} to ",
+        Number(f"{formats.number(rungs[-1].gflops)} GFLOP/s", last),
+        f" at rung {rungs[-1].number}. ",
+    ]
+    if columns.verdict(last) == "undecided":
+        words.append("The last rung and NumPy show no difference beyond the spread. ")
+    elif "percent_of_peer" in extra:
+        share = Number(f"{formats.number(extra['percent_of_peer'])}%", last)
+        words += ["That is ", share, " of NumPy's speed. "]
+    if "percent_of_peak" in extra:
+        share = Number(f"{formats.number(extra['percent_of_peak'])}%", last)
+        words += ["The core's peak is used to ", share, "."]
+    for rung in everything:
+        if rung.number == ladders.MATRIX_UNIT:
+            rate = Number(f"{formats.number(rung.gflops)} GFLOP/s", rung.entry)
+            words += [" The matrix unit reaches ", rate, " in bf16."]
+    return finding("ladders", *words)
+
+
+def cuda_ladder(entries: list[Entry], found: Results) -> Finding | None:
+    """Find the rung that comes nearest to the vendor's product, in each arithmetic."""
+    climbed = ladders.cuda_ladder("", found)
+    best: dict[str, tuple[float, Entry, str]] = {}
+    for row in climbed.rows if climbed else ():
+        for size, entry in row.entries.items():
+            percent = row.percent(size)
+            if percent is not None and percent > best.get(str(row.dtype), (0.0,))[0]:
+                best[str(row.dtype)] = percent, entry, formats.kind_name(str(row.dtype))
+    if not best:
+        return None
+    words: list[Word] = ["The CUDA ladder, written in Python, reaches "]
+    for index, (percent, entry, kind) in enumerate(sorted(best.values(), key=lambda each: -each[0])[:3]):
+        words += [", " if index else "", Number(f"{formats.number(percent)}%", entry), f" in {kind}"]
+    return finding("ladders", *words, " of torch's speed.")
+
+
 def strategies(entries: list[Entry], found: Results) -> Finding | None:
-    """Count the strategies that are faster than another library, and name the two extremes."""
+    """Count the training steps that are faster than another library's, and name the two extremes."""
     counted = verdicts.tally(verdicts.strategies(entries))
     many = len(counted.entries)
     if not many:
         return None
     words: list[Word] = [
-        f"{many} training steps ran in turns with another library's on the same batch: "
-        f"{len(counted.faster)} took less time, {len(counted.slower)} took more, and "
-        f"{len(counted.undecided)} showed {verdicts.UNDECIDED}"
+        f"Of {many} training steps beside another library's, {len(counted.faster)} are faster, "
+        f"{len(counted.slower)} slower and {len(counted.undecided)} undecided."
     ]
-    ends = [entry for entry in (counted.best, counted.worst) if entry is not None]
-    for index, entry in enumerate(ends):
-        words += [
-            " and " if index else "; the extremes are " if len(ends) > 1 else "; the extreme is ",
-            f"{verdicts.name(entry)} with ",
-            Number(formats.times(verdicts.ratio(entry)), entry),
-            f" times the time of {entry['extra_info']['peer']}",
-        ]
-    return finding("strategies", *words, ".", rests_on=counted.entries)
+    for entry in (counted.best, counted.worst):
+        if entry is not None:
+            words += [
+                f" {verdicts.name(entry)[0].upper()}{verdicts.name(entry)[1:]} takes ",
+                Number(formats.times(verdicts.ratio(entry)), entry),
+                f" of {verdicts.library(entry)}'s time.",
+            ]
+    return finding("strategies", *words, rests_on=counted.entries)
 
 
 def zero(entries: list[Entry], found: Results) -> Finding | None:
@@ -70,25 +109,26 @@ def zero(entries: list[Entry], found: Results) -> Finding | None:
     pairs = [(stages, key) for key, stages in several.items() if 0 in stages and len(stages) > 1]
     if not pairs:
         return None
-    stages, (model, ranks) = max(pairs, key=lambda pair: (len(pair[0]), pair[1][1]))
+    stages, (_, ranks) = max(pairs, key=lambda pair: (len(pair[0]), pair[1][1]))
     plain, sharded = stages[0], stages[max(stages)]
     before, after = (columns.memory_of(entry) or 0 for entry in (plain, sharded))
     words: list[Word] = [
-        f"ZeRO-{max(stages)} trains {model} on {ranks} ranks in ",
+        f"On {ranks} ranks ZeRO-{max(stages)} holds ",
         Number(formats.size(after), sharded),
-        " per rank, where plain data parallelism takes ",
+        " a rank, plain data parallelism ",
         Number(formats.size(before), plain),
-        f" ({100 * after / before:.0f}%)",
+        ".",
     ]
     sent = [entry["extra_info"].get("bytes_per_step") for entry in (sharded, plain)]
     if all(sent):
         words += [
-            ", and sends ",
+            " A step of it sends ",
             Number(formats.size(sent[0]), sharded),
-            " per step instead of ",
+            " instead of ",
             Number(formats.size(sent[1]), plain),
+            ".",
         ]
-    return finding("zero", *words, ".")
+    return finding("zero", *words)
 
 
 def scaling(entries: list[Entry], found: Results) -> Finding | None:
@@ -109,62 +149,44 @@ def scaling(entries: list[Entry], found: Results) -> Finding | None:
         (entry for entry in fitting if entry["extra_info"]["size"] == size),
         key=lambda entry: -entry["extra_info"]["efficiency"],
     )
-    where = f", which share {cores} core{'s' if cores > 1 else ''}," if size > cores else ""
-    words: list[Word] = [f"On {size} ranks{where} one batch trains "]
+    where = f" on {cores} core{'s' if cores > 1 else ''}" if size > cores else ""
+    words: list[Word] = [f"With one thread a rank, {size} ranks{where} train "]
     for index, entry in enumerate(ranked[:1] + ranked[1:][-1:]):
-        share = entry["extra_info"]["efficiency"]
-        words += [
-            " and " if index else "",
-            Number(f"{share * size:.2f} times", entry),
-            f" as fast as on one with {entry['extra_info']['series']} ({100 * share:.0f}% of the ideal)",
-        ]
-    return finding("scaling", *words, ".", rests_on=ranked)
+        rate = Number(f"{entry['extra_info']['efficiency'] * size:.2f} times", entry)
+        words += [" and " if index else "", rate, f" ({entry['extra_info']['series']})"]
+    words.append(" as fast as one. ")
+    if cores > 1:
+        words.append("The tables of strategies compare with one process on all cores, so they gain less.")
+    return finding("scaling", *words, rests_on=ranked)
 
 
 def pipelines(entries: list[Entry], found: Results) -> Finding | None:
     """Compare how long ranks wait under each schedule, measured and simulated."""
-    bubbles = {
-        verdicts.schedule_name(entry): entry
-        for entry in entries
-        if {"bubble", "schedule"} <= entry["extra_info"].keys()
-        and {"simulated", "measured"} <= entry["extra_info"]["bubble"].keys()
-    }
-    told: list[tuple[Number, str]] = []
-    for name, entry in bubbles.items():
-        share = entry["extra_info"]["bubble"]
-        simulated = f" of a step under {name} (simulated: {100 * share['simulated']:.1f}%)"
-        told.append((Number(f"{100 * share['measured']:.1f}%", entry), simulated))
-    if not bubbles:  # results from before timelines were kept
-        for entry in entries:
-            if entry["extra_info"].get("peer") == "the simulation":
-                name = verdicts.TITLES.get(columns.label(entry), columns.label(entry))
-                number = Number(formats.times(verdicts.ratio(entry)), entry)
-                told.append((number, f" times as long as simulated under {name}"))
-    if not told:
-        return None
-    words: list[Word] = [f"A pipeline's ranks wait {'for ' if bubbles else ''}"]
-    for index, pair in enumerate(told):
-        words += ["" if index == 0 else " and " if index == len(told) - 1 else ", ", *pair]
-    return finding("pipelines", *words, ".")
+    words: list[Word] = []
+    for entry in entries:
+        extra = entry["extra_info"]
+        if {"simulated", "measured"} <= extra.get("bubble", {}).keys() and "schedule" in extra:
+            waits = Number(f"{100 * extra['bubble']['measured']:.1f}%", entry)
+            simulated = f"{100 * extra['bubble']['simulated']:.1f}%"
+            name = verdicts.schedule_name(entry)
+            words.append(f"{' ' if words else ''}{name[0].upper()}{name[1:]}'s")
+            words += [" ranks wait for ", waits, f" of a step; the simulation says {simulated}."]
+    return finding("pipelines", *words) if words else None
 
 
 def recompute(entries: list[Entry], found: Results) -> Finding | None:
-    """Report what recomputing activations costs in time."""
+    """Name the price of recomputing activations."""
     whole = [
         entry for entry in entries if entry["suite"] == "bench_recompute" and "ratio" in entry["extra_info"]
     ]
     if not whole:
         return None
     entry = max(whole, key=verdicts.ratio)
-    extra = entry["extra_info"]
-    words: list[Word] = [f"Steps with and without recomputed activations show {verdicts.UNDECIDED}"]
-    if not columns.undecided(entry):
-        words = [
-            "A step that recomputes its activations takes ",
-            Number(formats.times(extra["ratio"]), entry),
-            " times as long as one that keeps them",
-        ]
-    return finding("zero", *words, f": {extra['note']}" if "note" in extra else "", ".")
+    if columns.undecided(entry):
+        words: list[Word] = [f"Steps with and without recomputed activations show {verdicts.UNDECIDED}."]
+        return finding("zero", *words, rests_on=[entry])
+    times = Number(formats.times(verdicts.ratio(entry)), entry)
+    return finding("zero", "A step that recomputes its activations takes ", times, " times as long.")
 
 
 def goals(entries: list[Entry], found: Results) -> Finding | None:
@@ -173,70 +195,17 @@ def goals(entries: list[Entry], found: Results) -> Finding | None:
     if not judged:
         return None
     met = sum(kept for _, (_, _, kept) in judged)
-    words: list[Word] = [f"This project meets {met} of the {len(judged)} goals that it set itself"]
+    words: list[Word] = [f"Here the project meets {met} of the {len(judged)} goals that it set itself."]
     missed = [(entry, value / limit) for entry, (value, limit, kept) in judged if not kept]
     if missed:
         entry, times = max(missed, key=lambda each: each[1])
-        words += [f"; {columns.label(entry)} misses by most, at "]
-        words.append(Number(f"{formats.times(times)} times its limit", entry))
+        words += [
+            f" Farthest: {columns.label(entry).replace('_', ' ')}, at ",
+            Number(f"{formats.times(times)} times its limit", entry),
+            ".",
+        ]
     first = entry if missed else judged[0][0]
-    return finding(chapter_of(first), *words, ".", rests_on=[entry for entry, _ in judged])
-
-
-def cpu_ladder(entries: list[Entry], found: Results) -> Finding | None:
-    """Compare the first rung with the last on one core, and the last with BLAS."""
-    rungs = [
-        entry
-        for entry in entries
-        if entry["suite"] == "bench_cpu_matmul" and {"series", "size"} <= entry["extra_info"].keys()
-    ]
-    largest: dict[str, Entry] = {}
-    for entry in sorted(rungs, key=lambda entry: entry["extra_info"]["size"]):
-        largest[entry["extra_info"]["series"]] = entry
-    if len(largest) < 2:
-        return None
-    first, last = largest[min(largest)], largest[max(largest)]
-    extra, peer = last["extra_info"], last["extra_info"].get("peer", "the library")
-    words: list[Word] = [
-        "On one core the ladder of matrix products climbs from ",
-        Number(f"{formats.number(first['extra_info']['gflops'])} GFLOP/s", first),
-        f" ({_rung(first)}) to ",
-        Number(f"{formats.number(extra['gflops'])} GFLOP/s", last),
-        f" ({_rung(last)}, n = {extra['size']:,})",
-    ]
-    if columns.verdict(last) == "undecided":
-        words.append(f", with {verdicts.UNDECIDED} against {peer}")
-    elif "percent_of_peer" in extra:
-        share = Number(f"{formats.number(extra['percent_of_peer'])}%", last)
-        words += [", which is ", share, f" of {peer}'s speed"]
-    if "percent_of_peak" in extra:
-        share = Number(f"{formats.number(extra['percent_of_peak'])}%", last)
-        words += [" and ", share, " of the core's peak"]
-    return finding("ladders", *words, ".")
-
-
-def _rung(entry: Entry) -> str:
-    number, _, idea = str(entry["extra_info"]["series"]).partition(" ")
-    return f"rung {number}, {idea}"
-
-
-def cuda_ladder(entries: list[Entry], found: Results) -> Finding | None:
-    """Find the rung that comes nearest to the vendor's product, in each arithmetic."""
-    climbed = ladders.cuda_ladder("", found)
-    if climbed is None:
-        return None
-    best: dict[str, tuple[float, Entry, str]] = {}
-    for row in climbed.rows:
-        for size, entry in row.entries.items():
-            percent = row.percent(size)
-            if percent is not None and percent > best.get(str(row.dtype), (0.0,))[0]:
-                best[str(row.dtype)] = percent, entry, f"{row.name}, n = {size:,}"
-    if not best:
-        return None
-    words: list[Word] = ["The CUDA ladder, written in Python, reaches "]
-    for index, (percent, entry, rung) in enumerate(sorted(best.values(), key=lambda each: -each[0])[:3]):
-        words += [", " if index else "", Number(f"{formats.number(percent)}%", entry), f" ({rung})"]
-    return finding("ladders", *words, " of torch.matmul's speed in the same arithmetic.")
+    return finding(chapter_of(first), *words, rests_on=[entry for entry, _ in judged])
 
 
 def collectives(entries: list[Entry], found: Results) -> Finding | None:
@@ -247,39 +216,34 @@ def collectives(entries: list[Entry], found: Results) -> Finding | None:
     fewest = min(entry["extra_info"]["ranks"] for entry in compared)
     most = max(e["extra_info"]["bytes"] for e in compared if e["extra_info"]["ranks"] == fewest)
     same = [e for e in compared if (e["extra_info"]["ranks"], e["extra_info"]["bytes"]) == (fewest, most)]
-    counted = verdicts.tally(compared)
-    decided = verdicts.tally(same)
+    counted, decided = verdicts.tally(compared), verdicts.tally(same)
     example = decided.best or decided.worst
-    peer, at = same[0]["extra_info"]["peer"], f"{formats.binary_size(most)} on {fewest} ranks"
-    words: list[Word] = [f"For {at} there is {verdicts.UNDECIDED} between minidist and {peer}"]
+    at = f"{formats.binary_size(most)} on {fewest} ranks"
+    words: list[Word] = [
+        f"For {at} there is {verdicts.UNDECIDED} between minidist and {verdicts.library(same[0])}."
+    ]
     if example is not None:
         words = [
             f"{columns.label(example).partition(',')[0].capitalize()} of {at} takes ",
             Number(formats.times(example["extra_info"]["ratio"]), example),
-            f" of {example['extra_info']['peer']}'s time",
+            f" of {verdicts.library(example)}'s time.",
         ]
     words.append(
-        f"; of all {len(compared)} comparisons minidist wins {len(counted.faster)} and loses "
-        f"{len(counted.slower)}, and {len(counted.undecided)} are undecided"
+        f" Of {len(compared)} collectives, {len(counted.faster)} are faster, {len(counted.slower)} slower "
+        f"and {len(counted.undecided)} undecided."
     )
     predicted = [e for e in entries if "predicted" in e["extra_info"] and e["suite"] == "bench_collectives"]
     if predicted:
         off = statistics.median(
-            abs(entry["extra_info"]["predicted"] / entry["stats"]["median"] - 1) for entry in predicted
+            abs(e["extra_info"]["predicted"] / e["stats"]["median"] - 1) for e in predicted
         )
-        words.append(f"; the cost model's median error over {len(predicted)} times is {100 * off:.0f}%")
-    return finding("collectives", *words, ".", rests_on=[*compared, *predicted])
+        words.append(f" The cost model's predictions are off by {100 * off:.0f}% in the median.")
+    return finding("collectives", *words, rests_on=[*compared, *predicted])
 
 
 Subject = Callable[[list[Entry], Results], Finding | None]
-# The most asked come first. Of several subjects in one line, the first that has a finding counts.
-SUBJECTS: tuple[tuple[Subject, ...], ...] = (
-    (strategies,),
-    (zero,),
-    (cuda_ladder, cpu_ladder),
-    (collectives,),
-    (scaling,),
-    (pipelines,),
-    (recompute,),
-    (goals,),
+SUBJECTS: tuple[Subject, ...] = (
+    *(cpu_ladder, cuda_ladder, collectives, strategies),
+    *(scaling, zero, pipelines, recompute, goals),
 )
+"""In the order of the lessons, as a reader meets them."""

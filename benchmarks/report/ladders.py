@@ -1,120 +1,138 @@
-"""The ladders of matrix products in one table each: every rung's speed as a share of the library's.
+"""The ladders of matrix products: each rung's speed, and in a table its share of the library's.
 
-Only measured rungs have figures. CPU: the last three rungs on every machine, one under the other, each as its
-own. A share of one machine says nothing about another: their CPUs differ, and so do the kernels that NumPy's
-BLAS chooses for them. So each row names its machine, when it measured, and that kernel.
-
-CUDA: all rungs in each arithmetic, on the first machine with a GPU. The row of a rung that was not measured
-says so, and so do all rows if no results file comes from a machine with a GPU.
+The CPU ladder is one machine's chart and the roofline of one core. The CUDA ladder is a table of all rungs in
+each arithmetic; the row of a rung that was not measured says so.
 """
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minidist.benchmarks.harness import columns, formats, identity, machine, results
+from minidist.benchmarks.harness import columns, formats, results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report.pieces import Cell, Heading, Row, Table
-from minidist.benchmarks.report.sections import provenance
+from minidist.benchmarks.report import bars, curves
+from minidist.benchmarks.report.curves import Line, kind_color
+from minidist.benchmarks.report.figures import Plot, color
+from minidist.benchmarks.report.pieces import Bars, Cell, Heading, Row, Table
+from minidist.benchmarks.report.tables import provenance
 from minidist.kernels.cuda import RUNGS
 
-ONE, ALL = "s6_register_tile", "s7_threads"
-UNIT = "test_matrix_unit[{}-bf16-numpy-all]"  # in rung 8's row; a quick run measures one size
-CPU_TITLE = "The CPU ladder's share of NumPy's speed, float32"
-CPU_ABOUT = (
-    "Above 100% the ladder is faster. Rung 8 rounds float32 to bf16 for the CPU's matrix unit. A ~ marks "
-    "what the spread leaves undecided. Sizes are m x n x k."
-)
-SIZES = (64, 128, 256, 512, 1024, 2048)
-PRODUCTS = {
-    **{
-        str(n): (
-            f"test_rung[{ONE}-{n}]",
-            f"test_all_cores[float32-{n}]",
-            *([UNIT.format(n)] if n == 1024 else []),
-        )
-        for n in SIZES
-    },
-    **{
-        name: tuple(f"test_tall_and_flat[{shape}-{step}]" for step in (ONE, ALL))
-        for name, shape in {"2048 x 1 x 2048": "2048x1x2048", "64 x 4096 x 64": "64x4096x64"}.items()
-    },
-}
-"""Each column's heading, with the names of the benchmarks of rungs 6 and 7, and of rung 8 for some."""
 NOTHING = "not measured"
 DASH = "–"
-CUDA_TITLE = "The CUDA ladder against torch.matmul"
-CUDA_HOW = "To measure it, run `minidist bench cuda` on a machine with a GPU."
+RUNG = re.compile(r"s(\d+)_(\w+), (\d+)(?:, (\w+))?$")
+"""A rung's label in the suites that measure square products: `s7_threads, 2048, float32`."""
+ON_MATRIX_UNIT = re.compile(r"bf16, (\d+), (one|all) beside")
+"""The last rung's label where it takes float32 for bf16, the only mode that is as fast as the unit."""
+FIRST_ON_ALL_CORES, MATRIX_UNIT = 7, 8
+CUDA_ABOUT = (
+    "The columns by n give the rung's speed for n x n times n x n as a share of `torch.matmul`'s in the same "
+    "arithmetic; at 100% both are equally fast. The rate, and its share of the GPU's peak (the vendor's "
+    "product at its best), are for the largest n."
+)
+CUDA_MISSING = (
+    "The CUDA ladder is not measured yet. To measure it, run `minidist bench cuda` on a machine with a GPU."
+)
 
 
 @dataclass(frozen=True)
-class Shares:
-    """A row of the CPU ladder's table: one rung on one machine."""
+class Climbed:
+    """A square product of a rung of the CPU ladder, in single precision or on the matrix unit."""
 
-    slug: str  # the machine's
-    machine: str  # its title, which says so if it is another than this one
-    measured: str  # the CPU's family, model and stepping, when it was measured, and BLAS's kernel
-    rung: str
-    entries: dict[str, Entry]  # by the heading of the product
+    number: int
+    name: str  # "6 register tile"
+    size: int
+    all_cores: bool
+    entry: Entry
 
-    def cells(self) -> list[str]:
-        """Return the share for each product, as `97%`; "" where it was not measured."""
-        return [_share(self.entries.get(product)) for product in PRODUCTS]
-
-
-def _share(entry: Entry | None) -> str:
-    """Format a share of the peer's speed: `97%`, or `~97%` if it is undecided which is faster."""
-    if entry is None or "percent_of_peer" not in entry["extra_info"]:
-        return ""
-    return f"{'~' * columns.undecided(entry)}{formats.number(entry['extra_info']['percent_of_peer'])}%"
+    @property
+    def gflops(self) -> float:
+        """Its 10^9 operations a second."""
+        return float(self.entry["extra_info"]["gflops"])
 
 
-def cpu_rows(machines: Mapping[str, Results]) -> list[Shares]:
-    """Return the rows of all machines that measured the CPU ladder, in their order."""
-    found = []
-    for slug, of in machines.items():
-        info = of["machine_info"]
-        entries = {e["name"]: e for e in results.newest(of) if e["suite"] == "bench_cpu_matmul"}
-        own = [
-            {
-                product: entries[names[index]]
-                for product, names in PRODUCTS.items()
-                if index < len(names) and names[index] in entries
-            }
-            for index in range(3)
-        ]
-        when = provenance(of, [entry for each in own for entry in each.values()])
-        measured = f"{identity.told(info)}; {when}"
-        cores = f"{info['cores']} cores"
-        for entry in own[2].values():  # one at most
-            percent = entry["extra_info"]["percent_of_peer"]
-            measured += f"; the matrix unit of this CPU: {percent / 100:.1f} times NumPy's float32"
-        titles = "rung 6, one core", f"rung 7, {cores}", f"rung 8 in bf16, {cores}"
-        for rung, each in zip(titles, own, strict=True):
-            if each:
-                found.append(Shares(slug, machine.title(info), measured, rung, each))
-    return found
-
-
-def cpu_table(rows: list[Shares]) -> Table:
-    """Return the table of the CPU ladder, and below it which machine measured when."""
-
-    def cell(row: Shares, product: str, text: str) -> Cell:
-        return Cell(text, "right", (row.slug, row.entries[product]) if text else None)
-
-    made = [
-        Row(
-            f"{row.machine}: {row.rung}",
-            [cell(row, *each) for each in zip(PRODUCTS, row.cells(), strict=True)],
+def rung_of(entry: Entry) -> Climbed | None:
+    """Return the rung whose product this is, or None for any other result."""
+    label, extra = columns.label(entry), entry["extra_info"]
+    if "gflops" not in extra:
+        return None
+    if (found := ON_MATRIX_UNIT.match(label)) and extra.get("arithmetic") == "bfloat16":
+        return Climbed(
+            MATRIX_UNIT, f"{MATRIX_UNIT} matrix unit, bf16", int(found[1]), found[2] == "all", entry
         )
-        for row in rows
-    ]
-    told = tuple(dict.fromkeys(f"{row.machine}: {row.measured}." for row in rows))
-    return Table([Heading(product) for product in PRODUCTS], made, told, "machine and rung", "machines")
+    found = RUNG.match(label)
+    if not found or "float64" in (found[4], entry["group"][-7:]):
+        return None
+    number, name = int(found[1]), f"{found[1]} {found[2].replace('_', ' ')}"
+    return Climbed(number, name, int(found[3]), number >= FIRST_ON_ALL_CORES, entry)
+
+
+def climbed(entries: Sequence[Entry]) -> list[Climbed]:
+    """Return the rungs of the CPU ladder that were measured, each at its fastest, from the lowest up."""
+    best: dict[int, Climbed] = {}
+    for made in filter(None, map(rung_of, entries)):
+        best[made.number] = max(made, best.get(made.number, made), key=lambda each: each.gflops)
+    return [best[number] for number in sorted(best)]
+
+
+def cpu_bars(entries: Sequence[Entry], cores: int) -> Bars | None:
+    """Draw the CPU ladder from Python's loops to the last rung, with lines for NumPy; None for one rung."""
+    rungs = climbed(entries)
+    if len(rungs) < 2:
+        return None
+    rows, peers = [], {False: 0.0, True: 0.0}
+    for rung in rungs:
+        text = f"{formats.number(rung.gflops)} GFLOP/s, n = {rung.size:,}"
+        many = f", {cores} cores" if rung.all_cores and cores > 1 else ""
+        rows.append((f"{rung.name}{many}", rung.gflops, text, f"series-{2 if rung.all_cores else 0}"))
+        if rung.entry["extra_info"].get("peer") == "numpy.matmul":
+            peers[rung.all_cores] = max(
+                peers[rung.all_cores], rung.entry["extra_info"].get("peer_gflops", 0.0)
+            )
+    words = {False: "NumPy on one core", True: f"NumPy on {cores} cores"}
+    lines = {f"{words[which]}, {formats.number(rate)}": rate for which, rate in peers.items() if rate}
+    caption = "Each rung at its fastest size, in single precision. The scale is logarithmic."
+    return bars.lengths(rows, lines, "GFLOP/s of the CPU ladder", caption, log=True)
+
+
+def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
+    """Draw the rungs of one core below its roofline, or return None if no peak was measured."""
+    several: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        extra = entry["extra_info"]
+        if entry["suite"] == "bench_cpu_matmul" and {"series", "size", "percent_of_peak"} <= extra.keys():
+            several.setdefault(extra["series"], []).append(extra)
+    lines = []
+    for index, (name, figures) in enumerate(sorted(several.items())):
+        arithmetic = figures[0].get("arithmetic", "float32")  # of the matrix unit: bfloat16
+        figures.sort(key=lambda extra: int(extra["size"]))
+        lines.append(Line(name, arithmetic, figures, color(index), "float32"))
+    if not lines:
+        return None
+    peaks = {
+        kind: peak([each for line in lines if line.dtype == kind for each in line.figures])
+        for kind in dict.fromkeys(line.dtype for line in lines)
+    }
+    bandwidths = [each["peak_gb_per_s"] for line in lines for each in line.figures if "peak_gb_per_s" in each]
+    slope = "its slope is the rate at which a core reads memory, and " if bandwidths else ""
+    return curves.roofline(
+        f"one core of {device}",
+        lines,
+        peaks,
+        statistics.median(bandwidths) if bandwidths else None,
+        f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds, or of the matrix "
+        "unit's products in bf16. A point for each n.",
+    )
+
+
+def peak(measured: Sequence[Mapping[str, Any]]) -> float:
+    """Return the machine's peak in GFLOP/s that rates and their shares of it imply."""
+    return float(statistics.median(100 * each["gflops"] / each["percent_of_peak"] for each in measured))
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,7 @@ class CudaRow:
 class CudaLadder:
     """All rungs of the CUDA ladder, with one machine's results."""
 
-    machine: str | None  # its slug; None if no results file has figures
+    machine: str  # its slug
     device: str  # the GPU's name
     provenance: str
     rows: tuple[CudaRow, ...]
@@ -171,24 +189,11 @@ class CudaLadder:
     @property
     def title(self) -> str:
         """The table's title, with the GPU."""
-        return f"{CUDA_TITLE}, {self.device}" if self.machine else f"{CUDA_TITLE}: {NOTHING}"
-
-    @property
-    def about(self) -> str:
-        """Explain the figures, or how to measure them."""
-        if self.machine is None:
-            return f"None of the results files here comes from a GPU. {CUDA_HOW}"
-        return (
-            "The columns by n give the rung's speed for n x n times n x n as a share of `torch.matmul`'s in "
-            "the same arithmetic; at 100% both are equally fast. The rate, and its share of the GPU's peak "
-            "(the vendor's product at its best), are for the largest n."
-        )
+        return f"The CUDA ladder against torch.matmul, {self.device}"
 
     def table(self, label: str = "") -> Table:
         """Return the table; `label` is the id of its heading."""
         headings = ["arithmetic", *map(str, self.sizes), "GFLOP/s", "of the GPU's peak"]
-        if self.machine is None:
-            headings = ["speed"]
         return Table(
             [Heading(text, right=index > 0) for index, text in enumerate(headings)],
             [self._row(row, len(headings)) for row in self.rows],
@@ -200,7 +205,7 @@ class CudaLadder:
         if row.dtype is None:
             blank = [DASH] * (width - 1)
             return Row(row.rung, [Cell(NOTHING), *(Cell(text, "right") for text in blank)])
-        source = {size: (str(self.machine), entry) for size, entry in row.entries.items()}
+        source = {size: (self.machine, entry) for size, entry in row.entries.items()}
         last, rate = source[max(source)], row.largest("gflops")
         cells = [
             *(Cell(_percent(row.percent(size)), "right", source.get(size)) for size in self.sizes),
@@ -233,8 +238,35 @@ def cuda_ladder(slug: str, found: Results) -> CudaLadder | None:
     return CudaLadder(slug, gpus[0]["name"], provenance(found, entries), tuple(rows))
 
 
-def first_cuda_ladder(machines: Mapping[str, Results]) -> CudaLadder:
-    """Return the ladder of the first machine that has one, or else a ladder without figures."""
+def first_cuda_ladder(machines: Mapping[str, Results]) -> CudaLadder | None:
+    """Return the ladder of the first machine that has one."""
     made = (cuda_ladder(slug, found) for slug, found in machines.items())
-    none = CudaLadder(None, "", "", tuple(CudaRow(rung, None, {}) for rung in RUNGS))
-    return next((ladder for ladder in made if ladder), none)
+    return next((ladder for ladder in made if ladder), None)
+
+
+def cuda_bars(ladder: CudaLadder) -> Bars:
+    """Draw a bar for each rung and arithmetic of the CUDA ladder, at the size that most of them have."""
+    common, rows = ladder.common_size, []
+    for row in ladder.rows:
+        size = max((size for size in row.entries if size <= common), default=max(row.entries, default=0))
+        percent = row.percent(size)
+        text = NOTHING if percent is None else f"{formats.number(percent)}%"
+        shade = "muted" if row.dtype is None else f"series-{curves.KINDS.index(row.dtype)}"
+        rows.append((row.name, percent, text if size in (0, common) else f"{text}, n = {size}", shade))
+    caption = f"Share of torch.matmul's speed in the same arithmetic, at n = {common}."
+    return bars.shares(rows, "torch.matmul's speed", caption)
+
+
+def cuda_roofline(ladder: CudaLadder) -> Plot | None:
+    """Draw the CUDA ladder's rungs on the GPU's roofline, or return None if no peak was measured."""
+    rows = [row for row in ladder.rows if row.largest("peak_gflops")]
+    if not rows:
+        return None
+    return curves.roofline(
+        ladder.device,
+        [Line(row.name, str(row.dtype), row.figures, kind_color(row.dtype)) for row in rows],
+        {str(row.dtype): row.largest("peak_gflops") or 0.0 for row in rows},
+        max(row.largest("peak_gb_per_s") or 0.0 for row in rows),
+        "The roofline: its slope is the rate of a copy within the GPU's memory, and each peak is the rate of "
+        "the vendor's own product at its best. A point for each n.",
+    )

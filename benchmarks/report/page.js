@@ -40,6 +40,13 @@
     }
   }
 
+  // A table that is wider than the screen says so; its first column stays.
+  for (const region of all(".scroll")) {
+    const hint = element("p", { className: "hint", textContent: "scrolls sideways →", hidden: true });
+    region.before(hint);
+    new ResizeObserver(() => (hint.hidden = region.scrollWidth <= region.clientWidth)).observe(region);
+  }
+
   // Notes: the text is at the end of the page; a number shows it as a tooltip, and on a click as a card.
   const card = element("div", { id: "card", hidden: true, tabIndex: -1 });
   card.setAttribute("role", "dialog");

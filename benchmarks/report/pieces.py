@@ -7,8 +7,8 @@ To show something new, give a chapter or the page one more piece. `page.py` puts
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from minidist.benchmarks.harness.columns import Entry
@@ -37,15 +37,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Piece):
     """A part of the page, which a link can lead to."""
 
+    template: ClassVar[str] = "part.html"
     name: str
     title: str
     pieces: Sequence[Piece]
     level: int = 2  # of its heading
     about: str = ""
-    link: str = ""  # its words in the contents, if they differ from the title
     strong: bool = False  # whether the contents show it as the head of what follows
 
 
@@ -71,20 +71,12 @@ class Bullets(Piece):
 
 
 @dataclass(frozen=True)
-class Card(Piece):
-    """An answer in a frame: its title and some paragraphs."""
-
-    template: ClassVar[str] = "card.html"
-    title: str
-    paragraphs: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Facts(Piece):
     """Names and what they are; those that are empty are left out."""
 
     template: ClassVar[str] = "facts.html"
     facts: Mapping[str, str]
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,12 +115,44 @@ class Findings(Piece):
 
 
 @dataclass(frozen=True)
+class Box:
+    """A coloured part of a bar, in shares of the track's width; its style is one of `page.css`'s classes."""
+
+    left: float
+    width: float
+    color: str  # a variable of `page.css`: "series-0", "good"
+    text: str = ""
+    style: str = ""  # "range", "dot"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a bar chart: its name, what it comes to, and its boxes."""
+
+    name: str
+    text: str
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar chart in HTML, so that its words are as large as the page's own on any screen."""
+
+    rows: Sequence[Bar]
+    alt: str  # for readers who can't see it
+    caption: str
+    lines: Mapping[str, float] = field(default_factory=dict)  # what each line across all bars is, and where
+    legend: Mapping[str, str] = field(default_factory=dict)  # colours, and what they mean
+    style: str = ""
+
+
+@dataclass(frozen=True)
 class Figure:
-    """A plot with its name on the page and its heading."""
+    """A chart with its name on the page and its heading."""
 
     name: str
     heading: str
-    plot: Plot
+    plot: Bars | Plot
 
 
 @dataclass(frozen=True)
@@ -137,6 +161,13 @@ class Figures(Piece):
 
     template: ClassVar[str] = "figures.html"
     figures: Sequence[Figure]
+    wide: bool = False  # whether a figure takes the whole width
+
+
+def figures(several: Iterable[tuple[str, str, Bars | Plot | None]]) -> list[Piece]:
+    """Return charts, each with its name and heading, next to each other; none if none was drawn."""
+    made = [Figure(name, heading, plot) for name, heading, plot in several if plot]
+    return [Figures(made)] if made else []
 
 
 @dataclass(frozen=True)
@@ -178,7 +209,6 @@ class Row:
     cells: Sequence[Cell]
     source: Source | None = None
     own: bool = True  # whether all of the row is that result: links lead here, and all numbers show the note
-    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from minidist.parallel.contract.schedule_kinds import SCHEDULES
 
 UNDECIDED = "no difference beyond the spread"
 # Suites that train, and the libraries that people would use instead; other peers are forms of our own.
-TRAINING = ("bench_training", "bench_zero", "bench_fully_shard", "bench_tensor_parallel", "bench_pipeline")
+TRAINING = ("bench_training", "bench_zero", "bench_tensor_parallel", "bench_pipeline")
 LIBRARIES = ("torch", "plain torch", "accelerate", "deepspeed")
 TITLES = {name: kind.title for name, kind in SCHEDULES.items()}
 """Schedules' names as in the papers."""
@@ -74,6 +74,12 @@ def strategies(entries: Iterable[Entry]) -> list[Entry]:
 def _library(entry: Entry) -> bool:
     peer = str(entry["extra_info"].get("peer", "")).lower()
     return peer.startswith(LIBRARIES)
+
+
+def library(entry: Entry) -> str:
+    """Return the peer's library or program, without what it calls of it: `torch`, `Accelerate`, `gloo`."""
+    peer = str(entry["extra_info"]["peer"])
+    return peer.removeprefix("plain ").partition(" ")[0].partition(".")[0].rstrip(",")
 
 
 def name(entry: Entry) -> str:

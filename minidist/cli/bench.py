@@ -84,10 +84,11 @@ def bench(
             kept = f"kept in {short(done.path)}. To read them: minidist report{where}"
         show(f"{done.measured} {many} in {done.seconds:.0f} s, {kept}")
         if "bench_cuda" in done.suites:
-            from minidist.benchmarks.report import ladders, terminal
+            from minidist.benchmarks.report import ladders, printed
 
-            climbed = ladders.first_cuda_ladder({done.path.stem: done.results})
-            terminal.show_cuda_ladder(console(), climbed)
+            climbed = ladders.cuda_ladder(done.path.stem, done.results)
+            if climbed is not None:
+                printed.show_cuda_ladder(console(), climbed)
         for line in [] if compared is None else compared.lines():
             show(line, style="yellow" if ": slower, " in line else "")
     if compared is not None and compare is not None and compared.slower:

@@ -24,7 +24,7 @@ def report(
 ) -> None:
     """Show benchmark results: print tables and findings, and write a page with figures."""
     from minidist.benchmarks.harness import results as kept
-    from minidist.benchmarks.report import documents, terminal
+    from minidist.benchmarks.report import printed
 
     if markdown and as_json:
         raise ValueError("--markdown and --json are two forms of the report: give one of them")
@@ -34,7 +34,7 @@ def report(
         check_file("--out", out)
     first, found = kept.in_order(results or kept.folder(), machine)
     if markdown:
-        text = documents.markdown(found)
+        text = printed.markdown(found)
         if out is None:
             print(text, end="")
         else:
@@ -42,11 +42,11 @@ def report(
             show(f"Markdown: {short(out)}")
         return
     if as_json:
-        print_json(documents.as_json(found))
+        print_json(printed.as_json(found))
     else:
         if first is None:
             show("This machine has no results yet: run minidist bench. These are another's.", style="yellow")
-        terminal.show(console(), found)
+        printed.show(console(), found)
         others = list(found)[1:]
         if others:
             show(f"Other machines, for --machine: {', '.join(others)}")

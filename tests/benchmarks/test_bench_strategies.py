@@ -119,6 +119,12 @@ def test_what_is_entered(measured):
     entry = {"stats": {"rounds": 2, "median": 1.0}, "extra_info": extra}
     assert columns.memory_of(entry) == sum(extra["memory"].values())
     json.dumps(results.rounded(extra))
+    assert 0 <= extra["hidden"] <= 1
+    silent = copy.deepcopy(measured)
+    for facts in silent[key(pair.row)].facts:
+        object.__setattr__(facts, "bytes_per_step", 0)
+    enter(alone := FakeBenchmark(), pair, TINY, silent)
+    assert "hidden" not in alone.extra_info  # nothing is hidden of what is not sent
 
 
 def test_loops_of_users_are_counted_too(measured):

@@ -47,6 +47,8 @@ def first(folder):
 
 def test_the_tools_table_is_followed_by_the_ratio_to_the_peer(first):
     assert "1 passed" in first
+    for words in ("Saved benchmark data in: ", "Wrote benchmark data in: "):
+        assert words in first
     row = re.search(r"^test_rung\[s5_cache_blocks-64\] +[\d.,]+ .*$", first, flags=re.MULTILINE)
     assert row
     table, ratios = first.index(row[0]), first.index("our time over the peer's")
@@ -122,3 +124,16 @@ def test_a_project_of_its_own_benchmarks_a_strategy(tmp_path):
         "-p", "no:cacheprovider", tmp_path / example.name, "--benchmark-only",
     )  # fmt: skip
     assert re.search(r"test_one_message +[\d.]+ \([\d.–]+\).* minidist's dp=2", told)
+
+
+def test_the_guide_lists_every_command():
+    guide = (ROOT / "docs" / "guide" / "benchmarks.md").read_text()
+    for option in ("only", "autosave", "compare", "json", "histogram"):
+        assert f"`pytest benchmarks --benchmark-{option}" in guide
+    for command in (
+        "`pytest benchmarks`",
+        "`pytest benchmarks -k",
+        "`pytest-benchmark compare benchmarks/results",
+    ):
+        assert command in guide
+    assert "guide/benchmarks.md" in (ROOT / "mkdocs.yml").read_text()

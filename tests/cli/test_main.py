@@ -531,10 +531,10 @@ def test_report_shows_and_writes_a_page(run, suite, monkeypatch):
     assert (code, err) == (0, "")
     assert "a good one" in out
     assert "This machine has no results yet" in out  # they are not under its name
-    assert "The CUDA ladder against torch.matmul: not measured" in out
+    assert "The CUDA ladder is not measured yet" in out
     html = (suite / "report.html").read_text()
     assert "half of it" in html
-    assert "<td>not measured</td>" in html
+    assert "The CUDA ladder is not measured yet" in html
 
 
 def test_report_prints_json_and_nothing_else(run, suite):
@@ -543,12 +543,12 @@ def test_report_prints_json_and_nothing_else(run, suite):
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["machines"]["out"]["sections"][0]["title"] == "things"
-    assert (found["cuda_ladder"]["machine"], len(found["cuda_ladder"]["rows"])) == (None, 10)
+    assert found["cuda_ladder"] is None
     assert not (suite / "report.html").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "limit"), [("new", [], 50_000), ("there", [], 50_000), ("there", ["--markdown"], 2000)]
+    ("name", "more", "limit"), [("new", [], 20_000), ("there", [], 20_000), ("there", ["--markdown"], 1000)]
 )
 def test_report_on_a_full_disk_leaves_what_was_there(run, tmp_path, name, more, limit):
     """Planted: no file may be larger than the limit, and the report is."""

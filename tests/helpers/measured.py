@@ -202,7 +202,7 @@ def ladder() -> list[dict[str, Any]]:
             "Matrix products on one CPU core, float32",
             f"rung[{series}-{size}]",
             0.01,
-            label=f"{series}, {size}",
+            label=f"s{series.replace(' ', '_')}, {size}",
             series=series,
             size=size,
             gflops=rate,

@@ -14,7 +14,7 @@ import gc
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,8 @@ from minidist.benchmarks.harness.training.programs import COUNTED, LOOPS, Progra
 from minidist.benchmarks.harness.training.strategies import YARDSTICK, Pair, Row
 from minidist.benchmarks.harness.training.work import Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
+from minidist.comm import ledgers
+from minidist.comm.ledgers import Call
 from minidist.kernels.measure import harness
 from minidist.parallel.contract.memory_report import Memory
 
@@ -83,7 +85,7 @@ class Facts:
     losses: list[float | None]  # of the first `SEEN` steps
     seconds: float  # of a later step
     bytes_per_step: int  # sent by this rank through `minidist.comm`; 0 for a peer
-    comm_overlap: float  # share of our communication's time that was hidden
+    hidden: float  # see `UnderWay`
     memory: Memory | None
 
 
@@ -101,6 +103,55 @@ class Kept:
         return self.program.run(chosen, warm)
 
 
+class UnderWay:
+    """Watches this rank's calls while it is open: when one was under way, and when the rank waited for one.
+
+    Calls that are under way together count once; a ledger's `comm_overlap` counts each of them.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, float] = {}
+        self.spans: list[tuple[float, float]] = []
+        self.waits: list[tuple[float, float]] = []
+
+    def __enter__(self) -> UnderWay:
+        ledgers.watchers.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ledgers.watchers.remove(self)
+
+    def called(self, call: Call, begun: float, returned: float, at_once: bool, complete: bool) -> None:
+        """Note when a call began; the barrier before a step sends nothing of the step's."""
+        if call.name != "barrier":
+            self._begun[id(call)] = begun
+            if not at_once:
+                self.waited(call, begun, returned, None, None)
+
+    def waited(
+        self, call: Call, begun: float, ended: float, began: float | None, completed: float | None
+    ) -> None:
+        """Note that this rank has waited for a call."""
+        if id(call) in self._begun:
+            self.waits.append((begun, ended))
+            self.spans.append((self._begun[id(call)], completed or ended))
+
+    @property
+    def hidden(self) -> float:
+        """Share of the time with a call under way in which this rank did not wait for one."""
+        under_way = covered([*self.spans, *self.waits])
+        return 1 - covered(self.waits) / under_way if under_way else 0.0
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that lie in at least one span."""
+    total, reached = 0.0, -math.inf
+    for begun, ended in sorted(spans):
+        total += max(0.0, ended - max(begun, reached))
+        reached = max(reached, ended)
+    return total
+
+
 HELD: dict[str, Kept] = {}
 
 
@@ -111,14 +162,14 @@ def hold(name: str, job: Job) -> Facts:
     first = kept.run(SEEN)
     if SEEN % period:
         kept.run(period - SEEN % period)  # up to the start of the next period
-    with comm.ledger() as ledger:
+    with comm.ledger() as ledger, UnderWay() as under_way:
         counted = kept.run(period)
     sent = 0
     if job.ours:  # the difference leaves out what is sent before and after the steps
         with comm.ledger() as longer:
             kept.run(2 * period)
         sent = (longer.bytes_sent - ledger.bytes_sent) // period
-    return Facts(first.losses, counted.seconds, sent, ledger.comm_overlap, kept.program.memory())
+    return Facts(first.losses, counted.seconds, sent, under_way.hidden, kept.program.memory())
 
 
 def turn(name: str, steps: int, warm: int = 0) -> float:
@@ -286,8 +337,9 @@ def compare_pair(benchmark: Benchmark, pair: Pair, work: Work, measured: Measure
     ours = measured[key(pair.row)]
     peer = measured.get(beside(pair)) if pair.peer else None
     record(benchmark, ours.seconds, peer.seconds if peer else (), pair.peer if peer else "")
-    hidden = min(facts.comm_overlap for facts in ours.facts)
-    benchmark.extra_info |= {"label": pair.label, **ours.figures(work.rows), "comm_overlap": hidden}
+    benchmark.extra_info |= {"label": pair.label, **ours.figures(work.rows)}
+    if benchmark.extra_info["bytes_per_step"]:  # nothing is hidden of what is not sent
+        benchmark.extra_info["hidden"] = min(facts.hidden for facts in ours.facts)
     return ours
 
 

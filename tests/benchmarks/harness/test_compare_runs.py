@@ -7,7 +7,7 @@ import pytest
 
 from minidist.benchmarks.harness import columns, compare_runs, results
 from minidist.benchmarks.harness.compare_runs import compare, judge
-from minidist.benchmarks.report import documents
+from minidist.benchmarks.report import printed
 from tests.benchmarks.harness.test_results import MACHINE
 
 
@@ -55,14 +55,14 @@ def test_a_spread_that_exceeds_the_difference_says_so(value, half, rounds, undec
     assert columns.undecided(found) is undecided
     assert columns.verdict(found) == verdict
     assert ("undecided" in columns.RATIO.cell(found)) is undecided
-    rows = documents.machine_as_json(file_of(found))["sections"][0]["rows"]
+    rows = printed.machine_as_json(file_of(found))["sections"][0]["rows"]
     assert (rows[0]["undecided"], rows[0]["verdict"]) == (undecided, verdict)
 
 
 def test_nothing_compared_is_not_undecided():
     assert not columns.undecided(entry())
     assert columns.verdict(entry()) is None
-    assert "undecided" not in documents.machine_as_json(file_of(entry()))["sections"][0]["rows"][0]
+    assert "undecided" not in printed.machine_as_json(file_of(entry()))["sections"][0]["rows"][0]
 
 
 def test_the_yardstick_has_a_verdict_of_its_own():

@@ -1,5 +1,6 @@
 """The page: it needs nothing else, a number leads to its place in the JSON, every chapter has its figures."""
 
+import copy
 import html as entities
 import json
 import re
@@ -8,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from minidist.benchmarks.harness import columns, formats, results
-from minidist.benchmarks.report import chapter_plots, chapters, documents, gantt, page, sections
-from minidist.benchmarks.report.notes import Notes
+from minidist.benchmarks.report import bars, card, chapters, page, printed, tables
+from minidist.benchmarks.report.page import Notes
 from minidist.benchmarks.report.pieces import Cell
 from minidist.cli import commands
 from tests.helpers import measured
@@ -89,7 +90,12 @@ def test_figures_are_described_and_take_the_pages_colours(html):
     assert not re.findall(r"#000[01]f\d", html)
     inside = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
     assert set(re.findall(r"#[0-9a-f]{6}\b", inside)) <= {"#000000", "#ffffff"}
-    defined = set(re.findall(r"(--[\w-]+):", html))
+    defined = {*re.findall(r"(--[\w-]+):", html)}
+    bars = [
+        attributes for _, attributes in Elements(html).all if attributes.get("class", "").startswith("bars")
+    ]
+    assert all(each["role"] == "img" and len(each["aria-label"]) > 30 for each in bars)
+    assert len(bars) > len(drawn) > 2
     assert set(re.findall(r"var\((--[\w-]+)\)", html)) <= defined
 
 
@@ -141,10 +147,36 @@ def test_every_note_says_how_and_where(html):
 
 
 def test_numbers_of_findings_lead_to_their_rows(html):
-    opening = html[html.index('id="findings"') : html.index('id="answer"')]
-    assert opening.count("<li>") == 5
-    assert len(re.findall(r'<a class="figure" href="#([\w-]+)"', opening)) >= 5
-    assert html.index('id="findings"') < html.index('id="answer"') < html.index('id="made-up"')
+    opening = html[html.index('id="findings"') :].partition("</section>")[0]
+    assert opening.count("<li>") == 7
+    assert len(re.findall(r'<a class="figure" href="#([\w-]+)"', opening)) >= 8
+    assert html.index('id="made-up"') < html.index('id="findings"') < html.index('id="made-up-strategies"')
+
+
+def test_the_page_opens_with_this_machines_card_and_its_ladder(html):
+    card = entities.unescape(html[html.index('id="made-up"') :].partition("</section>")[0])
+    for words in (
+        "Cores",
+        "L2 1 MiB",
+        "125 GFLOP/s on one core",
+        "Fastest layout here",
+        "1 python loops",
+        "104 GFLOP/s",
+    ):
+        assert words in card
+    assert "NumPy on one core, 100" in card
+    assert "Matrix unit" not in card  # nothing was measured on one
+
+
+def test_another_machine_is_folded_away_and_has_one_link(html):
+    others = html[html.index('<section id="others">') :]
+    assert re.search(r"<details><summary>Another, 2 cores, .*?</summary>", others)
+    inside = others[others.index("<details>") :]
+    for each in chapters.CHAPTERS:
+        if f'id="other-{each.name}"' in html:
+            assert f'id="other-{each.name}"' in inside
+    contents = html[html.index("<nav") : html.index("</nav>")]
+    assert ('href="#others"' in contents, "#other-" in contents) == (True, False)
 
 
 def test_each_chapter_is_in_the_contents_and_has_its_figures(html):
@@ -153,18 +185,16 @@ def test_each_chapter_is_in_the_contents_and_has_its_figures(html):
         assert f'href="#made-up-{chapter.name}"' in contents
     for name in (
         "strategies-table-0-ratios", "plain-bars", "zero-bars-0", "pipelines-gantt-0", "pipelines-gantt-1",
-        "scaling-strong", "scaling-weak",
-        "collectives-gloo-2", "ladders-cpu-0", "ladders-cpu-1", "lessons-par",
+        "scaling-strong", "scaling-weak", "collectives-ratios", "ladders-cpu", "lessons-par",
     ):  # fmt: skip
         assert f'<figure id="made-up-{name}-figure">' in html
-    assert html.count("<figure") == html.count('class="save"')
-    for machine in ("Made &lt;Up&gt; &amp; Co", "Another"):
-        assert f"<h2>{machine}" in html
+    assert html.count("<svg") == html.count('class="save"')
 
 
 def test_figures_say_what_they_show(html):
     said = entities.unescape(" ".join(re.findall(r'aria-label="([^"]*)"', html)))
     for words in (
+        "1 python loops 0.0100 GFLOP/s, n = 64",
         "ZeRO-1 45.0 MB (parameters 12.0 MB, gradients 12.0 MB, optimizer 12.0 MB, activations 9.00 MB)",
         "simulated: ranks wait for 20.0% of the step",
         "measured: ranks wait for 23.1% of the step",
@@ -212,7 +242,7 @@ def test_a_result_that_is_shown_twice_has_one_note_and_one_id():
 
 
 def test_a_result_is_where_its_figures_or_its_suite_say():
-    found = chapters.by_chapter(sections.sections(MACHINES["made up"]))
+    found = chapters.by_chapter(tables.sections(MACHINES["made up"]))
     assert {name: sum(len(s.entries) for s in several) for name, several in found.items()} == {
         "strategies": 4, "plain": 3, "pipelines": 2, "scaling": 12, "collectives": 7, "ladders": 3,
         "lessons": 2, "rest": 1,
@@ -221,23 +251,29 @@ def test_a_result_is_where_its_figures_or_its_suite_say():
 
 def test_a_chart_without_a_measurement_is_the_simulation_alone():
     (entry, _) = measured.pipelines()
+    both = bars.timeline(entry)
     del entry["extra_info"]["timeline"]["measured"]
-    drawn = gantt.chart(entry)
+    drawn = bars.timeline(entry)
     assert "measured" not in drawn.alt
-    assert drawn.svg("x").count(">rank 1<") == 1
+    assert [row.name for row in drawn.rows] == ["rank 0", "rank 1"]
+    assert len(both.rows) == 4
+    last = [max(box.left + box.width for box in row.boxes) for row in both.rows]
+    assert max(last) == pytest.approx(1.0)  # one time scale: what was measured took 1.1 of the simulation
+    assert max(last[:2]) == pytest.approx(1 / 1.1)
 
 
 def test_lessons_count_their_pars_and_draw_what_differs(html):
     assert "<p>1 of 2 solutions cost no more than par.</p>" in html
-    assert chapter_plots.lessons(measured.lessons()[:1]) is None
-    assert "ring" not in chapter_plots.lessons(measured.lessons()).alt
+    assert bars.lessons(measured.lessons()[:1]) is None
+    assert "ring" not in bars.lessons(measured.lessons()).alt
 
 
 def test_markdown_is_for_a_readme():
-    text = documents.markdown(MACHINES)
-    assert text.startswith("## What was found\n\n1. 3 training steps ran in turns")
-    assert "Use ZeRO-1. Plain data parallelism does not fit" in text
-    assert "| ZeRO-1 (byte-small), 2 ranks | 105 ms | ±5% | 13.0 MB | torch ZeroRedundancyOptimizer |" in text
+    text = printed.markdown(MACHINES)
+    assert text.startswith("## Made <Up> & Co, 2 cores")
+    assert "- Vector unit: 125 GFLOP/s on one core" in text
+    assert "1. On one core, matrix products climb from" in text
+    assert "| ZeRO-1 (byte-small) | 105 ms | ±5% | 0.54 (0.49–0.59) | 13.0 MB |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
     assert "full run of 2025-02-03, commit 5d6e7f8+" in text
@@ -253,18 +289,18 @@ def test_the_command_writes_markdown_to_stdout_or_to_a_file(capfd, tmp_path):
     (code, text, err), second, third = said
     assert (code, err) == (0, "")
     found = results.in_order(tmp_path)[1]  # marks what another machine measured
-    assert text == (tmp_path / "part.md").read_text() == documents.markdown(found)
+    assert text == (tmp_path / "part.md").read_text() == printed.markdown(found)
     assert second[0] == 0
     assert not (tmp_path / "report.html").exists()
     assert (third[0], third[2].count("\n")) == (2, 1)
     assert "--markdown and --json" in third[2]
 
 
-def test_json_has_findings_with_what_they_rest_on():
-    found = json.loads(json.dumps(documents.as_json(MACHINES)))
-    assert len(found["findings"]) == 5
-    assert found["findings"][1]["rests_on"][0]["name"] == "bench_strategies.py::test_gpt[ZeRO-3]"
-    assert found["answer"]["answer"] == "ZeRO-1"
+def test_json_has_the_card_and_findings_with_what_they_rest_on():
+    found = json.loads(json.dumps(printed.as_json(MACHINES)))
+    assert len(found["findings"]) == 7
+    assert found["findings"][2]["rests_on"][0]["name"] == "bench_strategies.py::test_gpt[ZeRO-1]"
+    assert found["card"]["Fastest layout here"].startswith("data parallel, overlap on 2 ranks; 100 ms a step")
 
 
 def test_the_training_ladder_is_a_table_that_opens_with_its_ideas(html):
@@ -275,3 +311,93 @@ def test_the_training_ladder_is_a_table_that_opens_with_its_ideas(html):
     assert ", ".join(named[:7]) == "rung, the one idea, lines, time, over one process, ratio of times, peer"
     assert "<details" not in chapter  # three rows or seventeen: it is not folded
     assert "1.42 (1.37–1.47)" in chapter
+
+
+# What a reader would take for something else than it is.
+
+
+def told(html, text):
+    """The page's words in order, without its markup."""
+    return text in re.sub(r"\s+", " ", entities.unescape(re.sub(r"<[^>]+>", " ", html)))
+
+
+def test_communication_hidden_is_defined_and_blank_where_nothing_is_sent(html):
+    rows = measured.strategies()[:2]
+    rows[0]["extra_info"] |= {"hidden": 0.0, "comm_overlap": 0.98}  # the second: as older runs counted it
+    rows[1]["extra_info"]["comm_overlap"] = 0.38
+    shown = page.page({"m": measured.machine(*rows)})
+    assert shown.count('data-key="extra_info.hidden"') == 1
+    assert told(shown, "of the time with a message under way, the share in which a rank did not wait")
+    assert told(shown, "So 0% is normal there.")
+    assert "98%" not in shown
+    assert "38%" not in shown
+    assert "communication hidden" not in html[: html.index('id="notes"')]  # nothing measured, no column
+
+
+def test_a_ratio_beside_two_times_says_that_it_is_a_median_of_pairs():
+    """0.95 beside 154 ms and 153 ms: the medians come from different pairs."""
+    one = measured.entry("strategies", "S", "s", 0.154, **measured.beside("torch", 0.154, 0.95))
+    one["extra_info"]["peer_median"] = 0.153
+    shown = page.page({"m": measured.machine(one)})
+    assert told(
+        shown, "A ratio is the median over pairs of turns; it may differ from the quotient of the medians."
+    )
+    assert "median over pairs" not in page.page({"m": measured.machine(*measured.lessons())})
+
+
+def test_seconds_that_are_waiting_summed_over_ranks_are_called_that():
+    (section,) = tables.sections(measured.machine(*measured.pipelines()))
+    headings = [column.heading for column in section.columns()]
+    assert tables.WAITING in headings
+    assert "time" not in headings
+
+
+def test_a_stage_that_counts_more_than_the_one_before_says_why(html):
+    assert "counts more than the stage before" not in html
+    stages = measured.strategies()[:2]
+    two = copy.deepcopy(stages[1])
+    two |= {"fullname": "x", "name": "x"}
+    two["extra_info"] |= {"label": "ZeRO-2", "strategy": "ZeRO-2", "layout": "dp=2,zero=2"}
+    two["extra_info"]["memory"] = {**two["extra_info"]["memory"], "gradients": 18 * 10**6}
+    shown = page.page({"m": measured.machine(*stages, two)})
+    assert told(
+        shown, "ZeRO-2 counts more than the stage before: until they are sent, gradients wait in a bucket"
+    )
+
+
+def test_speed_over_one_rank_says_how_many_threads_that_has(html):
+    """1.73 times as fast as one thread stands beside tables whose one process has two."""
+    chapter = html[html.index('id="made-up-scaling"') :].partition("</section>")[0]
+    assert "Every rank has one thread here" in chapter
+    assert "compare with one process on all cores" in chapter
+    strategies = html[html.index('id="made-up-strategies"') :].partition("</section>")[0]
+    assert "in turns with one process that has all cores" in strategies
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_the_matrix_unit_is_on_the_card_when_a_file_has_it(unit):
+    entries = measured.ladder()
+    for cores, rate in (("one", 2600.0), ("all", 5000.0)) if unit else ():
+        extra = {
+            "label": f"bf16, 1024, {cores} beside numpy.matmul",
+            "gflops": rate,
+            "arithmetic": "bfloat16",
+        }
+        extra |= {"percent_of_peak": 80.0, **({"series": "8 unit", "size": 1024} if cores == "one" else {})}
+        beside = measured.beside("numpy.matmul", 0.01, 0.05)
+        entries.append(measured.entry("cpu_matmul", "Rung 8", f"unit[{cores}]", 0.01, **extra, **beside))
+    found = measured.machine(*entries)
+    two = "3,250 GFLOP/s in bf16 on one core; 6,250 GFLOP/s in bf16 on 2 cores"
+    assert card.facts(found)["Matrix unit"] == (two if unit else "")
+    shown = page.page({"m": found})
+    assert ("8 matrix unit, bf16, 2 cores" in shown) == unit
+    assert told(shown, "The matrix unit reaches 5,000 GFLOP/s") == unit
+    assert ("bfloat16 peak 3,250" in shown) == unit  # the roofline has a ceiling of its own
+
+
+def test_a_machine_with_little_measured_has_a_card_too():
+    only = measured.machine(measured.entry("launch", "Starting ranks", "no_op", 1e-4))
+    assert [name for name, text in card.facts(only).items() if text] == ["Cores", "Caches"]
+    shown = page.page({"m": only})
+    assert "Run <code>minidist bench</code>" in shown
+    well_formed(shown)

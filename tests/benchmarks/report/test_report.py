@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from minidist.benchmarks.harness import formats
-from minidist.benchmarks.report import documents, figures, page, plots, sections, terminal
+from minidist.benchmarks.report import bars, curves, figures, page, printed, tables
 from tests.helpers import measured
 
 HOPELESS = measured.beside("numpy.matmul", 0.002, 2.0, 0.1)
@@ -40,14 +40,14 @@ EVERYTHING = measured.machine(
 EVERYTHING["benchmarks"][0]["extra_info"]["ratio"] = 20_000.0
 
 
-def printed(found, width):
+def shown(found, width):
     stream = io.StringIO()
-    terminal.show_machine(Console(file=stream, width=width, color_system=None), "m", found)
+    printed.show_machine(Console(file=stream, width=width, color_system=None), "m", found)
     return stream.getvalue()
 
 
 def only(*entries):
-    (section,) = sections.sections(measured.machine(*entries))
+    (section,) = tables.sections(measured.machine(*entries))
     return section
 
 
@@ -80,7 +80,7 @@ def test_numbers_have_units_and_three_digits(form, value, text):
 
 
 def test_sections_follow_suites_and_groups():
-    assert [(s.title, len(s.entries)) for s in sections.sections(EVERYTHING)] == [
+    assert [(s.title, len(s.entries)) for s in tables.sections(EVERYTHING)] == [
         ("Products", 3),
         ("Goals", 2),
         ("Training", 1),
@@ -89,15 +89,15 @@ def test_sections_follow_suites_and_groups():
 
 
 def test_goals_are_judged():
-    assert sections.goals(EVERYTHING) == (1, 2)
-    text = printed(EVERYTHING, 120)
+    assert tables.goals(EVERYTHING) == (1, 2)
+    text = shown(EVERYTHING, 120)
     assert "met, < 10.0 ms" in text
     assert "missed, < 1.5" in text
     assert "1 of 2 goals met" in text
 
 
 def test_one_peer_stands_in_the_heading_and_two_in_a_column():
-    one = [column.heading for column in sections.sections(EVERYTHING)[0].columns()]
+    one = [column.heading for column in tables.sections(EVERYTHING)[0].columns()]
     two = only(entry("a", **HOPELESS), entry("b", **{**HOPELESS, "peer": "another"}))
     several = [column.heading for column in two.columns()]
     assert ("numpy.matmul" in one, "peer" in one) == (True, False)
@@ -105,7 +105,7 @@ def test_one_peer_stands_in_the_heading_and_two_in_a_column():
 
 
 def test_a_hopeless_ratio_has_no_false_precision():
-    text = printed(EVERYTHING, 120)
+    text = shown(EVERYTHING, 120)
     assert "20,000" in text
     assert "2.00 (1.90–2.10)" in text
 
@@ -116,11 +116,11 @@ def test_a_difference_has_its_sign_and_may_be_the_goal():
         for name, seconds, beyond in (("slower", 30e-6, 22e-6), ("faster", 6e-6, -2e-6))
     )
     found = measured.machine(slower, faster)
-    text = printed(found, 120)
+    text = shown(found, 120)
     for words in ("minus", "+22.0 µs", "-2.00 µs", "met, < 15.0 µs"):
         assert words in text
-    assert sections.goals(found) == (1, 2)
-    assert "faster at -0.13 times its limit" in plots.plot(only(slower, faster)).alt
+    assert tables.goals(found) == (1, 2)
+    assert "faster at -0.13 times its limit" in bars.of_section(only(slower, faster).entries).alt
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_logarithmic_axis_has_round_numbers(low, high, ticks):
 
 @pytest.mark.parametrize("width", [60, *range(78, 90), 100, 200])
 def test_a_terminal_of_any_width_cuts_no_cell(width):
-    text = printed(EVERYTHING, width)
+    text = shown(EVERYTHING, width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     assert "2 fast-128" not in text  # the label, not the test's name
@@ -146,7 +146,7 @@ def test_a_terminal_of_any_width_cuts_no_cell(width):
 
 
 def test_json_has_every_figure():
-    found = documents.machine_as_json(EVERYTHING)
+    found = printed.machine_as_json(EVERYTHING)
     assert found["goals"] == {"met": 1, "of": 2}
     row = found["sections"][0]["rows"][1]
     assert (row["label"], row["median"], row["gflops"], row["mode"]) == ("fast, 64", 0.002, 25.0, "quick")
@@ -154,13 +154,14 @@ def test_json_has_every_figure():
 
 def test_a_section_of_one_row_has_no_figure():
     html = page.page({"this": EVERYTHING, "other": EVERYTHING})
-    assert html.count("<svg") == 1 + 2 * 2  # the answer; of each machine products and goals
+    assert html.count("<svg") == 2  # of each machine its products
+    assert html.count("<figure") == 2 + 2  # and its goals
     assert "fast reaches 30.0" in html
 
 
 def test_names_at_the_ends_of_lines_keep_apart():
     crowded = only(*(line(f"{i} line", 64, 10.0 + i / 100) for i in range(6)), line("6 far", 64, 0.01))
-    drawn = plots.plot(crowded).svg("crowded")
+    drawn = curves.of_section(crowded).svg("crowded")
     heights = sorted(
         float(found[1]) for found in re.finditer(r'<text [^>]*?y="([\d.]+)"[^>]*>\d line</text>', drawn)
     )
@@ -170,9 +171,9 @@ def test_names_at_the_ends_of_lines_keep_apart():
 
 def test_quick_and_full_results_stand_beside_each_other_with_their_dates():
     found = measured.machine(entry("a"), entry("b"))
-    assert "run" not in [column.heading for column in sections.sections(found)[0].columns()]
+    assert "run" not in [column.heading for column in tables.sections(found)[0].columns()]
     found["benchmarks"][1]["run"] = measured.FULL
-    text = printed(found, 120)
+    text = shown(found, 120)
     assert "full, 2025-02-03" in text
     assert "quick, " in text
 
@@ -181,6 +182,6 @@ def test_numpys_kernel_is_shown_beside_its_figures():
     found = measured.machine(entry("a", **HOPELESS))
     run = found["runs"][measured.QUICK]
     run["software"] = {**run["software"], "blas": {"name": "openblas", "architecture": "Haswell"}}
-    assert "NumPy on openblas's Haswell kernel" in " ".join(printed(found, 140).split())
+    assert "NumPy on openblas's Haswell kernel" in " ".join(shown(found, 140).split())
     run["software"]["blas"]["chosen_by"] = "OPENBLAS_CORETYPE"
-    assert "kernel, which OPENBLAS_CORETYPE chose" in " ".join(printed(found, 140).split())
+    assert "kernel, which OPENBLAS_CORETYPE chose" in " ".join(shown(found, 140).split())

@@ -125,18 +125,18 @@ def test_a_finding_leads_to_its_row_even_where_it_is_folded(page: Any) -> None:
 
 
 def test_a_figure_is_saved_as_it_looks(page: Any, tmp_path: Path) -> None:
-    figure = page.locator("figure").first
+    figure = page.locator("figure:has(svg)").first
     with page.expect_download() as waited:
         figure.locator("button.save").click()
     saved = tmp_path / "saved.svg"
     waited.value.save_as(saved)
-    assert waited.value.suggested_filename == "answer-figure.svg"
+    assert waited.value.suggested_filename == "made-up-scaling-strong-figure.svg"
     text = saved.read_text()
     assert "var(" not in text
     root = xml.etree.ElementTree.fromstring(text)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert {"width", "height", "viewBox"} <= set(root.keys())
-    assert root[0].text.startswith("Stacked bars of memory")
+    assert root[0].text.startswith("Strong scaling over 1 to 4 ranks")
     assert root[1].get("fill") == "#ffffff"  # a ground of its own
 
 
@@ -154,6 +154,30 @@ def test_it_fits_the_screen_in_both_themes(page: Any, theme: str) -> None:
     assert (light(ground) > light(ink)) == (theme == "light")
     if folder := os.environ.get("MINIDIST_SCREENSHOTS"):
         page.screenshot(path=str(Path(folder) / f"report-{theme}-{width}.png"), full_page=True)
+
+
+def test_words_of_charts_are_as_large_as_one_can_read(page: Any) -> None:
+    """Letters of 10 points in an SVG shrink with it; a screen of 390 pixels leaves them 11."""
+    page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    sizes = page.evaluate(
+        """() => [...document.querySelectorAll("figure svg text, .bars p span, .track i, .legend span")]
+        .filter((each) => each.textContent.trim())
+        .map((each) => parseFloat(getComputedStyle(each).fontSize)
+            * (each.ownerSVGElement ? Math.hypot(each.getScreenCTM().a, each.getScreenCTM().b) : 1))"""
+    )
+    assert len(sizes) > 100
+    assert min(sizes) >= 11
+
+
+def test_a_wide_table_says_that_it_scrolls_and_keeps_its_first_column(page: Any) -> None:
+    region = page.locator("#made-up-strategies .scroll").first
+    wide = region.evaluate("each => each.scrollWidth > each.clientWidth")
+    assert wide  # also on a desktop: eleven columns
+    assert page.locator("#made-up-strategies .hint").first.is_visible()
+    before = [each.bounding_box()["x"] for each in region.locator("tr > :first-child").all()]
+    region.evaluate("each => (each.scrollLeft = 200)")
+    assert [each.bounding_box()["x"] for each in region.locator("tr > :first-child").all()] == before
+    assert not page.locator("#made-up-lessons .hint").first.is_visible() or page.viewport_size["width"] < 500
 
 
 def light(color: str) -> float:
