@@ -248,7 +248,7 @@ def test_a_schedule_is_told_which_marks_it_beats(judges: dict[str, Any]) -> None
     assert found["fits"]
     assert found["verdict"] == (
         "Proved: it ends, in 13 s; ranks wait for 7.7% of it, and the fullest holds 2 micro-batches. "
-        "Shorter than 1F1B (15 s). As short as ZB-H1 (13 s). Not yet V (12.5 s)."
+        "Shorter than 1F1B (15 s). As short as ZB-H1 (13 s). Not yet as short as V (12.5 s)."
     )
 
 
