@@ -126,9 +126,9 @@ def verdict(hole: Hole, took: float, bubble: float, held: float) -> str:
     groups = {
         "Shorter than": [title for title, mark in allowed.items() if took < mark],
         "As short as": [title for title, mark in allowed.items() if took == mark],
-        "Not yet": [title for title, mark in allowed.items() if took > mark],
+        "Not yet as short as": [title for title, mark in allowed.items() if took > mark],
     }
-    against = [f"{what} {' and '.join(titles)}." for what, titles in groups.items() if titles]
+    against = [f"{what} {', '.join(titles)}." for what, titles in groups.items() if titles]
     return f"{said} micro-batches. {' '.join(against)}"
 
 

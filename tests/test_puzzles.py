@@ -15,6 +15,7 @@ from minidist import Layout
 from minidist.comm import algorithms
 from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.memory import estimate
+from tests.helpers.clocks import HANG
 
 ROOT = Path(__file__).parent.parent
 
@@ -248,7 +249,7 @@ def test_a_schedule_is_told_which_marks_it_beats(judges: dict[str, Any]) -> None
     assert found["fits"]
     assert found["verdict"] == (
         "Proved: it ends, in 13 s; ranks wait for 7.7% of it, and the fullest holds 2 micro-batches. "
-        "Shorter than 1F1B (15 s). As short as ZB-H1 (13 s). Not yet V (12.5 s)."
+        "Shorter than 1F1B (15 s). As short as ZB-H1 (13 s). Not yet as short as V (12.5 s)."
     )
 
 
@@ -313,6 +314,7 @@ def table(*rows: str) -> list[dict[str, bool | None]]:
     return [dict(zip(("parameters", "gradients", "state"), map(cells.get, row), strict=True)) for row in rows]
 
 
+SETS = ("the two ends", "the first half of the layers", "the second half of the layers")
 BEST = {
     "roomy": ("wws", "wws", "wws"),
     "one": ("wws", "wss", "wss"),
@@ -379,3 +381,142 @@ def test_a_wrong_table_is_named(judges: dict[str, Any], fault: str) -> None:
     found = said(judges["residency"], room="tight", table=table(*rows))
     assert wanted in found.get("error", found.get("verdict"))
     assert not found.get("least")
+
+
+# In a browser, by keyboard alone, with the names that a screen reader reads.
+
+
+@pytest.fixture
+def page(chromium: Any, site: Path) -> Iterator[Any]:
+    """The page when Python has started, which must neither complain nor ask for anything but files."""
+    if not (ROOT / "build" / "node_modules" / "pyodide").exists():
+        pytest.skip("the npm package pyodide is missing, which `make site` installs")
+    opened = chromium.new_context(viewport={"width": 1280, "height": 900}).new_page()
+    said: list[str] = []
+    opened.on("console", lambda message: said.append(message.text))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.on("request", lambda request: said.append(request.url[:200]))
+    opened.set_default_timeout(HANG * 1000)
+    opened.goto((site / "puzzles.html").as_uri())
+    opened.wait_for_function("!!window.puzzlesReady")
+    yield opened
+    opened.context.close()
+    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+
+
+def says(form: Any, text: str) -> None:
+    """Wait for the verdict."""
+    form.get_by_role("status").filter(has_text=text).wait_for()
+
+
+@pytest.mark.browser
+def test_a_collective_is_written_and_judged_by_keyboard(page: Any) -> None:
+    form = page.locator("#collectives-form")
+    form.get_by_role("combobox", name="Puzzle").focus()
+    page.keyboard.press("ArrowDown")  # to the second, the tree
+    page.keyboard.press("Tab")
+    code = form.get_by_role("textbox", name="Your function")
+    assert code.evaluate("each => each === document.activeElement")
+    assert code.input_value().startswith("def tree_broadcast(rank, ranks, elements):")
+
+    def typed(text: str) -> None:
+        page.keyboard.press("Control+a")
+        page.keyboard.insert_text(text)
+        page.keyboard.press("Control+Enter")
+
+    typed("def tree_broadcast(rank, ranks, elements):\n    while True: pass\n")
+    page.wait_for_timeout(100)
+    assert page.evaluate("1 + 1") == 2  # the page is alive meanwhile
+    says(form, "It had not ended after 5 s and was stopped. Does a loop never end?")
+    typed(
+        whole("yield Step(receives=[Message((rank + 1) % ranks, 0, elements)] * (ranks > 1))").replace(
+            "broadcast", "tree_broadcast"
+        )
+    )
+    says(form, "no rank goes on: rank 0 waits in step 0 for a message from rank 1")
+    assert form.locator(".messages path.arrow").count() == 2
+    typed(solution("tree_broadcast"))
+    says(form, "Right on 1 to 8 ranks, and at par: ceil(log2 n) rounds")
+    assert "✓✓" in form.get_by_role("option").nth(1).text_content()
+    assert form.locator(".messages path.arrow").count() == 3  # on four ranks
+    assert form.get_by_role("row", name="Rounds, one after the other 3 3").count() == 1
+    for name in ("Run it on all ranks", "Start over", "Link to this solution"):
+        page.keyboard.press("Tab")
+        assert form.get_by_role("button", name=name).evaluate("each => each === document.activeElement")
+    page.keyboard.press("Enter")
+    says(form, "in the address bar")
+    other = page.context.new_page()  # what was solved stays in the browser, and the link has the code
+    other.goto(page.url)
+    other.wait_for_function("!!window.puzzlesReady", timeout=HANG * 1000)
+    kept = other.locator("#collectives-form")
+    assert kept.get_by_role("combobox", name="Puzzle").input_value() == "tree_broadcast"
+    assert kept.get_by_role("textbox", name="Your function").input_value() == solution("tree_broadcast")
+    assert "✓✓" in kept.get_by_role("option").nth(1).text_content()
+
+
+@pytest.mark.browser
+def test_golf_is_played_by_keyboard_by_mouse_and_by_link(page: Any) -> None:
+    form = page.locator("#golf-form")
+    says(form, "Proved: it ends, in 15 s; ranks wait for 20.0% of it, and the fullest holds 2 micro-batches.")
+    last = form.get_by_role("button", name="F1 on rank 0, 2 of 8, 1 s to 2 s")
+    last.focus()
+    page.keyboard.press("Shift+ArrowRight")
+    form.get_by_role("button", name="F1 on rank 0, 3 of 8").wait_for()
+    assert form.locator(":focus").get_attribute("aria-label").startswith("F1 on rank 0, 3 of 8")
+    page.keyboard.press("ArrowDown")
+    assert form.locator(":focus").get_attribute("aria-label").startswith("F1 on rank 1, 3 of 8")
+    form.get_by_role("button", name="Undo").press("Enter")
+    form.get_by_role("button", name="F1 on rank 0, 2 of 8").wait_for()
+    box = form.get_by_role("button", name="F1 on rank 1, 3 of 8").bounding_box()
+    left = form.get_by_role("button", name="F0 on rank 1, 1 of 8").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(left["x"] + left["width"] + 4, box["y"] + 10, steps=4)
+    page.mouse.up()
+    form.get_by_role("button", name="F1 on rank 1, 2 of 8").wait_for()
+    text = form.get_by_role("textbox", name="The schedule")
+    assert text.input_value().split("\n")[1] == "F0 F1 B0 B1 F2 B2 F3 B3"
+    text.fill("F0 B0 F1 B1 F2 B2 F3 B3\nF0 F1 B0 B1 F2 B2 F3 B3")
+    says(form, "the schedule never ends: rank 0 waits at recv B0 for rank 1")
+    assert form.get_by_role("button", name="B0 on rank 0, 2 of 8, not run").count() == 1
+    assert form.locator(".arrow").count() == 2
+    text.fill(SOLVED)
+    says(form, "Shorter than 1F1B (15 s). As short as ZB-H1 (13 s).")
+    form.get_by_role("button", name="Link to this schedule").press("Enter")
+    says(form, "in the address bar")
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_function("!!window.puzzlesReady", timeout=HANG * 1000)
+    kept = other.locator("#golf-form")
+    assert kept.get_by_role("textbox", name="The schedule").input_value() == SOLVED
+    assert kept.get_by_role("row", name="your best 13 s 7.7 % 2").count() == 1
+    assert kept.get_by_role("row", name="V 12.5 s 4.0 % 2").count() == 1
+
+
+@pytest.mark.browser
+def test_a_table_is_filled_by_keyboard(page: Any) -> None:
+    form = page.locator("#residency-form")
+    form.get_by_role("combobox", name="Model and ranks").select_option("tight")
+    says(form, "Say who holds the parameters of the two ends")
+    for set_name, row in zip(SETS, BEST["tight"], strict=True):
+        for column, cell in zip(("parameters", "gradients", "optimizer state"), row, strict=True):
+            form.get_by_role("combobox", name=f"{column} of {set_name}").focus()
+            page.keyboard.press("w" if cell == "w" else "1")
+    says(form, "No table that fits sends less: 11.9 GB")
+    assert (
+        "✓✓" in form.get_by_role("combobox", name="Model and ranks").locator("option").nth(3).text_content()
+    )
+    form.get_by_role("combobox", name="parameters of the first half of the layers").focus()
+    page.keyboard.press("1")
+    says(form, "would do. The first half of the layers send most")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_the_screen(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.locator("#golf-form").get_by_role("combobox", name="Hole").select_option("four")
+    says(page.locator("#golf-form"), "Proved: it ends, in 27 s")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    names = "els => els.map(each => each.labels.length > 0 || !!each.ariaLabel)"
+    assert all(page.locator("form.playground :is(input, select, textarea)").evaluate_all(names))
