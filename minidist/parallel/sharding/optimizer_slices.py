@@ -73,7 +73,8 @@ class OptimizerSlices:
     state lie.
 
     Attributes:
-        cuts_anywhere: whether slices of shares may begin and end inside a parameter.
+        has_shares: whether any slice is a part of a share. cuts_anywhere: whether those may begin and end
+            inside a parameter.
         updating: the optimizer's step is under way.
     """
 
@@ -86,7 +87,7 @@ class OptimizerSlices:
         self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
         self.cuts_anywhere = is_elementwise(type(optimizer))
         self.all: list[OptimizerSlice] = []
-        self.updating = False
+        self.updating = self.has_shares = False
         self._why: Why = lambda _: None
 
     def guarded_by(self, why: Why) -> None:
@@ -110,6 +111,7 @@ class OptimizerSlices:
 
     def add(self, bucket: Bucket, group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's share of a bucket; `group_of` has a group for each parameter index."""
+        self.has_shares = True
         limit = self._limit(bucket) if self.cuts_anywhere else bucket.length
         for start, whole in bucket.ranges():
             for at in range(0, len(whole), limit):
@@ -125,24 +127,25 @@ class OptimizerSlices:
 
     # A step: gradients, the optimizer's own step, values.
 
-    def give_gradients(self, used: Sequence[float] = ()) -> None:
+    def give_gradients(self, used: Mapping[int, float]) -> None:
         """Give slices their reduced gradients; None to those of parameters that no rank used.
 
         used: for each parameter index how many ranks used it; whole parameters that none used have no
         gradient.
         """
         self.give_whole_gradients()
+        if not self.has_shares:
+            return
         of_shares = [each for each in self.all if each.bucket is not None]
         counts = [sum(used[span.param_index] > 0 for span in each.ranges) for each in of_shares]
         if any(0 < count < len(each.ranges) for count, each in zip(counts, of_shares, strict=True)):
             self.regroup(lambda each, span, _: (id(each), used[span.param_index] > 0))
         for each in self.all:
-            if each.bucket is None:
-                continue
-            reduced, grad = each.bucket.reduced, None
-            if reduced is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
-                grad = reduced[each.start : each.start + each.value.numel()].view(each.tensor.shape)
-            each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
+            if each.bucket is not None:
+                reduced, grad = each.bucket.reduced, None
+                if reduced is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
+                    grad = reduced[each.start : each.start + each.value.numel()].view(each.tensor.shape)
+                each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
 
     def give_whole_gradients(self) -> None:
         """Give the masters of whole parameters the parameters' gradients, in the master dtype."""
@@ -239,7 +242,7 @@ class OptimizerSlices:
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were given; those of whole parameters are their own."""
-        for each in self.all:
+        for each in self.all if self.has_shares or self.master is not None else ():
             if each.tensor is not each.value:
                 each.tensor.grad = None
 
@@ -300,7 +303,7 @@ class OptimizerSlices:
 
         Whole parameters stay as they are. Where slices are joined, the scalars of their states are equal.
         """
-        if not any(each.cuts for each in self.all):
+        if not (self.has_shares and self.cuts_anywhere):
             return
         now = [each for each in self.all if each.bucket is None]
         for _, together in groupby(

@@ -106,14 +106,13 @@ class Reducer:
         own, parameter = self._set_of[param_index], self.parameters[param_index]
         self._rows[param_index] |= 1 if own.gradient_comm.counts else 2
         reducing = self.syncing and self.overlap
-        if reducing and self._came is not Came.SENDING:
+        if not reducing:
+            if self._came not in (Came.UNSENT, Came.SENDING):
+                self._came = Came.UNSENT if self.syncing else Came.KEPT
+        elif self._came is not Came.SENDING:
             self._came = Came.SENDING
             if self.waits:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        elif self.syncing and not reducing:
-            self._came = Came.UNSENT
-        elif not reducing and self._came not in (Came.UNSENT, Came.SENDING):
-            self._came = Came.KEPT
         if self.buckets is None:
             self._order.setdefault(param_index)
             return

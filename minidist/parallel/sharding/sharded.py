@@ -104,8 +104,8 @@ class Sharded(Strategy):
         # Whoever owns all of a parameter gives the optimizer this, or its master; a share comes later.
         names, parameters = names_of(self.model), [*self.model.parameters()]
         is_whole = [set_for(names[parameter], self.sets).residency.state for parameter in parameters]
-        masters = [self._master if whole else None for whole in is_whole]
-        optimizer, updated = optimizer_of_masters(parameters, make, masters)
+        dtypes = [self._master if whole else None for whole in is_whole]
+        optimizer, updated = optimizer_of_masters(parameters, make, dtypes)
         slices = OptimizerSlices(optimizer, self._master)
         pairs = [pair for *pair, whole in zip(parameters, updated, is_whole, strict=True) if whole]
         slices.add_whole([parameter for parameter, _ in pairs], [tensor for _, tensor in pairs])

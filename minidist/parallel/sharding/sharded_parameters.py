@@ -245,13 +245,12 @@ class ShardedParameters(ParameterSets):
         """Complete the gradients, with up to two numbers that are summed too; see
         `FullyShard.synchronize`."""
         self.runtime.finish()
-        users = [0.0] * len(self.parameters)
+        users: dict[int, float] = {}
         for own in self.sets:
             own.unused = [index for index in own.indices if not self.had_gradient[index]]
             own.fill_tail(totals)
             own.send_tail().complete()
-            for index, count in zip(own.indices, own.tail.tolist(), strict=False):
-                users[index] = count
+            users.update(zip(own.indices, own.tail.tolist(), strict=False))
         self.slices.give_gradients(users)
         self.is_complete = True
         sums: list[float] = self.sets[0].tail[-2:].tolist()

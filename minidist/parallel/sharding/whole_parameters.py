@@ -90,8 +90,8 @@ class WholeParameters(ParameterSets):
                 own.op = "mean"
             if not own.residency.state:
                 own.total_count = 3  # see `begin_final_backward`
-        self._with_values = [own for own in self.sets if not own.residency.state]
-        self._without = [own for own in self.sets if own.residency.state]
+        self._state_shared = [own for own in self.sets if not own.residency.state]
+        self._state_whole = [own for own in self.sets if own.residency.state]
         self.parameters: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
         self.orders, self.undealt_masters = [], {}
         self.gradients_are = Gradients.OWN
@@ -112,16 +112,16 @@ class WholeParameters(ParameterSets):
         trained = [p for p in self._all if p.requires_grad]
         self._parts = [] if self._module is None else [*self._module.modules()]
         self._known, self._trained = set(map(id, self._all)), self._trained_now()
-        for own in self._without:
+        for own in self._state_whole:
             own.empty()
-        if self._with_values:
-            values = [p for p in self._all if self.set_of[p] in self._with_values]
+        if self._state_shared:
+            values = [p for p in self._all if self.set_of[p] in self._state_shared]
             self._hooked = set(map(id, trained))
             guard(values, weakly(self._why_not_clipped))
             self._replace_others(values)
         else:
             self.parameters, self.orders = [], []
-        claim(self, DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._without])
+        claim(self, DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
         self._list(trained)
         if all(own.residency.state and own.gradient_comm.ranks == 1 for own in self.sets):
             self.orders = None
@@ -178,7 +178,7 @@ class WholeParameters(ParameterSets):
         """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
         for bucket in self.value_buckets():
             bucket.refuse_reassigned()
-        if self._without:
+        if self._state_whole:
             if self._trained_now() != self._trained:
                 self._require_known()
                 self.reattach()
@@ -215,13 +215,13 @@ class WholeParameters(ParameterSets):
 
     def value_buckets(self) -> list[Bucket]:
         """Those that hold parameters' values."""
-        return [bucket for own in self._with_values for bucket in own.buckets]
+        return [bucket for own in self._state_shared for bucket in own.buckets]
 
     @property
     def undealt(self) -> list[int]:  # type: ignore[override]
         """The indices of parameters that are in no bucket yet, where buckets have the state."""
         dealt = {index for bucket in self.value_buckets() for index in bucket.param_indices}
-        return sorted({index for own in self._with_values for index in own.indices} - dealt)
+        return sorted({index for own in self._state_shared for index in own.indices} - dealt)
 
     def _first_round(
         self, sets: Sequence[ParameterSet], seen: Iterable[int]
@@ -288,21 +288,21 @@ class WholeParameters(ParameterSets):
 
         A run that saved no order is taken to have that of registration, reversed.
         """
-        if not self._with_values:
+        if not self._state_shared:
             return
         self.follow_changes()
         had = {*saved, *(name for each in order or () for name in each)}
-        frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._with_values]
+        frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
         if self._list(frozen):  # the optimizer has state of them, although they get no gradients now
             self.reattach()
         if self.value_buckets():
             return
         index_of = {self.name_of(index): index for index in range(len(self.parameters))}
         for each in [[*reversed(index_of)]] if order is None else order:
-            self._deal(self._with_values, [index_of[name] for name in each if name in index_of])
+            self._deal(self._state_shared, [index_of[name] for name in each if name in index_of])
         if self.value_buckets() and not self.undealt:
             for reducer in self.reducers:
-                if not {*reducer.sets} & {*self._without}:
+                if not {*reducer.sets} & {*self._state_whole}:
                     reducer.settle()
 
     # A step: passes, gradients, and the parameters to all ranks.
@@ -371,7 +371,7 @@ class WholeParameters(ParameterSets):
             raise RuntimeError(
                 "this ZeroOptimizer's parameters have been given to another since; step with that one"
             )
-        if self._with_values:
+        if self._state_shared:
             self.follow_changes()
         for reducer in self.reducers:
             reducer.finish_round()
@@ -392,10 +392,9 @@ class WholeParameters(ParameterSets):
     def gradients(self) -> list[Tensor]:
         """This rank's part of the sums, which the slices get now if they have not."""
         if self.gradients_are is Gradients.SUMMED:
-            users = [0.0] * len(self.parameters)
-            for own in self._with_values:
-                for index, count in zip(own.indices, own.users.tolist(), strict=True):
-                    users[index] = count
+            users: dict[int, float] = {}
+            for own in self._state_shared:
+                users.update(zip(own.indices, own.users.tolist(), strict=True))
             self.slices.give_gradients(users)
             self.gradients_are = Gradients.GIVEN
         return self.slices.gradients()
@@ -409,7 +408,7 @@ class WholeParameters(ParameterSets):
 
         loss = self.slices.update(use_gradients, self.publish, closure, **options)
         self.slices.drop_gradients()
-        for own in self._with_values:
+        for own in self._state_shared:
             own.begin()
             for index in own.indices if not self._leaves_grad else ():
                 self.parameters[index].grad = None  # sums in one part, its own gradients in the others
@@ -425,23 +424,23 @@ class WholeParameters(ParameterSets):
         """Forget the sums of a step's gradients."""
         self.gradients_are = Gradients.OWN
         self.slices.drop_gradients()
-        for reducer in self.reducers if self._with_values else ():
+        for reducer in self.reducers if self._state_shared else ():
             reducer.recover()
-        for own in self._with_values:
+        for own in self._state_shared:
             own.begin()
 
     def rescale(self, factor: float, kept: bool = True) -> None:
         """Multiply the gradients; with `kept` also what compression has kept back of them."""
         exact = not kept and self.slices.master is not None  # in the masters' precision
         if not exact:
-            for own in self._without:
+            for own in self._state_whole:
                 own.rescale(factor, kept)
             for parameter in self._all if not self.reducers else ():  # which are in no bucket
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
             if self.gradients_are is Gradients.GIVEN:
                 self.slices.give_whole_gradients()  # masters take theirs anew
-        if exact or self._with_values:
+        if exact or self._state_shared:
             self.gradients()
         given = [each.tensor.grad for each in self.slices.all if exact or each.bucket is not None]
         for gradient in given:
