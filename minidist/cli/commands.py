@@ -24,21 +24,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from minidist.cli import options as shared
 from minidist.cli.bench import bench
 from minidist.cli.compare import compare
 from minidist.cli.dryrun import dryrun
 from minidist.cli.lessons import lessons
-from minidist.cli.options import (
-    BatchOption,
-    ClipNorm,
-    Debug,
-    Dtype,
-    Json,
-    Optimizer,
-    OwnLoss,
-    Seed,
-    Timeout,
-)
 from minidist.cli.output import console, explain, print_json, say, show, speaks
 from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
@@ -84,19 +74,19 @@ def train(
         str | None,
         typer.Option(help="mlp, byte-tiny, bert-tiny-mlm, or your own: my.module:make; default: the data's."),
     ] = None,
-    loss: OwnLoss = None,
+    loss: shared.OwnLoss = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,
     layout: Annotated[
         str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
-    batch: BatchOption = 64,
+    batch: shared.BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    optimizer: Optimizer = "adamw",
+    optimizer: shared.Optimizer = "adamw",
     rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    clip_norm: ClipNorm = None,
+    dtype: shared.Dtype = "float32",
+    seed: shared.Seed = 0,
+    clip_norm: shared.ClipNorm = None,
     save: Annotated[
         Path | None, typer.Option(help="A folder for checkpoints; the same command continues from them.")
     ] = None,
@@ -105,9 +95,9 @@ def train(
     resume: Annotated[
         bool, typer.Option(help="Continue from the folder's newest whole checkpoint, or refuse to.")
     ] = True,
-    timeout: Timeout = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    timeout: shared.Timeout = None,
+    as_json: shared.Json = False,
+    debug: shared.Debug = False,
 ) -> None:
     """Train a model on one or several ranks. With --save, a run that was stopped or killed can continue.
 
@@ -194,8 +184,8 @@ def _trained(config: TrainConfig, result: TrainResult) -> str:
 
 def doctor(
     gpu: Annotated[bool, typer.Option("--gpu", help="Only whether the CUDA ladder will run.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: shared.Json = False,
+    debug: shared.Debug = False,
 ) -> None:
     """List what this machine has for parallel training, and how to install what is missing."""
     from minidist.cli import doctor as examination

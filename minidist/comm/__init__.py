@@ -61,24 +61,4 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.comm.launching.cluster": ("Cluster",),
-        "minidist.comm.checking": ("unordered",),
-        "minidist.comm.collectives": (
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "broadcast",
-            "reduce_scatter",
-        ),
-        "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
-        "minidist.comm.ledgers": ("Ledger", "ledger"),
-        "minidist.comm.mesh": ("Mesh",),
-        "minidist.comm.messages": ("barrier", "gather", "recv", "scatter", "send"),
-        "minidist.comm.transport.algorithm_choice": ("empty_shared", "using"),
-        "minidist.comm.work": ("Work",),
-        "minidist.comm.world": ("device", "init", "local_rank", "rank", "shutdown", "size"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -45,25 +45,4 @@ if TYPE_CHECKING:
     from minidist.model.mlp import MLP as MLP
     from minidist.model.sampler import Sampler as Sampler
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.model.bert": ("BERT",),
-        "minidist.model.configs": ("CONFIGS", "BERTConfig", "GPTConfig", "TransformerConfig", "config"),
-        "minidist.model.data": (
-            "DATASETS",
-            "Corpus",
-            "Dataset",
-            "Rows",
-            "dataset",
-            "digits",
-            "masked",
-            "stdlib_bytes",
-            "windows",
-        ),
-        "minidist.model.gpt": ("GPT", "gpt_layers"),
-        "minidist.model.loss": ("accuracy", "cross_entropy", "masked_accuracy", "masked_cross_entropy"),
-        "minidist.model.mlp": ("MLP",),
-        "minidist.model.sampler": ("Sampler",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

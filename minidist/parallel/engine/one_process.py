@@ -17,25 +17,24 @@ from torch import Tensor, nn
 
 from minidist.comm.work import alone
 from minidist.parallel.contract.batch import call, rows_of
-from minidist.parallel.contract.kept_attributes import computed
+from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, copied, forwards
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
     load_optimizer,
     names_of,
     optimizer_settings,
     parameter_like,
+    state_kinds,
     whole_chunks,
 )
 from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
-from minidist.parallel.engine.kept_state import KeptAttributes, cells_of, copied, forwards, state_kinds
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
 from minidist.parallel.engine.whole_state import Batch, TrainingState
 from minidist.parallel.guards.ownership import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
+from minidist.parallel.training.comparable_steps import MARGIN, RandomOff
 from minidist.parallel.training.master_weights import MasterWeights
-from minidist.parallel.training.moved_results import MARGIN
 from minidist.parallel.training.precision import Precision
-from minidist.parallel.training.random_off import RandomOff
 from minidist.parallel.training.recompute import recompute_by
 
 KEPT_BY_MALLOC = 2**25 - 2**16

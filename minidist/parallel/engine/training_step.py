@@ -204,7 +204,7 @@ class Engine:
 
         # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
-        if self.reports_norm:
+        if self.clip_norm is not None or self.precision.scales:
             self.grad_norm = norm = self.placement.norm(strategy) * factor
             if self.precision.skips(norm):
                 strategy.drop()
@@ -370,11 +370,6 @@ class Engine:
         first step with each shape of batch.
         """
         return memory_of(self.strategy.held(), self._activations.last)
-
-    @property
-    def reports_norm(self) -> bool:
-        """Whether each step computes the norm of the gradients."""
-        return self.clip_norm is not None or self.precision.scales
 
     @property
     def loss_scale(self) -> float:

@@ -23,7 +23,7 @@ from minidist.parallel.engine import one_process, rehearsal, training_step
 from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.sharding import whole_parameters
 from minidist.parallel.tensor_parallel import gather_sequence
-from minidist.parallel.training.random_off import RandomOff
+from minidist.parallel.training.comparable_steps import RandomOff
 from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]
