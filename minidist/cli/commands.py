@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -105,6 +105,7 @@ def train(
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 -m minidist train --save FOLDER
     """
+    given: dict[str, Any] = {**locals()}
     from minidist._stopping import STOPPED, give_up, termination
 
     # SIGTERM may come while torch loads and the ranks start, which takes seconds.
@@ -124,24 +125,10 @@ def train(
         from minidist.comm.launching.supervisor import preload_optimizers
 
         preload_optimizers()
-        config = TrainConfig(
-            data=data or ("" if is_own(model) else "digits"),
-            model=model,
-            loss=loss,
-            layout=chosen,
-            steps=steps,
-            batch=batch,
-            learning_rate=lr,
-            optimizer=optimizer,
-            rung=rung,
-            dtype=dtype,
-            seed=seed,
-            clip_norm=clip_norm,
-            save=None if save is None else str(save),
-            save_every=save_every,
-            keep=keep,
-            resume=resume,
-        )
+        # The other options are called like the fields.
+        given |= {"data": data or ("" if is_own(model) else "digits"), "layout": chosen, "learning_rate": lr}
+        given["save"] = None if save is None else str(save)
+        config = TrainConfig(**{field.name: given[field.name] for field in dataclasses.fields(TrainConfig)})
         result = run(config, timeout=timeout, progress=not as_json)
     leave = STOPPED if result.stopped else 0
     if not speaks():

@@ -229,7 +229,7 @@ class Rehearsal:
         if self._when is not None:
             return ""
         sizes = ((e.shape.numel(), e.dtype.itemsize) for e in engine.placement.entries.values())
-        need = COPIES * sum(count * size for count, size in sizes) + parts * engine._activations.last
+        need = COPIES * sum(count * size for count, size in sizes) + parts * engine.last_activations
         on_gpu = engine.device.type == "cuda"
         free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else available_memory()
         if need <= free:

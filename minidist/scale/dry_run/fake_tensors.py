@@ -137,7 +137,10 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 with self._fake:
                     fakes = tree_map_only(Tensor, _fake, (args, kwargs))
-                    found = tree_map_only(Tensor, TensorShape.of, func(*fakes[0], **fakes[1]))
+                    made = func(*fakes[0], **fakes[1])
+                found = tree_map_only(
+                    Tensor, lambda x: TensorShape(torch.Size(x.shape), x.stride(), x.dtype), made
+                )
             except (RuntimeError, NotImplementedError) as error:
                 why = (str(error) or type(error).__name__).splitlines()[0]
                 raise NoData(
@@ -174,11 +177,6 @@ class TensorShape:
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> TensorShape:
-        """Those of a tensor."""
-        return cls(torch.Size(x.shape), tuple(x.stride()), x.dtype)
 
 
 class OperationKind:
