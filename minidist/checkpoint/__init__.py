@@ -13,16 +13,14 @@ which runs code when it is read. Boxes can be read in any other cut, so the rank
 change. A save writes next to its path, syncs every file and directory to the disk, and renames at the end: at
 any moment a path holds a whole checkpoint, or what was there before.
 
-- `saving.py`: `save`, in the foreground or in a thread
-- `writing.py`: who writes which box; the files; the index
+- `saving.py`: `save`, in the foreground or in a thread; who writes which box; the files
 - `loading.py`: `load`: check the files, compare them with the model, optimizer and sampler, fill the engine
 - `state.py`: what a rank contributes: boxes of tensors, settings, random states
 - `values.py`: settings as JSON and back
 - `index.py`: write, read and verify the index; read tensors from the files, in another cut
 - `folders.py`: names in a folder; how a directory gets its name in one step; what is kept
-- `exporting.py`: `export` and `state_dict`: the weights alone
+- `exporting.py`: `export` and `state_dict`: the weights alone; safetensors files, tensor by tensor
 - `pretrained.py`: `load_pretrained`: weights from safetensors files, in any layout
-- `safetensors_files.py`: that format: find tensors, read parts of them, write them one by one
 - `errors.py`: the errors, and how all ranks raise the same one
 """
 

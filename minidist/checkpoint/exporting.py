@@ -1,13 +1,23 @@
-"""`export`: write the weights alone, for other programs: one file, or a folder that transformers reads."""
+"""`export`: write the weights alone, for other programs: one file, or a folder that transformers reads.
+
+The library of the safetensors format reads (pretrained.py). To write, it needs all tensors of a file in
+memory at once. `SafetensorsFiles` writes them one by one, in any order, and only has to know their shapes
+before: a file begins with the length of its header in 8 bytes, then comes the header, JSON with each tensor's
+dtype, shape and first and last byte, and then the numbers, without gaps. A large model is several files, and
+`model.safetensors.index.json` says which tensor is in which.
+
+Source: the format's description in the repository huggingface/safetensors, and transformers' names of files.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -17,11 +27,33 @@ from minidist._arguments import check_whole
 from minidist.checkpoint.errors import agree
 from minidist.checkpoint.folders import WRITING, checkpoints, make_directory, sync_directory
 from minidist.checkpoint.index import Index, read_index, read_whole, stored_names, verify
-from minidist.checkpoint.safetensors_files import SafetensorsFiles, divide
-from minidist.checkpoint.state import Shaped, config_files, ties
+from minidist.checkpoint.state import Shaped, as_bytes, config_files, ties
 from minidist.checkpoint.values import decode
 from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
+
+ONE_FILE, FILES_INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that can be written, by their names in a header."""
+_OF_A_MODEL = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+"""The names of a model's files in a folder."""
 
 
 def export(
@@ -75,22 +107,68 @@ def export(
             f"path is {path}; give a name that ends in .safetensors, .pt or .pth, or a folder's, with a / at "
             "its end"
         )
-    if folder or path.suffix == ".safetensors":
-        if isinstance(source, Engine):
-            _export_engine(source, path, folder, max_file_bytes)
-        else:
-            _export_checkpoint(source, path, folder, max_file_bytes)
-    elif isinstance(source, Engine):
-        order, weights = [*source.model.state_dict(keep_vars=True)], dict[str, Any]()
-        for name, value in source.whole():
-            if comm.rank() == 0:
-                weights[name] = value.to("cpu", copy=True)
-        weights |= extra_state(source.model)
-        weights = {name: weights[name] for name in dict.fromkeys([*order, *weights]) if name in weights}
-        agree(lambda: _write(weights, path) if comm.rank() == 0 else None, f"write {path}")
+    if isinstance(source, Engine):
+        entries = source.placement.entries.items()
+        shaped: dict[str, Shaped] = {name: (tuple(entry.shape), entry.dtype) for name, entry in entries}
+        extra, tied, config = extra_state(source.model), ties(source), config_files(source.model)
+        writes = comm.rank() == 0
     else:
         index = _verified(source)
-        _write({**dict(_tensors_of(index)), **_extra_state(index)}, path)
+        shaped = {name: (s.shape, s.dtype) for name, s in stored_names(index.tensors, "model").items()}
+        # Older checkpoints lack these.
+        extra, tied, config = (
+            decode(index.facts.get(name, {})) for name in ("extra_state", "ties", "config")
+        )
+        writes = True
+    opened, problems = list[SafetensorsFiles | StateDictFile](), list[Exception]()
+
+    def begin() -> None:
+        if not writes:
+            return
+        if path.suffix in (".pt", ".pth") and not folder:
+            opened.append(StateDictFile(path, [*shaped], extra))
+            return
+        for name, value in extra.items():
+            raise TypeError(
+                f"a safetensors file holds tensors alone, and {name} of the model is a "
+                f"{type(value).__name__}; export to .pt"
+            )
+        own = {name: each for name, each in shaped.items() if not (folder and name in tied)}
+        files = {path: [*own]}
+        if folder:  # transformers ties parameters itself
+            make_directory(path)
+            files = {path / name: names for name, names in divide(own, max_file_bytes).items()}
+        opened.append(SafetensorsFiles(files, own))
+
+    def put(name: str, value: Tensor) -> None:
+        try:
+            for files in () if problems else opened:
+                files.put(name, value)
+        except Exception as error:  # the others wait in the next collective
+            problems.append(error)
+
+    def finish() -> None:
+        for problem in problems:
+            raise problem
+        for files in opened:
+            files.finish()
+            if folder:
+                _write_config(config, path, shaped)
+
+    try:
+        if isinstance(source, Engine):
+            agree(begin, f"write {path}")
+            for name, value in source.whole():
+                put(name, value)
+            agree(finish, f"write {path}")
+        else:
+            begin()
+            for name, value in _tensors_of(index):
+                put(name, value)
+            finish()
+    finally:
+        for files in opened:
+            files.close()
     return path
 
 
@@ -119,84 +197,6 @@ def _tensors_of(index: Index) -> Iterator[tuple[str, Tensor]]:
         yield name, read_whole(index, f"model.{name}")
 
 
-def _extra_state(index: Index) -> dict[str, Any]:
-    """Return the extra state of the model's modules, which older checkpoints lack."""
-    found: dict[str, Any] = decode(index.facts.get("extra_state", {}))
-    return found
-
-
-def _refuse_extra_state(extra: Mapping[str, Any]) -> None:
-    """Raise TypeError if a model has state that is not a tensor: a safetensors file cannot hold it."""
-    for name, value in extra.items():
-        raise TypeError(
-            f"a safetensors file holds tensors alone, and {name} of the model is a {type(value).__name__}; "
-            "export to .pt"
-        )
-
-
-def _export_checkpoint(path: str | os.PathLike[str], target: Path, folder: bool, most: int) -> None:
-    """Write a checkpoint's weights into safetensors files, one tensor in memory at a time."""
-    index = _verified(path)
-    _refuse_extra_state(_extra_state(index))
-    again = decode(index.facts.get("ties", {})) if folder else {}  # transformers ties them itself
-    stored = stored_names(index.tensors, "model")
-    shaped = {name: (each.shape, each.dtype) for name, each in stored.items() if name not in again}
-    with closing(_begin(shaped, target, folder, most)) as files:
-        for name in shaped:
-            files.put(name, read_whole(index, f"model.{name}"))
-        files.finish()
-    if folder:
-        _write_config(decode(index.facts.get("config", {})), target, shaped)
-
-
-def _export_engine(engine: Engine, target: Path, folder: bool, most: int) -> None:
-    """Do the same for an engine, whose tensors all ranks bring together one by one."""
-    _refuse_extra_state(extra_state(engine.model))
-    again = ties(engine) if folder else {}
-    shaped: dict[str, Shaped] = {
-        name: (tuple(entry.shape), entry.dtype)
-        for name, entry in engine.placement.entries.items()
-        if name not in again
-    }
-    opened, problems, doing = list[SafetensorsFiles](), list[Exception](), f"write {target}"
-
-    def begin() -> None:
-        if comm.rank() == 0:
-            opened.append(_begin(shaped, target, folder, most))
-
-    def put(name: str, value: Tensor) -> None:
-        try:
-            for files in () if problems else opened:
-                files.put(name, value)
-        except Exception as error:  # the others wait in the next collective
-            problems.append(error)
-
-    def finish() -> None:
-        for problem in problems:
-            raise problem
-        for files in opened:
-            files.finish()
-            if folder:
-                _write_config(config_files(engine.model), target, shaped)
-
-    try:
-        agree(begin, doing)
-        for name, value in engine.whole():
-            put(name, value)
-        agree(finish, doing)
-    finally:
-        for files in opened:
-            files.close()
-
-
-def _begin(shaped: Mapping[str, Shaped], target: Path, folder: bool, most: int) -> SafetensorsFiles:
-    """Open one file, or as many as a folder needs."""
-    if not folder:
-        return SafetensorsFiles({target: [*shaped]}, shaped)
-    make_directory(target)
-    return SafetensorsFiles({target / name: own for name, own in divide(shaped, most).items()}, shaped)
-
-
 def _write_config(files: Mapping[str, dict[str, Any]], folder: Path, shaped: Mapping[str, Shaped]) -> None:
     """Write the files that say how to make the model, with the dtype of its weights."""
     floating = sorted({d for _, d in shaped.values() if d.is_floating_point}, key=lambda d: d.itemsize)
@@ -206,18 +206,131 @@ def _write_config(files: Mapping[str, dict[str, Any]], folder: Path, shaped: Map
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _write(weights: Mapping[str, Any], path: Path) -> None:
-    aside = path.with_name(path.name + WRITING)
-    here = {
-        name: value.detach().cpu().contiguous() if isinstance(value, Tensor) else value
-        for name, value in weights.items()
-    }
-    try:
-        with open(aside, "wb") as file:
-            torch.save(here, file)
+class StateDictFile:
+    """Collects a `state_dict`, and writes it with `torch.save`; in use like `SafetensorsFiles`."""
+
+    def __init__(self, path: Path, order: Sequence[str], extra: Mapping[str, Any]) -> None:
+        self._path, self._aside = path, path.with_name(path.name + WRITING)
+        self._values: dict[str, Any] = {**dict.fromkeys(order), **extra}
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Add a tensor."""
+        self._values[name] = value.detach().to("cpu", copy=True).contiguous()
+
+    def finish(self) -> None:
+        """Write the file, and give it its name."""
+        with open(self._aside, "wb") as file:
+            torch.save(self._values, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_directory(path.parent)
+        os.replace(self._aside, self._path)
+        sync_directory(self._path.parent)
+
+    def close(self) -> None:
+        """Remove a file that has not got its name."""
+        self._aside.unlink(missing_ok=True)
+
+
+def divide(tensors: Mapping[str, Shaped], most: int) -> dict[str, list[str]]:
+    """Divide tensors, in their order, among files of at most `most` bytes: file name -> tensor names.
+
+    A tensor that is larger gets a file of its own.
+    """
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, (shape, dtype) in tensors.items():
+        own = math.prod(shape) * dtype.itemsize
+        if files[-1] and size + own > most:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += own
+    if len(files) == 1:
+        return {ONE_FILE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+class SafetensorsFiles:
+    """Writes tensors, in any order, into files that get their names at the end.
+
+    files: the names of the tensors of each file; several of a folder get an index. tensors: what each is.
+    Raises TypeError if the format lacks a dtype.
+    """
+
+    def __init__(self, files: Mapping[Path, Sequence[str]], tensors: Mapping[str, Shaped]) -> None:
+        self._files, self._tensors, self._missing = files, tensors, set[str]()
+        self._open: dict[Path, BinaryIO] = {}
+        self._where: dict[str, tuple[BinaryIO, int]] = {}
+        foreign = sorted({str(dtype) for _, dtype in tensors.values() if dtype not in DTYPES})
+        if foreign:
+            raise TypeError(
+                f"a safetensors file cannot hold these weights, of {', '.join(foreign)}; export to .pt"
+            )
+        try:
+            for path, names in files.items():
+                self._begin(path, names)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, path: Path, names: Iterable[str]) -> None:
+        """Open a file, and write its header."""
+        # The widest dtype first: then every tensor begins at a multiple of its dtype's size.
+        order = sorted(names, key=lambda name: -self._tensors[name][1].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        starts, end = dict[str, int](), 0
+        for name in order:
+            shape, dtype = self._tensors[name]
+            starts[name], first = end, end
+            end += math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": DTYPES[dtype], "shape": [*shape], "data_offsets": [first, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        # Stays open until all tensors have come.
+        self._open[path] = file = open(path.with_name(path.name + WRITING), "wb")  # noqa: SIM115
+        file.write(len(text).to_bytes(8, "little") + text)
+        self._where |= {name: (file, 8 + len(text) + start) for name, start in starts.items()}
+        self._missing |= starts.keys()
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Write a tensor, if one of the files is to have it."""
+        if name in self._where:
+            shape, dtype = self._tensors[name]
+            file, start = self._where[name]
+            assert tuple(value.shape) == tuple(shape), name
+            file.seek(start)
+            file.write(as_bytes(value.to(dtype)))
+            self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Sync the files, give them their names, and remove the folder's weights of an earlier model."""
+        assert not self._missing, self._missing
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+        for path in self._open:
+            os.replace(path.with_name(path.name + WRITING), path)
+        for folder in {path.parent for path in self._open}:
+            self._put_index(folder)
+            sync_directory(folder)
+
+    def _put_index(self, folder: Path) -> None:
+        """Write the index of several files; remove what `from_pretrained` would read instead."""
+        of_a_model = [each for each in folder.iterdir() if re.fullmatch(_OF_A_MODEL, each.name)]
+        if not {*self._open} & {*of_a_model}:
+            return  # one file with a name of its own
+        several = len(self._open) > 1
+        if several:
+            weight_map = {name: path.name for path, names in self._files.items() for name in names}
+            size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors.values())
+            text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+            (folder / FILES_INDEX).write_text(text + "\n")
+        for path in of_a_model:
+            if path not in self._open and not (several and path.name == FILES_INDEX):
+                path.unlink()
+
+    def close(self) -> None:
+        """Close the files, and remove those that have not got their names."""
+        for path, file in self._open.items():
+            file.close()
+            path.with_name(path.name + WRITING).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.values import dtype_named
-from minidist.parallel.contract.strategy import TensorBox
+from minidist.parallel.contract.strategy import TensorBox, common_part
 from minidist.parallel.flat.ranges import narrowed
 
 INDEX = "index.json"
@@ -195,10 +195,7 @@ def check_boxes(
         for others, other_sizes in full[i + 1 :]:
             if shape and others[0] >= offsets[0] + sizes[0]:
                 break
-            if all(
-                o < p + t and p < o + s
-                for o, s, p, t in zip(offsets, sizes, others, other_sizes, strict=True)
-            ):
+            if common_part(offsets, sizes, others, other_sizes) is not None:
                 raise ValueError(f"two boxes of {name} overlap, at {offsets} and at {others}")
 
 
@@ -285,14 +282,8 @@ def overlaps(index: Index, boxes: Iterable[TensorBox]) -> list[tuple[Tensor, Sto
                 "checkpoint of this model and optimizer"
             )
         for box in stored.boxes:
-            starts = [max(a, b) for a, b in zip(ours.offsets, box.offsets, strict=True)]
-            ends = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(ours.offsets, ours.tensor.shape, box.offsets, box.sizes, strict=True)
-            ]
-            sizes = [max(0, end - start) for start, end in zip(starts, ends, strict=True)]
-            if math.prod(sizes):
-                in_ours = [start - offset for start, offset in zip(starts, ours.offsets, strict=True)]
-                in_box = [start - offset for start, offset in zip(starts, box.offsets, strict=True)]
+            common = common_part(ours.offsets, ours.tensor.shape, box.offsets, box.sizes)
+            if common is not None:
+                in_ours, in_box, sizes = common
                 found.append((narrowed(ours.tensor, in_ours, sizes), stored, box, in_box))
     return found

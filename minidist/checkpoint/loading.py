@@ -23,7 +23,6 @@ from minidist.checkpoint.state import (
     Scheduler,
     buffer_names,
     classes,
-    optimizer_state,
     own_name,
     random_name,
     sampler_settings,
@@ -32,7 +31,7 @@ from minidist.checkpoint.state import (
 from minidist.checkpoint.values import decode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.contract.training_state import load_extra_state
+from minidist.parallel.contract.training_state import load_extra_state, state_kinds
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
@@ -141,9 +140,9 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
     doing = f"load {index.path}"
     facts: dict[str, Any] = {}
     agree(lambda: facts.update(_decoded(index)), doing)
-    here: dict[str, tuple[int, ...]] = {}
-    for each in agree(lambda: _model_shapes(engine), doing):
-        here |= each
+    own = (box for box in engine.state_boxes() if box.name.startswith("model."))
+    everyones = agree(lambda: {box.name.partition(".")[2]: box.shape for box in own}, doing)
+    here = {name: shape for shapes in everyones for name, shape in shapes.items()}
 
     def fits() -> None:
         _check_model(index, here)
@@ -156,7 +155,7 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
             )
 
     agree(fits, doing)
-    state = optimizer_state(index.tensors)
+    state = state_kinds((name, each.shape, each.dtype) for name, each in index.tensors.items())
     agree(lambda: engine.load_state_settings(facts["settings"], state), doing)
     drawn = _fill(engine, index, doing)
     engine.strategy.loaded()
@@ -171,13 +170,6 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
 
     agree(rest, doing)
     return Loaded(index.path, facts["step"], facts["extra"], facts["ranks"])
-
-
-def _model_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of the model's tensors of which this rank holds a part, by name."""
-    return {
-        box.name.partition(".")[2]: box.shape for box in engine.state_boxes() if box.name.startswith("model.")
-    }
 
 
 def _check_model(index: Index, here: dict[str, tuple[int, ...]]) -> None:

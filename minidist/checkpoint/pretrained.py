@@ -6,18 +6,80 @@ more of a tensor than its own part.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from minidist.checkpoint.errors import CheckpointError, agree
-from minidist.checkpoint.safetensors_files import InFile, find_tensors
+from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
+from minidist.checkpoint.exporting import FILES_INDEX, ONE_FILE
 from minidist.checkpoint.saving import check_engine
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.training_step import Engine
+
+
+class InFile(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a part of the tensor, mapped. What was read leaves this process's memory with the part."""
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        with safe_open(self.path, "pt") as file:
+            part: Tensor = file.get_slice(self.name)[box]
+        return part
+
+
+def find_tensors(path: Path) -> dict[str, InFile]:
+    """Return the tensors of a safetensors file, or of a folder of them, by name.
+
+    Raises:
+        CheckpointError: there is no such file or folder, or the folder has no weights in this format.
+        DamagedCheckpoint: a file is cut short or is not in this format, or the index names what is not there.
+    """
+    if path.is_file():
+        return _in_one(path)
+    if not path.is_dir():
+        raise CheckpointError(f"there is no file or folder {path}; give one with safetensors weights")
+    if (path / ONE_FILE).is_file():
+        return _in_one(path / ONE_FILE)
+    if not (path / FILES_INDEX).is_file():
+        names = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
+        raise CheckpointError(
+            f"{path} has neither {ONE_FILE} nor {FILES_INDEX}, but {names}; give a folder that "
+            "save_pretrained wrote, or one safetensors file"
+        )
+    try:
+        weight_map = dict(json.loads((path / FILES_INDEX).read_bytes())["weight_map"])
+        found: dict[str, InFile] = {}
+        for name in sorted(set(weight_map.values())):
+            found |= _in_one(path / name)
+    except (ValueError, KeyError, TypeError):
+        raise DamagedCheckpoint(f"{path / FILES_INDEX} is damaged; get it again") from None
+    if lost := sorted(weight_map.keys() - found.keys()):
+        raise DamagedCheckpoint(
+            f"{path / FILES_INDEX} names {lost[0]}, which no file has; get the files again"
+        )
+    return found
+
+
+def _in_one(path: Path) -> dict[str, InFile]:
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}; get it again") from error
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} is not a whole safetensors file ({error}); get it again") from None
+    return {name: InFile(path, name, shape) for name, shape in shapes.items()}
 
 
 class Differences(NamedTuple):

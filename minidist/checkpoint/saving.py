@@ -1,23 +1,34 @@
-"""`save`: leave a whole checkpoint at a path, or what was there before. A thread may do the writing."""
+"""`save`: leave a whole checkpoint at a path, or what was there before. A thread may do the writing.
+
+Replicas hold the same boxes. Each box is written once, by the rank that has the least to write so far among
+those that hold it. Every rank tells the others which boxes it holds, and works out the same plan. Then each
+rank writes one file and syncs it. When all have written, rank 0 writes the index and gives the directory its
+name.
+"""
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist.checkpoint import folders
-from minidist.checkpoint.errors import agree
-from minidist.checkpoint.state import CheckpointState, Scheduler, collect_state
-from minidist.checkpoint.writing import write
+from minidist.checkpoint.errors import CheckpointError, agree
+from minidist.checkpoint.index import Box, Stored, check_boxes, write_index
+from minidist.checkpoint.state import CheckpointState, Scheduler, as_bytes, collect_state, own_name
+from minidist.comm.errors import CollectiveError
 from minidist.comm.work import limit_of
 from minidist.model.sampler import Sampler
 from minidist.parallel.engine.training_step import Engine
@@ -140,7 +151,9 @@ def save(
         lambda: states.append(collect_state(engine, step or 0, scheduler, sampler, extra, asynchronous)),
         f"write {target}",
     )
-    group = _thread_group() if asynchronous else None
+    group: dist.ProcessGroup | None = None
+    if asynchronous and comm.size() > 1:  # the thread's collectives must not mix with the training's
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_of(None)))
 
     def work() -> None:
         try:
@@ -159,9 +172,211 @@ def check_engine(engine: Engine) -> None:
         raise TypeError(f"engine is a {type(engine).__name__}; give what md.prepare returned")
 
 
-def _thread_group() -> dist.ProcessGroup | None:
-    """Make a group for the thread, whose collectives must not mix with the training's."""
-    if comm.size() == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_of(None)))
-    return group
+ALIGNMENT = 64
+"""Bytes. Every box begins at a multiple of it, so that it can be mapped as any dtype."""
+
+BoxKey = tuple[str, tuple[int, ...]]
+"""A box's name and offsets."""
+
+
+class HeldBox(NamedTuple):
+    """A box that a rank holds, as the other ranks hear of it."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of sizes {self.sizes} of {self.shape}"
+
+
+class RankContents(NamedTuple):
+    """The contents that one rank could write."""
+
+    boxes: list[HeldBox]
+    own: dict[str, tuple[str, int]]  # its own buffers, as in `CheckpointState`
+    facts: dict[str, Any]
+
+
+class WrittenFile(NamedTuple):
+    """The file that one rank has written."""
+
+    starts: dict[BoxKey, int]  # each box's first byte
+    size: int
+    crc: int
+
+
+def write(state: CheckpointState, target: Path, keep: int | None, group: dist.ProcessGroup | None) -> None:
+    """Write a checkpoint to `target`. All ranks call it with their state; an error of one is raised on all.
+
+    keep: how many checkpoints of its folder to keep; None for all. group: all ranks, for the collectives.
+    """
+    rank, doing, aside = comm.rank(), f"write {target}", folders.written_aside(target)
+    tensors = {(box.name, box.offsets): box.tensor for box in state.boxes}
+    boxes = [
+        HeldBox(box.name, box.offsets, tuple(box.tensor.shape), box.shape, box.tensor.dtype)
+        for box in state.boxes
+        if box.tensor.numel() or 0 in box.shape  # else an empty share of a tensor
+    ]
+    lock: int | None = None
+
+    def begin() -> RankContents:
+        nonlocal lock
+        if rank == 0:
+            lock = _make_directory(target, aside)
+        return RankContents(boxes, state.own, state.facts)
+
+    try:
+        contents = agree(begin, doing, group)
+        writes = plan_writes(contents)
+        own = {key: tensors[key] for key in writes[rank]}
+        written = agree(lambda: write_boxes(aside / file_name(rank), own), doing, group)
+
+        def finish() -> None:
+            files, stored = _located(aside, contents, writes, written)
+            number = folders.next_number(target.parent)
+            write_index(aside, files, stored, _merged_facts(contents), number)
+            folders.put_in_place(aside, target)
+            if keep is not None:
+                folders.keep_newest(target.parent, keep)
+
+        agree(lambda: finish() if rank == 0 else None, doing, group)
+    except CollectiveError:  # a peer is gone; the others may still be writing
+        raise
+    except Exception:
+        if lock is not None:
+            folders.discard(aside)
+        raise
+    finally:
+        if lock is not None:
+            folders.end_writing(lock)
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.bin"
+
+
+def _make_directory(target: Path, aside: Path) -> int:
+    """Make the empty directory `aside`, to be renamed to `target`. Returns the descriptor of its lock."""
+    if folders.standing(target) != target:
+        os.rename(folders.standing(target), target)
+    empty = target.is_dir() and not any(target.iterdir())
+    if os.path.lexists(target) and not empty and not folders.is_checkpoint(target):
+        raise CheckpointError(
+            f"{target} exists and is no checkpoint; give another path, or step= to save into a folder"
+        )
+    folders.make_directory(target.parent)
+    if folders.being_written(aside):
+        raise CheckpointError(
+            f"another save writes {target} now; give each training a path or folder of its own"
+        )
+    folders.discard(aside)
+    return folders.begin_writing(aside)
+
+
+def plan_writes(contents: Sequence[RankContents]) -> list[dict[BoxKey, HeldBox]]:
+    """Return the boxes that each rank writes, the same on all ranks.
+
+    Raises CheckpointError if the boxes do not make up every tensor, or replicas differ in shape or dtype.
+    """
+    boxes: dict[BoxKey, HeldBox] = {}
+    holders: dict[BoxKey, list[int]] = {}
+    for rank, each in enumerate(contents):
+        for box in each.boxes:
+            key = box.name, box.offsets
+            first = boxes.setdefault(key, box)
+            if box != first:
+                raise CheckpointError(
+                    f"rank {rank} holds {box.name} at {box.offsets} as {box}, and another rank as {first}; "
+                    "they have to be equal"
+                )
+            holders.setdefault(key, []).append(rank)
+    # Replicas are equal except for buffers; of those, rank 0's are written.
+    buffers = {name for each in contents for name, _ in each.own.values()}
+    writes: list[dict[BoxKey, HeldBox]] = [{} for _ in contents]
+    load = [0] * len(contents)
+    wholes: dict[str, list[HeldBox]] = {}
+    for key, ranks in holders.items():
+        holder = contents[ranks[0]].own
+        if key[0] in holder:  # a rank's own copy of a buffer; not written if it equals rank 0's
+            buffer, checksum = holder[key[0]]
+            if contents[0].own.get(own_name(0, buffer), (buffer, None))[1] == checksum:
+                continue
+        writer = ranks[0] if key[0] in buffers else min(ranks, key=lambda rank: load[rank])
+        load[writer] += math.prod(boxes[key].sizes) * boxes[key].dtype.itemsize
+        writes[writer][key] = boxes[key]
+        wholes.setdefault(key[0], []).append(boxes[key])
+    for name, parts in wholes.items():
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
+            raise CheckpointError(f"the boxes of {name} are of tensors of different shapes or dtypes")
+        try:
+            check_boxes(name, parts[0].shape, [(part.offsets, part.sizes) for part in parts])
+        except ValueError as error:
+            raise CheckpointError(f"the strategy's boxes do not make up the state: {error}") from None
+    return writes
+
+
+def write_boxes(path: Path, boxes: Mapping[BoxKey, Tensor]) -> WrittenFile:
+    """Write boxes into one file and sync it. If there are none, there is no file."""
+    starts: dict[BoxKey, int] = {}
+    crc = size = 0
+    if boxes:
+        with open(path, "wb", buffering=0) as file:
+            for key, tensor in boxes.items():
+                gap, data = bytes(-size % ALIGNMENT), as_bytes(tensor)
+                starts[key] = size + len(gap)
+                for piece in (gap, data):
+                    write_all(file.fileno(), piece)
+                    size, crc = size + len(piece), zlib.crc32(piece, crc)
+            os.fsync(file.fileno())
+    return WrittenFile(starts, size, crc)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; one system call writes at most 2 GiB."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _located(
+    aside: Path,
+    contents: Sequence[RankContents],
+    writes: Sequence[Mapping[BoxKey, HeldBox]],
+    written: Sequence[WrittenFile],
+) -> tuple[dict[str, tuple[int, int]], dict[str, Stored]]:
+    """Return the index's files and tensors, once every planned box is there."""
+    files: dict[str, tuple[int, int]] = {}
+    wholes: dict[str, tuple[HeldBox, list[Box]]] = {}
+    for rank, (planned, file) in enumerate(zip(writes, written, strict=True)):
+        name = file_name(rank)
+        if file.starts:
+            found = os.path.getsize(aside / name)  # FileNotFoundError if ranks share no file system
+            if found != file.size:
+                raise CheckpointError(f"{aside / name} has {found} bytes, and {file.size} were written")
+            files[name] = (file.size, file.crc)
+        for key, box in planned.items():
+            if key not in file.starts:
+                raise CheckpointError(f"no rank wrote {box.name} at {box.offsets}")
+            _, parts = wholes.setdefault(box.name, (box, []))
+            parts.append(Box(box.offsets, box.sizes, name, file.starts[key]))
+    # In the order of the model, not of the ranks that wrote.
+    names = dict.fromkeys(box.name for each in contents for box in each.boxes)
+    ordered = {name: wholes[name] for name in names if name in wholes}
+    return files, {name: Stored(box.dtype, box.shape, tuple(parts)) for name, (box, parts) in ordered.items()}
+
+
+def _merged_facts(contents: Sequence[RankContents]) -> dict[str, Any]:
+    """Return rank 0's facts, joined by the state of optimizer and model that is no tensor, of all ranks."""
+    facts = dict(contents[0].facts)
+    state: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for each in contents:
+        state |= each.facts["settings"]["state"]
+        extra = {**each.facts["extra_state"], **extra}
+    facts["settings"] = {**facts["settings"], "state": state}
+    facts["extra_state"] = extra
+    return facts

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import zlib
-from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.checkpoint.index import Stored, stored_names
 from minidist.checkpoint.values import encode
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.contract.training_state import extra_state
 from minidist.parallel.engine.training_step import Engine
+from minidist.parallel.training.random_state import random_states, set_random_states
 
 Scheduler = Any
 """A learning-rate scheduler of torch's, or anything with `state_dict` and `load_state_dict`."""
@@ -70,7 +68,8 @@ def collect_state(
     drawn = random_state()
     boxes.append(TensorBox(random_name(rank), tuple(drawn.shape), (0,), drawn))
     if copied:
-        boxes = [box._replace(tensor=_copy(box.tensor)) for box in boxes]
+        aside = partial(Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
+        boxes = [box._replace(tensor=aside(box.tensor.detach())) for box in boxes]
     facts = {
         "extra_state": extra_state(engine.model),
         "step": step,
@@ -133,42 +132,20 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def optimizer_state(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Shaped]]:
-    """Return each parameter's optimizer state from an index's tensors: key -> (shape, dtype)."""
-    state: dict[str, dict[str, Shaped]] = {}
-    for name, stored in stored_names(tensors, "optimizer").items():
-        parameter, _, key = name.rpartition(".")
-        state.setdefault(parameter, {})[key] = (stored.shape, stored.dtype)
-    return state
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def random_state() -> Tensor:  # (bytes,) uint8
-    """Return the random states of torch, a GPU, numpy and Python, as JSON: some ten thousand bytes."""
-    kept: dict[str, Any] = {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(legacy=False),  # noqa: NPY002 - what `numpy.random.rand` draws from
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        kept["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
-    text = json.dumps(kept, default=lambda array: array.tolist())
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    """The random states of torch, a GPU, numpy and Python as JSON: some ten thousand bytes."""
+
+    def plain(x: Any) -> Any:  # a tensor or an array
+        return bytes(x.tolist()).hex() if isinstance(x, Tensor) else x.tolist()
+
+    return torch.frombuffer(bytearray(json.dumps(random_states(), default=plain).encode()), dtype=torch.uint8)
 
 
 def set_random_state(state: Tensor) -> None:
     """Set the states that `random_state` returned. ValueError, KeyError or TypeError for anything else."""
     kept = json.loads(bytes(state.tolist()))
     version, words, gauss = kept["python"]
-    random.setstate((version, tuple(words), gauss))
-    numpy.random.set_state(kept["numpy"])  # noqa: NPY002
-    torch.set_rng_state(_tensor_of(kept["torch"]))
-    if "cuda" in kept and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor_of(kept["cuda"]))
-
-
-def _tensor_of(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)
+    kept["python"] = version, tuple(words), gauss
+    for name in {"torch", "cuda"} & kept.keys():
+        kept[name] = torch.frombuffer(bytearray(bytes.fromhex(kept[name])), dtype=torch.uint8)
+    set_random_states(kept)

@@ -20,25 +20,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from minidist.cli import options as shared
 from minidist.cli.bench import bench
 from minidist.cli.compare import compare
 from minidist.cli.dryrun import dryrun
 from minidist.cli.lessons import lessons
-from minidist.cli.options import (
-    BatchOption,
-    ClipNorm,
-    Debug,
-    Dtype,
-    Json,
-    Optimizer,
-    OwnLoss,
-    Seed,
-    Timeout,
-)
 from minidist.cli.output import console, explain, print_json, say, show, speaks
 from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
@@ -84,19 +74,19 @@ def train(
         str | None,
         typer.Option(help="mlp, byte-tiny, bert-tiny-mlm, or your own: my.module:make; default: the data's."),
     ] = None,
-    loss: OwnLoss = None,
+    loss: shared.OwnLoss = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,
     layout: Annotated[
         str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
-    batch: BatchOption = 64,
+    batch: shared.BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    optimizer: Optimizer = "adamw",
+    optimizer: shared.Optimizer = "adamw",
     rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    clip_norm: ClipNorm = None,
+    dtype: shared.Dtype = "float32",
+    seed: shared.Seed = 0,
+    clip_norm: shared.ClipNorm = None,
     save: Annotated[
         Path | None, typer.Option(help="A folder for checkpoints; the same command continues from them.")
     ] = None,
@@ -105,9 +95,9 @@ def train(
     resume: Annotated[
         bool, typer.Option(help="Continue from the folder's newest whole checkpoint, or refuse to.")
     ] = True,
-    timeout: Timeout = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    timeout: shared.Timeout = None,
+    as_json: shared.Json = False,
+    debug: shared.Debug = False,
 ) -> None:
     """Train a model on one or several ranks. With --save, a run that was stopped or killed can continue.
 
@@ -115,6 +105,7 @@ def train(
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 -m minidist train --save FOLDER
     """
+    given: dict[str, Any] = {**locals()}
     from minidist._stopping import STOPPED, give_up, termination
 
     # SIGTERM may come while torch loads and the ranks start, which takes seconds.
@@ -134,24 +125,10 @@ def train(
         from minidist.comm.launching.supervisor import preload_optimizers
 
         preload_optimizers()
-        config = TrainConfig(
-            data=data or ("" if is_own(model) else "digits"),
-            model=model,
-            loss=loss,
-            layout=chosen,
-            steps=steps,
-            batch=batch,
-            learning_rate=lr,
-            optimizer=optimizer,
-            rung=rung,
-            dtype=dtype,
-            seed=seed,
-            clip_norm=clip_norm,
-            save=None if save is None else str(save),
-            save_every=save_every,
-            keep=keep,
-            resume=resume,
-        )
+        # The other options are called like the fields.
+        given |= {"data": data or ("" if is_own(model) else "digits"), "layout": chosen, "learning_rate": lr}
+        given["save"] = None if save is None else str(save)
+        config = TrainConfig(**{field.name: given[field.name] for field in dataclasses.fields(TrainConfig)})
         result = run(config, timeout=timeout, progress=not as_json)
     leave = STOPPED if result.stopped else 0
     if not speaks():
@@ -194,8 +171,8 @@ def _trained(config: TrainConfig, result: TrainResult) -> str:
 
 def doctor(
     gpu: Annotated[bool, typer.Option("--gpu", help="Only whether the CUDA ladder will run.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: shared.Json = False,
+    debug: shared.Debug = False,
 ) -> None:
     """List what this machine has for parallel training, and how to install what is missing."""
     from minidist.cli import doctor as examination

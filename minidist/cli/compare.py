@@ -7,32 +7,31 @@ from typing import Annotated
 
 import typer
 
-from minidist.cli.options import BatchOption, Debug, Dtype, GPTOrMLP, Json, OwnData, OwnLoss, Seed, Timeout
+from minidist.cli import options
 from minidist.cli.output import print_json, show, waiting
 
 
 def compare(
     a: Annotated[str, typer.Option("--a", help="A layout known to be right: dp=1.")],
     b: Annotated[str, typer.Option("--b", help="The layout in question: tp=2,pp=2.")],
-    model: GPTOrMLP = "gpt",
+    model: options.GPTOrMLP = "gpt",
     steps: Annotated[int, typer.Option(help="Global batches that both train on.")] = 2,
-    batch: BatchOption = 8,
+    batch: options.BatchOption = 8,
     lr: Annotated[float, typer.Option(help="Learning rate of plain SGD.")] = 0.1,
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    data: OwnData = None,
-    loss: OwnLoss = None,
-    timeout: Timeout = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    dtype: options.Dtype = "float32",
+    seed: options.Seed = 0,
+    data: options.OwnData = None,
+    loss: options.OwnLoss = None,
+    timeout: options.Timeout = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Check whether two layouts train alike; if not, find the first layer at which they differ.
 
     Both train on the same batches from the same weights, each on as many new ranks as it needs. The exit code
     is 1 if activations, gradients or updates differ by more than rounding explains.
     """
-    from minidist.cli.layout_runs import compare_layouts
-    from minidist.cli.train_config import config_of
+    from minidist.cli.train import compare_layouts, config_of
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
 

@@ -55,7 +55,14 @@ def lessons(
     --export it gets assignments instead, with graded checks, and the solutions in the teacher's copy.
     """
     if export is not None:
-        _export(export, to)
+        from minidist.cli import lessons_export
+
+        if to is None:
+            raise ValueError(f"--export {export} needs a folder for the course; add --to FOLDER")
+        new = lessons_export.export(shipped(), export, to)
+        text = f"{len(new)} new files in {to}; those that were there stay. To go on:\n"
+        text += f"  cd {shlex.quote(str(to))} && {lessons_export.FORMATS[export].then}"
+        console().print(text, highlight=False, markup=False, soft_wrap=True)
         return
     at = folder() if to is None else copy(to)
     found = read_lessons(at)
@@ -116,19 +123,6 @@ def copy(to: Path) -> Path:
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # it lists every file
         raise ValueError(f"--to is {to}, and copying there failed: {why}; name another folder") from None
     return to
-
-
-def _export(kind: str, to: Path | None) -> None:
-    """Write the lessons as assignments, and print what to do with them."""
-    from minidist.cli.lessons_export import FORMATS
-    from minidist.cli.lessons_export import export as write
-
-    if to is None:
-        raise ValueError(f"--export {kind} needs a folder for the course; add --to FOLDER")
-    new = write(shipped(), kind, to)
-    text = f"{len(new)} new files in {to}; those that were there stay. To go on:\n"
-    text += f"  cd {shlex.quote(str(to))} && {FORMATS[kind].then}"
-    console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def read_lessons(at: Path) -> list[Lesson]:

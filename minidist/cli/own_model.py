@@ -50,15 +50,6 @@ def function(option: str, text: str) -> Callable[..., Any]:
     return made
 
 
-def own_model(model: str, data: str | None, loss: str | None) -> OwnModel:
-    """Return the model that options name, for the planner and the dry run."""
-    from minidist.model.loss import cross_entropy
-    from minidist.scale.dry_run.own_model import OwnModel
-
-    make, rows = function("--model", model), function("--data", require_data(model, data))
-    return OwnModel(model, make, rows, cross_entropy if loss is None else function("--loss", loss))
-
-
 def require_data(model: str, data: str | None) -> str:
     """The name of the function with the data. ValueError if it is missing."""
     if not data or not is_own(data):
@@ -73,7 +64,11 @@ def require_data(model: str, data: str | None) -> str:
 def model_or_name(model: str, data: str | None, loss: str | None) -> OwnModel | str:
     """Return a model of your own, or the name of one of this package's. ValueError for needless options."""
     if is_own(model):
-        return own_model(model, data, loss)
+        from minidist.model.loss import cross_entropy
+        from minidist.scale.dry_run.own_model import OwnModel
+
+        make, rows = function("--model", model), function("--data", require_data(model, data))
+        return OwnModel(model, make, rows, cross_entropy if loss is None else function("--loss", loss))
     for option, value in (("--data", data), ("--loss", loss)):
         if value is not None:
             raise ValueError(

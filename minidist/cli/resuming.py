@@ -73,7 +73,9 @@ class Resuming:
             loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
         for warning in passed:  # without the line of code, which does not help the command's user
             print(f"minidist: {warning.message}", file=sys.stderr)
-        saved = _renamed(loaded.extra["training"])
+        saved = dict(loaded.extra["training"])
+        if saved.get("optimizer") == "sgd" and "momentum" not in saved:
+            saved["optimizer"] = "momentum"  # as "sgd" was SGD with momentum before plain SGD had a name
         for name, mine in self.description.items():
             if saved.get(name) != mine:
                 raise ValueError(
@@ -98,12 +100,6 @@ class Resuming:
             save(self.engine, self.folder, step=step, keep=self.keep, sampler=self.sampler, extra=extra)
             self.saved = step
         return bool(stop)
-
-
-def _renamed(saved: dict[str, Any]) -> dict[str, Any]:
-    """Before plain SGD had a name, "sgd" was SGD with momentum."""
-    before = saved.get("optimizer") == "sgd" and "momentum" not in saved
-    return {**saved, "optimizer": "momentum"} if before else saved
 
 
 @contextlib.contextmanager

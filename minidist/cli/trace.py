@@ -8,18 +8,7 @@ from typing import Annotated
 import typer
 
 from minidist._files import check_file
-from minidist.cli.options import (
-    BatchOption,
-    Debug,
-    Dtype,
-    GPTOrMLP,
-    Json,
-    Optimizer,
-    OwnData,
-    OwnLoss,
-    Seed,
-    Timeout,
-)
+from minidist.cli import options
 from minidist.cli.output import print_json, require, short, show, speaks, waiting
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -27,19 +16,19 @@ PICTURES = (".svg", ".png", ".pdf")
 
 def trace(
     layout: Annotated[str, typer.Option(help="Such as dp=2,pp=2,micro_batches=4.")],
-    model: GPTOrMLP = "gpt",
+    model: options.GPTOrMLP = "gpt",
     out: Annotated[Path, typer.Option(help="The file, for ui.perfetto.dev.")] = Path("trace.json"),
     plot: Annotated[Path | None, typer.Option(help="A picture to draw as well: trace.svg.")] = None,
     steps: Annotated[int, typer.Option(help="Steps before the one that is traced.")] = 3,
-    batch: BatchOption = 32,
-    optimizer: Optimizer = "adamw",
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    data: OwnData = None,
-    loss: OwnLoss = None,
-    timeout: Timeout = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    batch: options.BatchOption = 32,
+    optimizer: options.Optimizer = "adamw",
+    dtype: options.Dtype = "float32",
+    seed: options.Seed = 0,
+    data: options.OwnData = None,
+    loss: options.OwnLoss = None,
+    timeout: options.Timeout = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Show what every rank does in one step: who computes, who waits for whom, and what is sent.
 
@@ -56,8 +45,7 @@ def trace(
             raise ValueError(f"--plot and --out are both {out}; give two different files")
         require("trace --plot", "matplotlib")
     from minidist._arguments import check_whole
-    from minidist.cli.layout_runs import trace_layout
-    from minidist.cli.train_config import config_of
+    from minidist.cli.train import config_of, trace_layout
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
 

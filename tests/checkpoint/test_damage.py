@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import minidist as md
-from minidist.checkpoint import checkpoints, folders, index, state, state_dict, writing
+from minidist.checkpoint import checkpoints, folders, index, saving, state, state_dict
 from minidist.model import MLP, Sampler
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.sharding.sharded import Sharded
@@ -488,15 +488,15 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
                 state_boxes = Sharded.state_boxes
                 patch.setattr(Sharded, "state_boxes", lambda self: list(moved(state_boxes(self))))
             elif fault == "forgotten":
-                write = writing.write_boxes
+                write = saving.write_boxes
 
                 def forget(path: Path, boxes: Any) -> Any:
                     boxes.popitem()
                     return write(path, boxes)
 
-                patch.setattr(writing, "write_boxes", forget)
+                patch.setattr(saving, "write_boxes", forget)
             elif fault == "killed":
-                patch.setattr(writing, "write_boxes", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                patch.setattr(saving, "write_boxes", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         elif fault == "killed before the rename":
             patch.setattr(folders, "put_in_place", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         try:
@@ -621,22 +621,22 @@ def test_an_error_in_the_thread_surfaces_at_the_next_save(tmp_path: Path, monkey
 
     def fail() -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(writing, "write_all", full)
-            saving = md.save(made, tmp_path / "one", asynchronous=True)
-            while not saving.done:
+            patch.setattr(saving, "write_all", full)
+            under_way = md.save(made, tmp_path / "one", asynchronous=True)
+            while not under_way.done:
                 pass
-        return saving
+        return under_way
 
-    saving = fail()
+    under_way = fail()
     with pytest.raises(md.CheckpointError, match=r"rank 0 could not write .*one: No space left on device"):
         md.save(made, tmp_path / "two")
     md.save(made, tmp_path / "two")
-    saving.wait()  # said once
-    saving = fail()
+    under_way.wait()  # said once
+    under_way = fail()
     with pytest.warns(UserWarning, match=r"an earlier save failed: rank 0 could not write .*one: No space"):
         assert md.load(made, tmp_path / "two").path == tmp_path / "two"
     md.load(made, tmp_path / "two")
-    saving.wait()
+    under_way.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
-from minidist.checkpoint.safetensors_files import InFile
+from minidist.checkpoint.pretrained import InFile
 from minidist.model import GPT, MLP, GPTConfig
 from tests.helpers.contract import ADAMW
 

@@ -220,7 +220,7 @@ def test_a_batch_larger_than_the_data_is_refused(run):
 
 
 def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
-    from minidist.cli import layout_runs, train
+    from minidist.cli import train
 
     monkeypatch.setenv("RANK", "1")
     code, out, _ = run("train", "--steps", "1")  # a variable that was left in a shell
@@ -232,7 +232,7 @@ def test_under_torchrun_rank_0_speaks_for_all(run, monkeypatch, tmp_path):
 
     found = train.run(train.TrainConfig(steps=1))
     monkeypatch.setattr(train, "run", lambda *given, **options: found)
-    monkeypatch.setattr(layout_runs, "trace_layout", lambda *given, **options: None)
+    monkeypatch.setattr(train, "trace_layout", lambda *given, **options: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     assert run("train", "--steps", "1")[:2] == (0, "")
     assert run(*traced)[:2] == (0, "")

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from minidist.checkpoint import folders, writing
+from minidist.checkpoint import folders, saving
 from minidist.cli.train import TrainConfig, train
 from minidist.comm.launching.launch import launch
 from minidist.parallel.engine.training_step import Engine
@@ -31,7 +31,7 @@ PLACES = {
     "backward 1": (Sharded, "begin_final_backward"),
     "backward 2": (Sharded, "begin_final_backward"),
     "backward 3": (Sharded, "begin_final_backward"),
-    "write": (writing, "write_boxes"),
+    "write": (saving, "write_boxes"),
     "rename": (folders, "put_in_place"),
 }
 

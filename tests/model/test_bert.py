@@ -72,10 +72,10 @@ def test_each_token_sees_the_whole_row() -> None:
 
 
 def test_minidist_train_teaches_it_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minidist.cli import train_config
+    from minidist.cli import train as command
 
-    whole = train_config.dataset
-    monkeypatch.setattr(train_config, "dataset", lambda name, length: whole(name, length=length, limit=64))
+    whole = command.dataset
+    monkeypatch.setattr(command, "dataset", lambda name, length: whole(name, length=length, limit=64))
     result = train(TrainConfig("bytes", "bert-tiny-mlm", steps=8, batch=8))
     assert result.losses[-1] < result.losses[0] - 0.5
     assert 0 < result.test_accuracy < 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from minidist._arguments import is_whole
 from minidist._names import unknown
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, POLICIES
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, chunked_kinds, schedule_kind
@@ -181,6 +182,17 @@ def check_available(layout: Layout) -> None:
         raise ValueError(
             f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
             "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
+        )
+
+
+def check_secondary(layout: Layout, ranks: object) -> None:
+    """ValueError unless so many ranks can share a second copy of the parameters."""
+    owners = layout.owners
+    if layout.zero != 3 or not is_whole(ranks) or not 1 < ranks < owners or owners % ranks:
+        raise ValueError(
+            f"secondary is {ranks!r} with zero={layout.zero}, and {owners} ranks share the parameters; give, "
+            "with zero=3, a smaller divisor of the ranks that share the parameters, from 2 on, such as the "
+            "number of ranks on a host; or leave it out"
         )
 
 

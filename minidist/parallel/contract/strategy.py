@@ -41,6 +41,19 @@ def cut_chunks(name: str, shape: tuple[int, ...], start: int, values: Tensor) ->
         done += count
 
 
+def common_part(
+    offsets: Sequence[int], sizes: Sequence[int], of_other: Sequence[int], sizes_of_other: Sequence[int]
+) -> tuple[list[int], list[int], list[int]] | None:
+    """What two boxes of a tensor have in common: where it begins in each of them, and its sizes; or None."""
+    first = [*map(max, offsets, of_other)]
+    ends = (min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, of_other, sizes_of_other, strict=True))
+    common = [end - start for start, end in zip(first, ends, strict=True)]
+    if min(common, default=1) <= 0:
+        return None
+    here, there = ([f - o for f, o in zip(first, each, strict=True)] for each in (offsets, of_other))
+    return here, there, common
+
+
 @dataclass(frozen=True, eq=False)
 class ResidentTensors:
     """The tensors that a rank keeps between steps, by purpose."""

@@ -6,7 +6,7 @@ state that another layout can load has to use names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -84,6 +84,17 @@ def optimizer_tensors(
                 for i, each in enumerate(value if isinstance(value, list) else ()):
                     if isinstance(each, Tensor):
                         yield names[parameter], f"{key}[{i}]", each
+
+
+def state_kinds(tensors: Iterable[tuple[str, Any, torch.dtype]]) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Shape and dtype of an optimizer's state by parameter and key, from those of "optimizer.NAME.KEY"."""
+    found: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for full, *kind in tensors:
+        kind_of, _, rest = full.partition(".")
+        if kind_of == "optimizer":
+            name, _, key = rest.rpartition(".")
+            found.setdefault(name, {})[key] = kind[0], kind[1]
+    return found
 
 
 def put_in_lists(state: dict[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minidist.parallel.debugging.assembling import RankCopies, distance
-from minidist.parallel.debugging.recording import REPEATS, Recording, batches_of, record
+from minidist.parallel.debugging.recording import REPEATS, RankCopies, Recording, batches_of, distance, record
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.training.moved_results import MARGIN
+from minidist.parallel.training.comparable_steps import MARGIN, magnitude
 
 
 @dataclass(frozen=True)
@@ -126,17 +124,17 @@ def differences(a: Recording, b: Recording) -> Comparison:
     found, closest, tensors = list[Difference](), 0.0, 0
     for step, layer, what, x, y, rounding, whole in _pairs(a, b):
         tensors += 1
-        size = _size(*x, *y)
+        size = magnitude(*x, *y)
         # A tensor that depends on no moved result still rounds once; an update is a difference of parameters.
         bits = max(torch.finfo(copy.dtype).eps for copy in (*x, *y))
         explained = MARGIN * max(rounding, bits * size) + bits * whole
-        apart = distance(x, y) if x and y else math.inf
-        if apart > explained or not (x and y):
+        far = distance(x, y) if x and y else math.inf
+        if far > explained or not (x and y):
             found.append(
-                Difference(step, layer, what, *(each / size if size else each for each in (apart, explained)))
+                Difference(step, layer, what, *(each / size if size else each for each in (far, explained)))
             )
         elif explained:
-            closest = max(closest, apart / explained)
+            closest = max(closest, far / explained)
     return Comparison(a.layout, b.layout, len(a.steps), tensors, tuple(found), closest)
 
 
@@ -154,7 +152,7 @@ def _pairs(a: Recording, b: Recording) -> Iterator[_Pair]:
             if key in x or key in y:
                 rounding = max(each.rounding[number].get(key, 0.0) for each in (a, b))
                 kind, _, name = key.partition(" ")
-                whole = _size(a.start[name]) if kind == "update" else 0.0
+                whole = magnitude(a.start[name]) if kind == "update" else 0.0
                 yield number + 1, layer, what, x.get(key, []), y.get(key, []), rounding, whole
 
 
@@ -195,8 +193,3 @@ def _first_names(a: Recording) -> dict[str, str]:
 
 def _layer_of(parameter: str, layers: list[str]) -> str | None:
     return next((layer for layer in layers if parameter.startswith(layer + ".")), None)
-
-
-def _size(*tensors: Tensor) -> float:
-    """The largest magnitude of the finite elements."""
-    return max(float(x.double().abs().nan_to_num(0, 0).max()) if x.numel() else 0.0 for x in tensors)

@@ -9,9 +9,8 @@
 | evaluation.py | metrics, predictions, and loaders that end at different times |
 | rehearsal.py | steps beside those of a single process; an error where they differ |
 | one_process.py | the step of the single process |
-| whole_state.py | the whole state and all rows on one rank |
+| whole_state.py | an engine's state, to put back after a trial; the whole state and all rows on one rank |
 | step_difference.py | what differs, and the likely cause |
-| kept_state.py | an engine's state, and what functions keep, to put back after a trial |
 | partition_model.py | `RankModel`: how a model is cut: its layers, its matrices, its tokens |
 | parameter_placement.py | where a rank's tensors lie in the whole model |
 | ema.py | an exponential moving average of the weights that each rank keeps |

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minidist._arguments import is_number
+from minidist.parallel.contract.strategy import common_part
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.ranges import narrowed
 
@@ -121,11 +122,9 @@ class EMA:
     def _part(self, wanted: Box) -> Tensor:
         name, first, sizes = wanted
         for (of, offsets, have), average in self.averages.items():
-            start = [a - b for a, b in zip(first, offsets, strict=True)] if of == name else [-1]
-            if min(start, default=0) >= 0 and all(
-                s + n <= h for s, n, h in zip(start, sizes, have, strict=True)
-            ):
-                return narrowed(average, start, sizes).clone()
+            common = common_part(first, sizes, offsets, have) if of == name else None
+            if common is not None and common[2] == [*sizes]:
+                return narrowed(average, common[1], sizes).clone()
         raise RuntimeError(
             f"this rank keeps another part of {name.removeprefix('model.')} than at the last update, as when "
             "parameters are thawed or a checkpoint is loaded; make a new EMA after that"

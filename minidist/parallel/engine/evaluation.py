@@ -14,7 +14,6 @@ from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.batch import (
     NOTHING,
-    Pair,
     as_batch,
     is_list,
     joined,
@@ -67,18 +66,15 @@ class Evaluation:
         with evaluating([self.model]):
             for batch, is_padding in aligned(inputs, self.strategy.group) if loads else [(inputs, False)]:
                 for pair in pairs_of(batch, targets, is_one):
-                    total += self._scores(pair, is_padding, [*named.values()])
+                    require_batch(*pair)
+                    if rows_of(pair[0]) or self.strategy.gathers:
+                        own = self.executor.own_batch(pair, is_padding)
+                        total += self.executor.evaluate(own, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
         if self.mesh.size("pp") > 1:
             comm.all_reduce(total, group=self.mesh.group("pp"))
         means = [value / weight if weight else math.nan for value, weight in total.tolist()]
         return means[0] if metrics is None else dict(zip(named, means, strict=True))
-
-    def _scores(self, pair: Pair, is_padding: bool, metrics: list[Loss | None]) -> Tensor | float:
-        require_batch(*pair)
-        if not rows_of(pair[0]) and not self.strategy.gathers:
-            return 0.0
-        return self.executor.evaluate(self.executor.own_batch(pair, is_padding), metrics)
 
     def predictions(self, inputs: Any) -> Any:
         """For `Engine.predict`: the outputs for all ranks' rows, on every rank."""

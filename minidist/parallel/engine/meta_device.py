@@ -44,7 +44,12 @@ class Skeleton:
         Sends as many bytes as `comm.broadcast` of the whole model's meta tensors. `cuts` says which box of a
         whole parameter this rank has. Raises ValueError if nothing says how to initialize a module.
         """
-        names, slots = _names_and_slots(self._whole)
+        names: dict[int, list[str]] = {}  # all names of each parameter, and what holds it
+        slots: dict[int, list[ParameterSlot]] = {}
+        for name, each in self._whole.named_parameters(remove_duplicate=False):
+            owner, _, attribute = name.rpartition(".")
+            names.setdefault(id(each), []).append(name)
+            slots.setdefault(id(each), []).append((self._whole.get_submodule(owner), attribute))
         entries = [(names[id(p)][0], p, slots[id(p)]) for p in self._whole.parameters()]
         initializer = MetaInitializer(entries, self.device, self._initialize, draws=comm.rank() == 0)
         buffers = [name for name, buffer in self._whole.named_buffers() if buffer.is_meta]
@@ -67,17 +72,6 @@ class Skeleton:
         for name in (name for name in buffers if name in here):
             owner, _, attribute = name.rpartition(".")
             part.get_submodule(owner)._buffers[attribute] = filled[name]
-
-
-def _names_and_slots(model: nn.Module) -> tuple[dict[int, list[str]], dict[int, list[ParameterSlot]]]:
-    """By the identity of each parameter: all its names, and the modules and attributes that hold it."""
-    names: dict[int, list[str]] = {}
-    slots: dict[int, list[ParameterSlot]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, attribute = name.rpartition(".")
-        names.setdefault(id(parameter), []).append(name)
-        slots.setdefault(id(parameter), []).append((model.get_submodule(owner), attribute))
-    return names, slots
 
 
 def _value(slots: list[ParameterSlot]) -> Tensor:

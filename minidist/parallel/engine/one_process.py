@@ -17,26 +17,25 @@ from torch import Tensor, nn
 
 from minidist.comm.work import alone
 from minidist.parallel.contract.batch import call, rows_of
-from minidist.parallel.contract.kept_attributes import computed
+from minidist.parallel.contract.kept_attributes import KeptAttributes, cells_of, computed, copied, forwards
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.training_state import (
     load_optimizer,
     names_of,
     optimizer_settings,
     parameter_like,
+    state_kinds,
     whole_chunks,
 )
 from minidist.parallel.contract.user_functions import Loss, by_parameters, requires_closure
-from minidist.parallel.engine.kept_state import KeptAttributes, cells_of, copied, forwards, state_kinds
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
 from minidist.parallel.engine.whole_state import Batch, TrainingState
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.ownership import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
+from minidist.parallel.training.comparable_steps import MARGIN, RandomOff
 from minidist.parallel.training.master_weights import MasterWeights
-from minidist.parallel.training.moved_results import MARGIN
 from minidist.parallel.training.precision import Precision
-from minidist.parallel.training.random_off import RandomOff
 from minidist.parallel.training.recompute import recompute_by
 
 KEPT_BY_MALLOC = 2**25 - 2**16
@@ -124,9 +123,9 @@ class OneProcess:
             settings = {"groups": copy.deepcopy(start.groups), "state": numbers}
             kinds = ((name, x.shape, x.dtype) for name, x in start.tensors.items())
             load_optimizer(optimizer, names, settings, state_kinds(kinds))
-            for chunk in whole_chunks(model, optimizer, masters):
-                if chunk.name in start.tensors:
-                    chunk.tensor.copy_(start.tensors[chunk.name])
+            for box in whole_chunks(model, optimizer, masters):
+                if box.name in start.tensors:
+                    box.tensor.copy_(start.tensors[box.name])
             objective = Objective(self._loss, model)
             quiet = RandomOff(alone=True, others=start.elsewhere)
 
@@ -172,7 +171,7 @@ class OneProcess:
                 balance_experts(routers)
             self.last_bit = max(self.last_bit, quiet.last_bit)
             after = whole_chunks(model, optimizer, masters)
-            found |= {chunk.name: chunk.tensor for chunk in after if chunk.name.startswith("model.")}
+            found |= {box.name: box.tensor for box in after if box.name.startswith("model.")}
             return outcome(loss, norm, found, bits)
 
     def groups(self) -> list[dict[str, Any]]:

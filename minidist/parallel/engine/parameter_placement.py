@@ -8,7 +8,7 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
-from minidist.parallel.contract.strategy import Strategy, TensorBox
+from minidist.parallel.contract.strategy import Strategy, TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat import joined_messages
 from minidist.parallel.flat.ranges import narrowed
@@ -127,19 +127,14 @@ class Placement:
             order = {name: index for index, name in enumerate(have[number])} if number < len(have) else {}
             groups.append({**group, "params": sorted(saved, key=lambda name: order.get(name, -1))})
         own = {self._local[name]: values for name, values in settings["state"].items() if name in self._local}
-        shapes = {
-            name: {key: self._own_shape(name, *kind) for key, kind in state[first].items()}
-            for first, name in self._local.items()
-            if first in state
-        }
+        shapes: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        for first, name in self._local.items():
+            cut = self.cuts.get(name)
+            for key, (shape, dtype) in state.get(first, {}).items():
+                is_cut = cut is not None and tuple(shape) == tuple(cut.shape)
+                here = self._shapes[name] if is_cut else tuple(shape)
+                shapes.setdefault(name, {})[key] = here, dtype
         strategy.load_settings({**settings, "groups": groups, "state": own}, shapes)
-
-    def _own_shape(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], torch.dtype]:
-        cut = self.cuts.get(name)
-        here = cut is not None and tuple(shape) == tuple(cut.shape)
-        return self._shapes[name] if here else tuple(shape), dtype
 
     def boxes(self, boxes: Iterable[TensorBox]) -> Iterator[TensorBox]:
         """Turn a strategy's boxes into boxes of the whole model's tensors, without padding."""
@@ -154,15 +149,11 @@ class Placement:
                 yield box._replace(name=full)
                 continue
             for start, offsets in cut.boxes():
-                # From the beginning of tp's part: what this box has of it.
-                there = [o - s for o, s in zip(box.offsets, start, strict=True)]
-                ends = [min(t + n, m) for t, n, m in zip(there, box.tensor.shape, cut.sizes, strict=True)]
-                first = [max(0, t) for t in there]
-                sizes = [e - f for e, f in zip(ends, first, strict=True)]
-                if all(size > 0 for size in sizes):
-                    own = narrowed(box.tensor, [f - t for f, t in zip(first, there, strict=True)], sizes)
-                    at = tuple(o + f for o, f in zip(offsets, first, strict=True))
-                    yield TensorBox(full, tuple(cut.shape), at, own)
+                common = common_part(box.offsets, box.tensor.shape, start, cut.sizes)
+                if common is not None:
+                    here, there, sizes = common
+                    at = tuple(o + f for o, f in zip(offsets, there, strict=True))
+                    yield TensorBox(full, tuple(cut.shape), at, narrowed(box.tensor, here, sizes))
 
     @torch.no_grad()
     def write(self, whole: Mapping[str, Tensor], boxes: Iterable[TensorBox]) -> None:

@@ -145,7 +145,9 @@ def partition_model(
     device = skeleton.device if skeleton is not None else None
     cut_by_tp = cuts(model)  # also what this stage drops
     experts = {name: cut for name, cut in experts.items() if not held_by or own in held_by[name]}
-    drop_parameters(model, _unneeded(model, held_by, own), device)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    unneeded = [name for name in names if held_by and own not in held_by[name]]
+    drop_parameters(model, unneeded, device)
     placement = Placement(mesh, whole, model, cut_by_tp, stage_of, experts, expert_ranks)
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
@@ -162,7 +164,21 @@ def _keep_own_layers(
     """Keep only this stage's layers; returns them chunk by chunk, and the stages of each tensor by name."""
     list_name = "layers" if trace is None else trace.name
     layers: Any = model.get_submodule(list_name)
-    needed_by = _needed_by(whole, trace, list_name, [*layers._modules])
+    # The layers whose stages need each tensor. What runs before the layers goes with the first.
+    numbers = {f"{list_name}.{key}": number for number, key in enumerate(layers._modules)}
+    needed_by: dict[str, Collection[int]] = {}
+    for name in whole.tensors:
+        layer = ".".join(name.split(".")[: list_name.count(".") + 2])
+        if layer in numbers:
+            needed_by[name] = [numbers[layer]]
+        elif name not in whole.first:
+            needed_by[name] = range(len(layers))  # a buffer
+        else:
+            assert trace is not None  # since a chain has nothing else
+            first = whole.first[name]
+            needing = {number for number, each in enumerate(trace.calls) if first in each.beside}
+            needing |= {len(layers) - 1} if first in trace.after else set()
+            needed_by[name] = needing | {0} if first in trace.before or not needing else needing
     # With the sizes of whole layers, the cut is the same on all ranks that share a layer.
     sizes = [0] * len(layers)
     for name, first in whole.first.items():
@@ -183,33 +199,6 @@ def _keep_own_layers(
             layers[i] = RemoteLayer(rank)
     held_by = {name: sorted({holder[i] for i in numbers}) for name, numbers in needed_by.items()}
     return stages, held_by
-
-
-def _needed_by(
-    whole: WholeModel, trace: LayerTrace | None, list_name: str, keys: Sequence[str]
-) -> dict[str, Collection[int]]:
-    """For each tensor, by name, the layers whose stages need it. What runs before goes with the first."""
-    numbers, last = {f"{list_name}.{key}": number for number, key in enumerate(keys)}, len(keys) - 1
-    needed_by: dict[str, Collection[int]] = {}
-    for name in whole.tensors:
-        layer = ".".join(name.split(".")[: list_name.count(".") + 2])
-        if layer in numbers:
-            needed_by[name] = [numbers[layer]]
-        elif name not in whole.first:
-            needed_by[name] = range(len(keys))  # a buffer
-        else:
-            assert trace is not None  # since a chain has nothing else
-            first = whole.first[name]
-            found = {number for number, each in enumerate(trace.calls) if first in each.beside}
-            found |= {last} if first in trace.after else set()
-            needed_by[name] = found | {0} if first in trace.before or not found else found
-    return needed_by
-
-
-def _unneeded(model: nn.Module, held_by: Mapping[str, Sequence[int]], own: int) -> list[str]:
-    """The names of the parameters that only other stages need."""
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return [name for name in names if held_by and own not in held_by[name]]
 
 
 def _tied(whole: WholeModel, held_by: Mapping[str, Sequence[int]], own: int) -> tuple[Tied, ...]:

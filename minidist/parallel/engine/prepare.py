@@ -11,7 +11,7 @@ from torch import nn
 from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
-from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
+from minidist.parallel.engine.partition_model import checked, partition_model
 from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
@@ -159,18 +159,20 @@ def prepare(
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
         recompute_parts(model, recomputed)
-        strategy = _strategy(
-            part,
-            by_parameters(optimizer, model, part.placement.first),
-            layout,
-            data_parallel,
-            precision,
-            fully_shard,
-        )
-        if ROWS[layout.zero].parameters:  # units keep to one order
-            meets = layout.cp * layout.ep > 1 or batch_norm is not None
+        make, row = by_parameters(optimizer, model, part.placement.first), ROWS[layout.zero]
+        if layout.tp * layout.pp > 1:
+            make = checked(make, layout)
+        gradient_comm = GradientComm(mesh.group("dp_cp"))
+        if layout.owners < layout.dp * layout.cp and not row.state:
+            gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)
+        given = dict((data_parallel if row.parameters else fully_shard) or {})
+        if secondary := given.pop("secondary", None):
+            gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
+        experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
+        strategy = Sharded(part.model, make, row, given, precision.master, gradient_comm, experts)
+        if row.parameters:  # units keep to one order
             for each in strategy.sets:
-                each.gradient_comm.meets = meets
+                each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
         fill_masters(strategy, exact, part.placement.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())
@@ -199,25 +201,3 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     inner._compiled_call_impl = compiler(inner._call_impl)
     unwrapped: nn.Module = inner
     return unwrapped
-
-
-def _strategy(
-    part: RankModel,
-    optimizer: MakeOptimizer,
-    layout: Layout,
-    data_parallel: Mapping[str, Any] | None,
-    precision: Precision,
-    fully_shard: Mapping[str, Any] | None,
-) -> Sharded:
-    """The strategy by which the ranks with the same part of the model train it."""
-    model, master, group = part.model, precision.master, part.mesh.group("dp_cp")
-    if layout.tp * layout.pp > 1:
-        optimizer = checked(optimizer, layout)
-    row, gradient_comm = ROWS[layout.zero], GradientComm(group)
-    if layout.owners < layout.dp * layout.cp and not row.state:
-        gradient_comm.hybrid = part.mesh.blocks("dp_cp", layout.owners)
-    options = dict((data_parallel if row.parameters else fully_shard) or {})
-    if secondary := options.pop("secondary", None):
-        gradient_comm.secondary, _ = part.mesh.blocks("dp_cp", secondary)
-    experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
-    return Sharded(model, optimizer, row, options, master, gradient_comm, experts)

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from minidist._arguments import is_whole
 from minidist._names import unknown
-from minidist.parallel.contract.layout import Layout, check_available
+from minidist.parallel.contract.layout import Layout, check_available, check_secondary
 from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.guards.ownership import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
@@ -80,15 +79,8 @@ def check_arguments(
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
         )
-    owners = layout.owners
-    secondary = (fully_shard or {}).get("secondary")  # type: ignore[attr-defined]
-    if secondary is not None and not (
-        is_whole(secondary) and 1 < secondary < owners and owners % secondary == 0
-    ):
-        raise ValueError(
-            f"secondary is {secondary!r}, and {owners} ranks share the parameters; give a smaller divisor of "
-            "that from 2 on, such as the number of ranks on a host, or None for no second copy"
-        )
+    if (secondary := (fully_shard or {}).get("secondary")) is not None:  # type: ignore[attr-defined]
+        check_secondary(layout, secondary)
     if data_parallel and layout.zero == 3:
         raise ValueError(
             f"data_parallel is {data_parallel} and the layout has zero=3, which has none of its options; "

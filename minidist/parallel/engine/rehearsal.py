@@ -28,10 +28,9 @@ from minidist.comm.ledgers import held_back
 from minidist.comm.work import limit_of
 from minidist.kernels.measure.cpu_peaks import available_memory
 from minidist.parallel.contract.batch import Pair, tensors
-from minidist.parallel.contract.kept_attributes import differs
+from minidist.parallel.contract.kept_attributes import differs, plain_attributes
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.kept_state import KeptState, plain_attributes
 from minidist.parallel.engine.one_process import OneProcess, outcome
 from minidist.parallel.engine.step_difference import (
     CUT,
@@ -44,11 +43,18 @@ from minidist.parallel.engine.step_difference import (
 )
 from minidist.parallel.engine.step_executor import RankBatch
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.engine.whole_state import TrainingState, collect, own_part, state_before, threads_of
+from minidist.parallel.engine.whole_state import (
+    KeptState,
+    TrainingState,
+    collect,
+    own_part,
+    state_before,
+    threads_of,
+)
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.training.batch_norm import fixed_batch_norms
-from minidist.parallel.training.random_off import RandomOff
+from minidist.parallel.training.comparable_steps import RandomOff
 
 STEPS = 1, 3, 10, 31, 100, 301, 901
 """The steps that are rehearsed: each comes about three times as late. Among them are multiples of 3, 5, 10
@@ -223,7 +229,7 @@ class Rehearsal:
         if self._when is not None:
             return ""
         sizes = ((e.shape.numel(), e.dtype.itemsize) for e in engine.placement.entries.values())
-        need = COPIES * sum(count * size for count, size in sizes) + parts * engine._activations.last
+        need = COPIES * sum(count * size for count, size in sizes) + parts * engine.last_activations
         on_gpu = engine.device.type == "cuda"
         free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else available_memory()
         if need <= free:

@@ -19,7 +19,14 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome
 from minidist.parallel.engine.whole_state import TrainingState, micro_batches, whole_batch
 from minidist.parallel.sharding import residency
-from minidist.parallel.training.moved_results import MARGIN, forward_hooks, move, moved_results
+from minidist.parallel.training.comparable_steps import (
+    MARGIN,
+    apart,
+    forward_hooks,
+    magnitude,
+    move,
+    moved_results,
+)
 
 Outputs = dict[str, list[Tensor]]
 """The results of all calls of each module, by name, in the order in which modules finish."""
@@ -140,9 +147,9 @@ def _first_output(whole: Outputs, cut: Outputs) -> str:
     """The first module whose output a plan has changed, in words. Outputs that are cut tell nothing."""
     for name, outputs in whole.items():
         for x, y in zip(outputs, cut.get(name, []), strict=False):
-            far = _apart(x, y) if x.shape == y.shape else 0.0
-            if not far <= math.sqrt(torch.finfo(x.dtype).eps) * _size(x):
-                by = f"{far / (_size(x) or 1):.2g} of its size"
+            far = apart(x, y) if x.shape == y.shape else 0.0
+            if not far <= math.sqrt(torch.finfo(x.dtype).eps) * magnitude(x):
+                by = f"{far / (magnitude(x) or 1):.2g} of its size"
                 return f": the output of {name or 'the model'} differs by {by}, and it is the first that does"
     return ""
 
@@ -166,7 +173,7 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool =
 
     trials: the latter with moved results. update: whether to compare what the step has written, too.
     """
-    sizes = {name: _size(x) for name, x in b.tensors.items()}
+    sizes = {name: magnitude(x) for name, x in b.tensors.items()}
     largest = max((size for name, size in sizes.items() if name.startswith("gradient")), default=0.0)
     found: list[Difference] = []
     for name, y in b.tensors.items():
@@ -176,41 +183,20 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool =
         x, size = a.tensors[name] if name in a.tensors else torch.zeros_like(y), sizes[name]
         own = torch.finfo(y.dtype).eps if y.is_floating_point() or y.is_complex() else 0.0
         least = b.bits.get(name, own) * (largest if kind == "gradient" else size)
-        of_trials = (_apart(trial.tensors[name], y) for trial in trials if name in trial.tensors)
-        apart, explained = _apart(x, y), MARGIN * max(least, *of_trials, 0.0)
-        if apart <= explained:
+        of_trials = (apart(trial.tensors[name], y) for trial in trials if name in trial.tensors)
+        far, explained = apart(x, y), MARGIN * max(least, *of_trials, 0.0)
+        if far <= explained:
             continue
         if not of:
             what = "the loss" if kind == "loss" else "the norm of the gradients"
             found.append(Difference(name, f"{what} is {float(x):.6g} and not {float(y):.6g}"))
             continue
         what = f"the gradient of {of}" if kind == "gradient" else of
-        by = f"{apart / size:.2g} of its size" if size else f"{apart:.2g}"
+        by = f"{far / size:.2g} of its size" if size else f"{far:.2g}"
         of_rounding = f"{explained / (size or 1):.1g} of which rounding explains"
         found.append(Difference(name, f"{what} differs by {by}, {of_rounding}"))
         break
     return Difference(found[-1].name, ", and ".join(each.text for each in found)) if found else None
-
-
-def _apart(x: Tensor, y: Tensor) -> float:
-    """The largest difference of elements; infinite where one is not finite and the other is another."""
-    if x.shape != y.shape:
-        return torch.inf
-    if not x.is_floating_point():
-        x, y = x.to(torch.complex128), y.to(torch.complex128)
-    apart = (x - y).abs()
-    most = float(apart.max()) if apart.numel() else 0.0
-    if math.isfinite(most):
-        return most
-    same = (x == y) | (x.isnan() & y.isnan())
-    return float(apart.masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf).max())
-
-
-def _size(x: Tensor) -> float:
-    """The largest magnitude of a finite element."""
-    x = x.abs() if x.is_floating_point() or x.is_complex() else x.double().abs()
-    size = float(x.max()) if x.numel() else 0.0
-    return size if math.isfinite(size) else float(x.nan_to_num(0, 0).max())
 
 
 def options_differ(alone: list[dict[str, Any]], layout: list[dict[str, Any]]) -> str:

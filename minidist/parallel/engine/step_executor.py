@@ -74,6 +74,7 @@ class StepExecutor(ABC):
         self.logits_group = part.mesh.group("tp")  # the ranks that have parts of the logits, if any do
         self.has_loss = True  # a pipeline's is on its last stage
         self.is_weighted = False  # whether the loss has returned a weight
+        self._synchronized = synchronized(part.model)
 
     @abstractmethod
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
@@ -129,10 +130,6 @@ class StepExecutor(ABC):
         for norm in self._synchronized:
             norm.is_padding = is_padding
 
-    @cached_property
-    def _synchronized(self) -> list[Any]:
-        return synchronized(self.part.model)
-
     def score(
         self, function: Loss | None, outputs: Any, inputs: Any, targets: Any, weight: float
     ) -> tuple[Tensor, Weight]:
@@ -172,7 +169,11 @@ class WholePasses(StepExecutor):
 
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
         """Run all micro-batches; gradients are sent while the last backward pass runs."""
-        pieces = [piece for batch in batches for piece in self._micro_batches(batch)]
+        pieces, parts = list[RankBatch](), self.layout.micro_batches
+        for batch in batches:
+            pieces += (own := batch.split(parts))
+            if self.strategy.gathers:  # passes are collectives, and all ranks need the same number
+                pieces += [own[-1]._replace(is_padding=True)] * (parts - len(own))
         total: Weight = 0.0
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, piece in enumerate(pieces, 1):
@@ -186,13 +187,6 @@ class WholePasses(StepExecutor):
                 if last:
                     self.strategy.begin_final_backward(total, loss_sum)
                 (loss * factor(weight)).backward()  # type: ignore[no-untyped-call]
-
-    def _micro_batches(self, batch: RankBatch) -> list[RankBatch]:
-        parts = self.layout.micro_batches
-        found = batch.split(parts)
-        if self.strategy.gathers:  # passes are collectives, and all ranks need the same number
-            found += [found[-1]._replace(is_padding=True)] * (parts - len(found))
-        return found
 
     def _loss(self, piece: RankBatch) -> tuple[Tensor, Weight]:
         if self.objective.takes_model:

@@ -29,7 +29,7 @@ from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.refusals import gradients_are_off, refuse_growth
-from minidist.parallel.training.activation_memory import ActivationPeaks
+from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
 from minidist.parallel.training.precision import Precision
@@ -94,7 +94,9 @@ class Engine:
         self._stages = self.mesh.group("pp")
         # Whether the last stage of a pipeline has to tell the others the weight; the first step finds out.
         self._is_weighted = None if layout.pp > 1 else False
-        self._activations = ActivationPeaks(self.model)
+        # Bytes at their peak, by the shapes of a batch: counting takes microseconds for each saved tensor.
+        self._activations: dict[Any, int] = {}
+        self.last_activations = 0  # of the last step
         self.placement.join_groups(strategy)
 
     def __deepcopy__(self, memo: Any) -> Engine:
@@ -164,12 +166,14 @@ class Engine:
     def _counted(self, batches: Sequence[RankBatch]) -> float:
         """Train, and count the activations of the first batch of its kind."""
         kind = *((*shapes(each.inputs), *shapes(each.targets)) for each in batches), self.model.training
-        if kind not in self._activations.peaks:
-            found = (x for each in batches for _, x in tensors((each.inputs, each.targets)))
-            with self._activations.count(kind, found):
-                return self._train(batches)
-        self._activations.last = self._activations.peaks[kind]
-        return self._train(batches)
+        if kind in self._activations:
+            self.last_activations = self._activations[kind]
+            return self._train(batches)
+        found = (x for each in batches for _, x in tensors((each.inputs, each.targets)))
+        with ActivationCounter(self.model, found) as counter:  # the batch belongs to the caller
+            loss = self._train(batches)
+        self.last_activations = self._activations[kind] = counter.peak
+        return loss
 
     def _train(self, batches: Sequence[RankBatch], updates: bool = True) -> float:
         if self.takes_closure and updates:
@@ -206,7 +210,7 @@ class Engine:
 
         # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
-        if self.reports_norm:
+        if self.clip_norm is not None or self.precision.scales:
             self.grad_norm = norm = self.placement.norm(strategy) * factor
             if self.precision.skips(norm):
                 strategy.drop()
@@ -377,12 +381,7 @@ class Engine:
         Activations are those of the last step at their peak, 0 before the first step. They are counted in the
         first step with each shape of batch.
         """
-        return memory_of(self.strategy.held(), self._activations.last)
-
-    @property
-    def reports_norm(self) -> bool:
-        """Whether each step computes the norm of the gradients."""
-        return self.clip_norm is not None or self.precision.scales
+        return memory_of(self.strategy.held(), self.last_activations)
 
     @property
     def loss_scale(self) -> float:

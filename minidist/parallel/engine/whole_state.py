@@ -1,8 +1,15 @@
-"""What rank 0 has to know to take a step alone: the state before it and the batches of all ranks."""
+"""The whole state of a training around one step: kept to put back, or collected for rank 0 to take it alone.
+
+`KeptState` restores an engine's tensors and settings as a checkpoint does. What Python code keeps from one
+call to the next, such as a counter in a loss, is in no checkpoint: `KeptAttributes` puts that back. To take a
+step alone, rank 0 has to know the state before it and the batches of all ranks.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+import pickle
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,14 +22,56 @@ from minidist import comm
 from minidist.comm.launching.cores import available_cores
 from minidist.comm.transport.host import this_process
 from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
-from minidist.parallel.contract.kept_attributes import differs
-from minidist.parallel.contract.strategy import TensorBox
-from minidist.parallel.engine.kept_state import KeptAttributes, KeptState, forwards, plain_attributes
+from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards, plain_attributes
+from minidist.parallel.contract.strategy import TensorBox, common_part
+from minidist.parallel.contract.training_state import state_kinds
 from minidist.parallel.engine.step_executor import IGNORED
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.ranges import narrowed
-from minidist.parallel.training.moved_results import MARGIN
+from minidist.parallel.training.comparable_steps import MARGIN
+from minidist.parallel.training.random_state import random_states, set_random_states
+
+
+class KeptState:
+    """A copy of an engine's state, of what its model and loss keep, and of the random states.
+
+    It leaves out what gradient compression holds: `restore` drops that, and PowerSGD's factors stay.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
+        self.of_strategy = copy.deepcopy(engine.strategy.settings())
+        self.boxes: dict[str, list[TensorBox]] = defaultdict(list)
+        for box in engine.strategy.state_boxes():
+            self.boxes[box.name].append(box._replace(tensor=box.tensor.clone()))
+        self.attributes = KeptAttributes(engine.model, engine.loss)
+        self.random = random_states()
+
+    def draws_elsewhere(self) -> str:
+        """The generator other than torch's that has drawn since, if any."""
+        now = random_states()
+        if now["python"] != self.random["python"]:
+            return "Python's"
+        return "" if pickle.dumps(now["numpy"]) == pickle.dumps(self.random["numpy"]) else "NumPy's"
+
+    def restore(self) -> None:
+        """Restore the engine, as loading a checkpoint would; an optimizer that has not run gets no state."""
+        strategy = self.engine.strategy
+        kinds = ((name, box.shape, box.tensor.dtype) for name, (box, *_) in self.boxes.items())
+        strategy.load_settings(copy.deepcopy(self.of_strategy), state_kinds(kinds))
+        strategy.drop()
+        for box in strategy.state_boxes():
+            for kept in self.boxes[box.name]:  # the first step may have moved the boxes
+                common = common_part(box.offsets, box.tensor.shape, kept.offsets, kept.tensor.shape)
+                if common is not None:
+                    here, there, sizes = common
+                    narrowed(box.tensor, here, sizes).copy_(narrowed(kept.tensor, there, sizes))
+        strategy.loaded()
+        self.engine.load_settings(self.settings)
+        self.engine.grad_norm = self.norm
+        self.attributes.restore()
+        set_random_states(self.random)
 
 
 class Collected(NamedTuple):

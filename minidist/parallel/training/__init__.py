@@ -5,8 +5,8 @@ To add an activation checkpoint policy, start at contract/recompute_policies.py.
 | File | Holds |
 |---|---|
 | recompute.py | `recompute`: activations that are computed again in the backward pass |
-| activation_memory.py | a counter of the activations that the forward pass keeps; their peak in a step |
-| random_off.py, moved_results.py | for comparisons: no random numbers; what rounding changes |
+| activation_memory.py | a counter of the activations that the forward pass keeps |
+| comparable_steps.py | for comparisons: no random numbers; what rounding changes; how far tensors are apart |
 | precision.py | bf16 and fp16: what is converted; the scale of the loss |
 | bf16_on_cpu.py | whether this CPU survives products in bfloat16, and the variable that helps |
 | master_weights.py | an optimizer that updates float32 copies of 16-bit parameters |

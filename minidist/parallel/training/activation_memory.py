@@ -11,7 +11,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -118,25 +118,6 @@ class ActivationCounter:
         if not entry[0]:
             self.saved -= entry[1]
             del self._live[key]
-
-
-class ActivationPeaks:
-    """The peak of a model's activations in each step, counted once for each shape of batch.
-
-    Counting takes some microseconds for each saved tensor. It is therefore done in the first step with a
-    shape; later steps with that shape are taken to save as much. The batch belongs to the caller and is not
-    counted. `last` is the bytes in the last step; 0 before the first.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self.peaks, self.last = model, dict[Hashable, int](), 0
-
-    @contextmanager
-    def count(self, shapes: Hashable, batch: Iterable[Tensor]) -> Iterator[None]:
-        """Wrap the first step on a batch of these shapes."""
-        with ActivationCounter(self._model, batch) as counter:
-            yield
-        self.last = self.peaks[shapes] = counter.peak
 
 
 class _Kept:

@@ -12,14 +12,35 @@ that recomputation has to restore as well).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import numpy
 import torch
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in
 from minidist.model.seeding import stable_hash
+
+
+def random_states() -> dict[str, Any]:
+    """The states of torch's generators, a GPU's, numpy's and Python's."""
+    found = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found["numpy"] = numpy.random.get_state(legacy=False)  # noqa: NPY002 - what `numpy.random.rand` draws from
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set what `random_states` returned."""
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def share_random_state(group: Group = None) -> None:

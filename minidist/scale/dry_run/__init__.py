@@ -8,8 +8,7 @@ It counts exactly what the rank sends and holds, on one core and in little memor
 | transformer.py | GPT and BERT: known by their shape |
 | own_model.py | a model of your own: known by its sizes and the passes of two small batches, measured |
 | fake_tensors.py | tensors without data |
-| fake_world.py | a process group that answers for the other ranks |
-| peers.py | which ranks are alike, and what the others send where they differ |
+| fake_world.py | a process group that answers for the other ranks; which ranks are alike |
 | calls.py | calls with their axis and phase |
 | report.py | tables and JSON |
 """

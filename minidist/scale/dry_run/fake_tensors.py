@@ -48,7 +48,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._room = reserve()
-        self._first = address(self._room)
+        self._first = torch.frombuffer(self._room, dtype=torch.uint8, count=1).data_ptr()
         self._end = self._first + len(self._room)
         self._next = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -64,7 +64,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._empty(torch.Size(shape), strides, dtype)
 
     def _empty(self, shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-        strides = strides or _dense(shape)
+        strides = strides or torch.empty(shape, device="meta").stride()
         if not shape.numel():
             return torch.empty_strided(shape, strides, dtype=dtype)
         size = dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
@@ -137,11 +137,15 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 with self._fake:
                     fakes = tree_map_only(Tensor, _fake, (args, kwargs))
-                    found = tree_map_only(Tensor, TensorShape.of, func(*fakes[0], **fakes[1]))
+                    made = func(*fakes[0], **fakes[1])
+                found = tree_map_only(
+                    Tensor, lambda x: TensorShape(torch.Size(x.shape), x.stride(), x.dtype), made
+                )
             except (RuntimeError, NotImplementedError) as error:
+                why = (str(error) or type(error).__name__).splitlines()[0]
                 raise NoData(
-                    f"the shape of the model's operation {func} depends on values ({_first_line(error)}), "
-                    "so it cannot be run dry"
+                    f"the shape of the model's operation {func} depends on values ({why}), so it cannot be "
+                    "run dry"
                 ) from error
             self._known[key] = found
         several = isinstance(found, list | tuple)
@@ -163,14 +167,6 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._empty(described.shape, described.strides, described.dtype)
 
 
-def _dense(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 # What torch's schemas say about operations, and their arguments as a cache key or as fake tensors.
 
 
@@ -181,11 +177,6 @@ class TensorShape:
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> TensorShape:
-        """Those of a tensor."""
-        return cls(torch.Size(x.shape), tuple(x.stride()), x.dtype)
 
 
 class OperationKind:
@@ -253,8 +244,3 @@ def reserve() -> mmap.mmap:
             if size <= 2**30:
                 raise
             size //= 2
-
-
-def address(room: mmap.mmap) -> int:
-    """The first address of reserved memory."""
-    return torch.frombuffer(room, dtype=torch.uint8, count=1).data_ptr()

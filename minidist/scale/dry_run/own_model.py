@@ -36,7 +36,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
 from minidist.scale.dry_run.fake_tensors import DryTensors, OperationKind, tensors_in
-from minidist.scale.dry_run.peers import Form
+from minidist.scale.dry_run.fake_world import Form
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import RankParameters
 from minidist.scale.memory.state_bytes import held_for
@@ -44,8 +44,14 @@ from minidist.scale.memory.training_setup import BatchSize, TrainingSetup
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.layer_work import Amounts, Computation
-from minidist.scale.time.stages import Simulated
-from minidist.scale.time.step_time import StepTime, assumptions, check_machine, check_rows, step_from_parts
+from minidist.scale.time.step_time import (
+    Simulated,
+    StepTime,
+    assumptions,
+    check_machine,
+    check_rows,
+    step_from_parts,
+)
 from minidist.scale.time.traffic import Wires
 
 SMALL = (2, 4)
@@ -198,21 +204,20 @@ class OwnModel:
     def _measure(
         self, layout: Layout, make: Callable[[], nn.Module], tensors: DryTensors | None = None
     ) -> tuple[Passes, Passes]:
-        module, precision = make(), Precision(layout.precision, None)
+        module, precision, found = make(), Precision(layout.precision, None), list[Passes]()
         precision.convert(module)
         recompute_by(module, layout.recompute)
-        few, more = (self._one(module, precision, *self.batch(rows, 0, tensors)) for rows in SMALL)
-        return few, more
-
-    def _one(self, module: nn.Module, precision: Precision, inputs: Tensor, targets: Tensor) -> Passes:
-        module.zero_grad()
-        with ActivationCounter(module, (inputs, targets)) as kept:
-            with _Counted() as forward:
-                outputs = precision.outputs(module(precision.inputs(inputs)))
-                loss, _ = weighted(self.loss(outputs, targets), rows_of(targets))
-            with _Counted() as backward:
-                loss.backward()  # type: ignore[no-untyped-call]
-        return Passes(kept.peak, forward.work, backward.work)
+        for rows in SMALL:
+            inputs, targets = self.batch(rows, 0, tensors)
+            module.zero_grad()
+            with ActivationCounter(module, (inputs, targets)) as kept:
+                with _Counted() as forward:
+                    outputs = precision.outputs(module(precision.inputs(inputs)))
+                    loss, _ = weighted(self.loss(outputs, targets), rows_of(targets))
+                with _Counted() as backward:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            found.append(Passes(kept.peak, forward.work, backward.work))
+        return found[0], found[1]
 
     # A dry run.
 

@@ -21,18 +21,15 @@ import torch
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.prepare import prepare
-from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
-from minidist.scale.dry_run.fake_world import WAYS, dry_world
+from minidist.scale.dry_run.fake_world import WAYS, Peers, dry_world, kinds
 from minidist.scale.dry_run.own_model import OwnModel
-from minidist.scale.dry_run.peers import Peers, kinds
 from minidist.scale.dry_run.transformer import Subject, Transformer, subject_of
 from minidist.scale.memory.training_setup import BatchSize, TrainingSetup, check_types, coordinates
 from minidist.scale.time.hardware import Hardware
@@ -160,8 +157,8 @@ def dryrun(
     named = optimizer.removesuffix("w") if isinstance(optimizer, str) else ""
     began = time.perf_counter()
     place = coordinates(layout, rank)
-    own_rows = len(range(place["dp"], rows, layout.dp))
-    own_tokens = zigzag_order.size(tokens, layout.cp, place["cp"]) if layout.cp > 1 else tokens
+    setup = TrainingSetup(layout, rows, tokens)
+    own_rows, own_tokens = setup.own_rows(place["dp"]), setup.own_tokens(place["cp"])
     peers = Peers(layout, place["pp"])
     tensors = DryTensors()
     try:
@@ -184,7 +181,12 @@ def dryrun(
             names = axis_names(engine.mesh, layout.owners, secondary or 1)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
-            first, calls = (_step(engine, peers, rows_here, names) for _ in range(2))
+            steps = []
+            for _ in range(2):
+                peers.begin(own_rows)
+                with recorded("forward", names) as calls, phases_of(engine, calls):
+                    engine.step(*rows_here)
+                steps.append(tuple(calls))
             memory = engine.memory()
             parameters = sum(p.numel() for p in engine.model.parameters())
             del engine, peers.received
@@ -200,8 +202,8 @@ def dryrun(
         parameters,
         memory,
         named,
-        calls,
-        first,
+        steps[1],
+        steps[0],
         tuple(prepared),
         time.perf_counter() - began,
         tuple(
@@ -292,13 +294,3 @@ def _check_options(data_parallel: object, fully_shard: object) -> None:
             f"offload is {str(offload)!r} in fully_shard, and a dry run writes no files; give 'cpu', or "
             "leave it out"
         )
-
-
-def _step(
-    engine: Engine, peers: Peers, batch: tuple[torch.Tensor, torch.Tensor], names: Any
-) -> tuple[DryCall, ...]:
-    """Make a step; return its calls."""
-    peers.begin(len(batch[0]))
-    with recorded("forward", names) as calls, phases_of(engine, calls):
-        engine.step(*batch)
-    return tuple(calls)

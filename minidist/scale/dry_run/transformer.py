@@ -21,8 +21,8 @@ from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.styles import check_ties, resolve
 from minidist.parallel.training.precision import DTYPES
 from minidist.scale.dry_run.fake_tensors import DryTensors
+from minidist.scale.dry_run.fake_world import Form
 from minidist.scale.dry_run.own_model import OwnModel
-from minidist.scale.dry_run.peers import Form
 from minidist.scale.memory.estimates import Estimate, estimate_setup
 from minidist.scale.memory.training_setup import (
     BatchSize,
@@ -33,8 +33,7 @@ from minidist.scale.memory.training_setup import (
     rows_and_tokens,
 )
 from minidist.scale.time.hardware import Hardware
-from minidist.scale.time.stages import Simulated
-from minidist.scale.time.step_time import StepTime, check_fits, predict_setup
+from minidist.scale.time.step_time import Simulated, StepTime, check_fits, predict_setup
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.memory_report import Memory
 from minidist.scale.memory.bar_chart import check_path, plot
 from minidist.scale.memory.estimates import estimate
 from minidist.scale.memory.largest_batch import (
     MODELS,
-    Fit,
     fits,
     parse_bytes,
     sharded,
@@ -57,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_path(given.plot)
         found = fits(budget, names, layouts, given.tokens)
         if given.plot is not None:
-            plot(_stages(found[0], given.ranks), given.plot, title=f"{names[0]}, {given.ranks} ranks, bf16")
+            plain, first = Layout(dp=given.ranks, precision="bf16"), found[0]
+            rows = {"no ZeRO": plain, **sharded(plain, given.ranks)}
+            bars = {k: estimate(first.config, v, batch=(given.ranks, first.tokens)) for k, v in rows.items()}
+            plot(bars, given.plot, title=f"{names[0]}, {given.ranks} ranks, bf16")
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,13 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.width = 130  # a file or a pipe has no width of its own
     console.print(table(found, budget))
     return 0
-
-
-def _stages(fit: Fit, ranks: int) -> dict[str, Memory]:
-    """Estimates of data parallelism and ZeRO for a model in bf16, with one row on each rank."""
-    plain = Layout(dp=ranks, precision="bf16")
-    layouts = {"no ZeRO": plain, **sharded(plain, ranks)}
-    return {name: estimate(fit.config, each, batch=(ranks, fit.tokens)) for name, each in layouts.items()}
 
 
 if __name__ == "__main__":

@@ -113,6 +113,7 @@ def _draw(axes: Axes, estimates: Mapping[str, Memory], measured: Mapping[str, Me
 def _bar(axes: Axes, x: float, width: float, bar: Memory, scale: float, top: float, hatched: bool) -> None:
     """Draw one bar: its parts from the bottom, each with its number if there is room, and the total above."""
     bottom, hatch = 0.0, "///" if hatched else None
+    digits = f",.{0 if top >= 200 else 1 if top >= 20 else 2}f"  # that suit the axis
     for part in PARTS:
         height, color = getattr(bar, part) / scale, COLORS[part]
         if not height:
@@ -122,12 +123,7 @@ def _bar(axes: Axes, x: float, width: float, bar: Memory, scale: float, top: flo
             ink = "black" if part in ("gradients", "activations") else "white"
             box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
             at = x, bottom + height / 2
-            axes.text(*at, _number(height, top), ha="center", va="center", fontsize=8, color=ink, bbox=box)
+            axes.text(*at, f"{height:{digits}}", ha="center", va="center", fontsize=8, color=ink, bbox=box)
         bottom += height
     at = x, bottom + 0.012 * top
-    axes.text(*at, _number(bottom, top), ha="center", va="bottom", fontsize=9, weight="bold")
-
-
-def _number(x: float, top: float) -> str:
-    """A number with the decimals that suit an axis ending at `top`."""
-    return f"{x:,.{0 if top >= 200 else 1 if top >= 20 else 2}f}"
+    axes.text(*at, f"{bottom:{digits}}", ha="center", va="bottom", fontsize=9, weight="bold")

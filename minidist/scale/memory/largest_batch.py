@@ -156,7 +156,14 @@ def table(found: Sequence[Fit], budget_bytes: int) -> Table:
     for name in dict.fromkeys(fit.name for fit in found):
         line = [fit for fit in found if fit.name == name]
         first = first_that_fits(line)
-        cells = [_rows(fit.rows) if fit.rows else f"- {size(fit.memory.peak, digits=2)}" for fit in line]
+        cells = [
+            f"- {size(fit.memory.peak, digits=2)}"
+            if not fit.rows
+            else f"{fit.rows:,}"
+            if fit.rows < EXACT_ROWS
+            else f"{fit.rows:.2e}"
+            for fit in line
+        ]
         measure = "none of these"
         if first is not None:
             measure = "nothing more" if first.layout == layouts[0] else heading(first.layout).splitlines()[-1]
@@ -172,11 +179,6 @@ def heading(layout: Layout) -> str:
     if zero_name(layout.zero):
         lines.append(zero_name(layout.zero) + (f", shard {layout.shard}" if layout.shard else ""))
     return "\n".join(lines)
-
-
-def _rows(count: int) -> str:
-    """A number of rows that fits a column: "1,234,567", "1.23e+19"."""
-    return f"{count:,}" if count < EXACT_ROWS else f"{count:.2e}"
 
 
 def count(number: int) -> str:

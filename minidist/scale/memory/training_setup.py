@@ -11,7 +11,7 @@ from minidist._names import unknown
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.contract.layout import Layout
+from minidist.parallel.contract.layout import Layout, check_secondary
 from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, StateSharing
@@ -116,16 +116,8 @@ def check_sharing(setup: TrainingSetup) -> None:
     ):
         if value not in known:
             raise unknown(what, value, known)
-    ranks, copies = setup.layout.owners, setup.secondary
-    if copies == 0:
-        return
-    whole = setup.sharing.residency.parameters
-    if whole or not is_whole(copies) or not 1 < copies < ranks or ranks % copies:
-        raise ValueError(
-            f"secondary is {copies!r} and the layout {setup.layout}; give, with zero=3, a divisor of the "
-            f"{ranks} ranks that share the parameters, from 2 on and smaller than that; or 0 for no second "
-            "copy"
-        )
+    if setup.secondary != 0:
+        check_secondary(setup.layout, setup.secondary)
 
 
 def check_divisible(config: object, layout: Layout) -> None:

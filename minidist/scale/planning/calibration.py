@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,9 +30,8 @@ from minidist._files import check_file
 from minidist.comm.launching.supervisor import preload_optimizers
 from minidist.parallel.contract.layout import Layout
 from minidist.scale.planning.trial import NEAR, trial
-from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.measure_machine import RANKS, this_machine
-from minidist.scale.time.step_time import StepTime, predict_step
+from minidist.scale.time.step_time import predict_step
 
 LAYOUTS: dict[int, tuple[str, ...]] = {
     1: ("dp=1", "micro_batches=4", "recompute=true"),
@@ -75,22 +74,17 @@ def calibrate(
     found = []
     for count in ranks:
         turns: dict[tuple[str, str], list[Compared]] = {}
+        layouts = [Layout.parse(text) for text in LAYOUTS[count]]
         for _ in range(TURNS):
             machine = this_machine((count,), figures)
-            for each in _turn(machine, count, models, -(-rounds // TURNS)):
-                turns.setdefault((each.model, each.layout), []).append(each)
+            for model in models:
+                measured = trial(model, layouts, BATCHES[model], rounds=-(-rounds // TURNS))
+                for layout in layouts:
+                    step, name = predict_step(model, layout, BATCHES[model], machine), str(layout)
+                    one = Compared(model, count, name, step.seconds, measured[name], step.parts)
+                    turns.setdefault((model, name), []).append(one)
         found += [sorted(each, key=lambda one: one.ratio)[TURNS // 2] for each in turns.values()]
     return found
-
-
-def _turn(machine: Hardware, count: int, models: Sequence[str], rounds: int) -> Iterator[Compared]:
-    """Compare all layouts of so many ranks once."""
-    layouts = [Layout.parse(text) for text in LAYOUTS[count]]
-    for model in models:
-        measured = trial(model, layouts, BATCHES[model], rounds=rounds)
-        for layout in layouts:
-            step: StepTime = predict_step(model, layout, BATCHES[model], machine)
-            yield Compared(model, count, str(layout), step.seconds, measured[str(layout)], step.parts)
 
 
 def relative(found: Sequence[Compared]) -> list[float]:

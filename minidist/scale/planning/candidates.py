@@ -11,10 +11,10 @@ micro-batches. `prepare`'s own checks decide which options go together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import islice, product
+from itertools import product
 
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import POLICIES
@@ -25,8 +25,7 @@ from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time.hardware import Hardware
-from minidist.scale.time.stages import Simulated
-from minidist.scale.time.step_time import StepTime
+from minidist.scale.time.step_time import Simulated, StepTime
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""
@@ -156,15 +155,11 @@ def frugal(question: Question) -> Iterator[Layout]:
         )
         sharing = [replace(plain, zero=zero) for zero in reversed(SHARED)] if dp * cp > 1 else []
         for forms in ([plain], sharing):  # of ZeRO's rows the one that shares most
-            yield from islice(filter(partial(_supported, question), forms), 1)
-
-
-def _supported(question: Question, layout: Layout) -> bool:
-    try:
-        question.check(layout)
-    except ValueError:
-        return False
-    return True
+            for form in forms:
+                with contextlib.suppress(ValueError):
+                    question.check(form)
+                    yield form
+                    break
 
 
 def _of_one_form(
@@ -188,7 +183,7 @@ def _of_one_form(
     most, too_large, found = share(question.rows, layout.dp), list[Candidate](), False
     for form in forms:
         least = 0  # the fewest micro-batches that fit
-        for micro in _powers(most):
+        for micro in [*(2**power for power in range((most - 1).bit_length())), most]:
             if micro < min(layout.pp, most):
                 continue
             if least and (layout.pp == 1 or micro > A_STAGE * layout.pp):
@@ -206,12 +201,3 @@ def _of_one_form(
             break
     if not found:
         yield too_large[-1]
-
-
-def _powers(rows: int) -> Iterator[int]:
-    """1, 2, 4, ... and the number of rows."""
-    micro = 1
-    while micro < rows:
-        yield micro
-        micro *= 2
-    yield max(rows, 1)

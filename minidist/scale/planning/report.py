@@ -73,34 +73,24 @@ def reasons(plan: Plan) -> list[str]:
     chosen = plan.answer
     if chosen is None or plan.question.ranks == 1:
         return []
-    own = family_of(chosen.layout)
-    found = [_fastest(plan, chosen), "" if own == "plain" else _why_not_plain(plan, chosen)]
-    found += [_earns(plan, chosen, family) for family in ("sharded", "pipeline", "tensor") if family != own]
-    return [each for each in found if each]
-
-
-def _fastest(plan: Plan, chosen: Candidate) -> str:
-    fastest = min(plan.fitting, key=seconds)
-    if fastest is chosen:
-        return "No other layout is predicted to be faster."
-    saves = 1 - seconds(fastest) / seconds(chosen)
-    return (
-        f"The fastest, {written(fastest)}, would save {saves:.1%} of the time, which is less than a "
-        f"prediction can tell ({MEANINGFUL:.0%})."
-    )
-
-
-def _why_not_plain(plan: Plan, chosen: Candidate) -> str:
+    own, fastest = family_of(chosen.layout), min(plan.fitting, key=seconds)
+    found = ["No other layout is predicted to be faster."]
+    if fastest is not chosen:
+        found = [
+            f"The fastest, {written(fastest)}, would save {1 - seconds(fastest) / seconds(chosen):.1%} of "
+            f"the time, which is less than a prediction can tell ({MEANINGFUL:.0%})."
+        ]
     plain, least = plan.best("plain"), plan.least("plain")
-    if plain is not None:
+    if own != "plain" and plain is not None:
         longer = seconds(plain) / seconds(chosen)
-        return f"Plain data parallelism fits, {written(plain)}, but takes {longer:.2f} times as long."
-    if least is None:
-        return ""
-    return (
-        f"Plain data parallelism does not fit: at the least, {written(least[0])}, it takes "
-        f"{size(least[1].peak)} ({largest_parts(least[1])})."
-    )
+        found.append(f"Plain data parallelism fits, {written(plain)}, but takes {longer:.2f} times as long.")
+    elif own != "plain" and least is not None:
+        found.append(
+            f"Plain data parallelism does not fit: at the least, {written(least[0])}, it takes "
+            f"{size(least[1].peak)} ({largest_parts(least[1])})."
+        )
+    families = [family for family in ("sharded", "pipeline", "tensor") if family != own]
+    return found + [each for family in families if (each := _earns(plan, chosen, family))]
 
 
 def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
@@ -111,9 +101,13 @@ def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
     name = NAMES[family][0].upper() + NAMES[family][1:]
     if best is None:
         return f"{name} does not fit: at the least, {written(least[0])}, {size(least[1].peak)} per rank."
-    ratio, costs = seconds(best) / seconds(chosen), waits(best)
+    assert best.step is not None
+    parts, ratio = best.step.parts, seconds(best) / seconds(chosen)
+    largest = max(WAITS, key=lambda part: parts.get(part, 0.0))  # besides forward and backward passes
+    share = parts.get(largest, 0.0) / best.step.seconds
+    costs = f": {share:.0%} of it is {WAITS[largest]}" if share >= 0.02 else ""
     compared = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would save {1 - ratio:.1%} of the time"
-    text = f"{name} {compared}, {written(best)}{f': {costs}' if costs else ''}"
+    text = f"{name} {compared}, {written(best)}{costs}"
     simpler = ("plain",) if family == "sharded" else ("plain", "sharded")
     before = plan.least(*simpler)
     if before is None:
@@ -124,15 +118,6 @@ def _earns(plan: Plan, chosen: Candidate, family: str) -> str:
         f"{text}; it earns its keep below {size(before[1].peak)} a rank, where {NAMES[simpler[-1]]} alone no "
         "longer fits."
     )
-
-
-def waits(candidate: Candidate) -> str:
-    """The largest part of a step besides forward and backward passes, as a share of it."""
-    step = candidate.step
-    assert step is not None
-    name = max(WAITS, key=lambda each: step.parts.get(each, 0.0))
-    share = step.parts.get(name, 0.0) / step.seconds
-    return f"{share:.0%} of it is {WAITS[name]}" if share >= 0.02 else ""
 
 
 def table(plan: Plan, measured: dict[str, float] | None = None) -> Table:

@@ -8,8 +8,7 @@
 | traffic.py | seconds of messages, by axis |
 | gradient_exchange.py | seconds of the gradient exchange and the update |
 | pipeline_time.py | seconds of a pipeline's schedule |
-| stages.py | all parts of a step, stage by stage |
 | measure_machine.py | `this_machine`: what ranks time here, and the rates that follow |
 | hardware.py, machines.json | a machine; machines by name, with the sources of their figures |
-| step_time.py | `predict_step` |
+| step_time.py | `predict_step`: all parts of a step, stage by stage |
 """

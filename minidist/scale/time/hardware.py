@@ -156,12 +156,8 @@ def _machine(name: str, sheet: dict[str, Any]) -> Hardware:
     )
 
 
-def _read() -> dict[str, Hardware]:
-    read = json.loads(Path(__file__).with_name("machines.json").read_text(encoding="utf-8"))
-    return {name: _machine(name, {**read["defaults"], **sheet}) for name, sheet in read["machines"].items()}
-
-
-HARDWARE = _read()
+_READ = json.loads(Path(__file__).with_name("machines.json").read_text(encoding="utf-8"))
+HARDWARE = {name: _machine(name, {**_READ["defaults"], **own}) for name, own in _READ["machines"].items()}
 """Machines by name."""
 
 

@@ -1,7 +1,5 @@
 """Measure this machine: the rates that ranks attain while all of them work, and the speed of their links.
 
-    python -m minidist.scale.time.measure_machine
-
 Ranks of one machine share its cores, caches and memory, so one rank alone says little about eight. For each
 number of ranks, a cluster times the passes of a few small models on all ranks at once, and `comm.cost.fit`
 measures their links. Least squares then gives the rates: a pass takes its products at one rate, attention's
@@ -12,12 +10,10 @@ Source: Williams et al. 2009 for what bounds a device; layer_work.py for the wor
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,6 +25,7 @@ import numpy as np
 import torch
 
 from minidist import comm
+from minidist._files import write_whole
 from minidist.comm.cost import fit
 from minidist.comm.cost.links import PROFILES, Link, LinkProfile, SharedMemoryCost
 from minidist.comm.launching.cluster import Cluster
@@ -86,20 +83,17 @@ def this_machine(
     missing = [count for count in wanted if count not in crowds]
     if kept is not None and not missing:
         return kept
-    crowds |= {count: _measure_crowd(count) for count in missing}
+    bf16_on_cpu.avoid()  # the ranks time a product in it
+    for count in missing:
+        with Cluster(count, timeout=180.0) as cluster:
+            everyones: list[Measured] = cluster.run(measure)
+        slow = statistics.fmean(sum(each.passes[-1]) for each in everyones)
+        alone = min(1.0, everyones[0].alone / slow)
+        crowds[count] = Crowd(count, solve(everyones), everyones[0].links, alone)
     found = _machine({count: crowds[count] for count in sorted(crowds)})
     if path is not None:
         save(found, path)
     return found
-
-
-def _measure_crowd(ranks: int) -> Crowd:
-    """Measure what so many ranks attain."""
-    bf16_on_cpu.avoid()  # the ranks time a product in it
-    with Cluster(ranks, timeout=180.0) as cluster:
-        everyones: list[Measured] = cluster.run(measure)
-    slow = statistics.fmean(sum(each.passes[-1]) for each in everyones)
-    return Crowd(ranks, solve(everyones), everyones[0].links, min(1.0, everyones[0].alone / slow))
 
 
 def _machine(crowds: dict[int, Crowd]) -> Hardware:
@@ -317,11 +311,8 @@ def nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> lis
 
 def save(hardware: Hardware, path: str | Path) -> None:
     """Write a machine's figures to a file, atomically."""
-    file = Path(path)
-    text = json.dumps({"format": FORMAT, "hardware": dataclasses.asdict(hardware)}, indent=1)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+    kept = {"format": FORMAT, "hardware": dataclasses.asdict(hardware)}
+    write_whole(Path(path), json.dumps(kept, indent=1))
 
 
 def load(path: str | Path) -> Hardware:
@@ -339,44 +330,17 @@ def load(path: str | Path) -> Hardware:
 
 
 def _hardware(rates: Any, inside: Any, between: Any, crowds: Any, **fields: Any) -> Hardware:
+    def profile(links: Any, memory: Any, **others: Any) -> LinkProfile:
+        each = {name: Link(**link) for name, link in links.items()}
+        return LinkProfile(**others, links=each, memory=memory and SharedMemoryCost(**memory))
+
+    def crowd(rates: Any, links: Any, **others: Any) -> Crowd:
+        return Crowd(**others, rates=Rates(**rates), links=links and profile(**links))
+
     return Hardware(
         **fields,
         rates=rates and Rates(**rates),
-        inside=_profile(**inside),
-        between=_profile(**between),
-        crowds={int(ranks): _crowd(**each) for ranks, each in crowds.items()},
+        inside=profile(**inside),
+        between=profile(**between),
+        crowds={int(ranks): crowd(**each) for ranks, each in crowds.items()},
     )
-
-
-def _crowd(rates: Any, links: Any, **fields: Any) -> Crowd:
-    return Crowd(**fields, rates=Rates(**rates), links=links and _profile(**links))
-
-
-def _profile(links: Any, memory: Any, **fields: Any) -> LinkProfile:
-    each = {name: Link(**link) for name, link in links.items()}
-    return LinkProfile(**fields, links=each, memory=memory and SharedMemoryCost(**memory))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure this machine and print the figures."""
-    argparse.ArgumentParser(
-        prog="python -m minidist.scale.time.measure_machine",
-        description="Measure what 1, 2, 4 and 8 ranks of this machine attain while all of them work.",
-    ).parse_args(arguments)
-    found = this_machine()
-    print(f"{found.source}; {found.peak['fp32'] / 1e9:.0f} GFLOP/s in all")
-    for count, crowd in found.crowds.items():
-        rates, micro = crowd.rates, 1e6
-        print(
-            f"{count} ranks: products {rates.flops['fp32'] / 1e9:.1f} GFLOP/s (attention "
-            f"{rates.attention:.2f} of that), {rates.moved / 1e9:.1f} GB/s between them, "
-            f"{micro * rates.call:.1f} and {micro * rates.backward_call:.1f} us an operator; "
-            f"update {rates.memory / 1e9:.1f} GB/s, {micro * rates.tensor:.0f} us a tensor; "
-            f"alone {crowd.alone:.2f}; bfloat16 "
-            f"{rates.flops['bf16'] / rates.flops['fp32']:.2f}"
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -137,7 +137,13 @@ class AllRanks:
             open_ += sorted(begun, key=lambda each: -each.end)
             before = now
         found.append(Stretch("idle", of.step.end, self.end))
-        return _joined(found)
+        joined: list[Stretch] = []  # neighbours of the same state are one, and empty stretches are none
+        for stretch in (stretch for stretch in found if stretch.end > stretch.start):
+            if joined and joined[-1].state == stretch.state:
+                joined[-1] = joined[-1]._replace(end=stretch.end)
+            else:
+                joined.append(stretch)
+        return joined
 
     def _states(self, rank: int, open_: Sequence[Slice], start: float, end: float) -> list[Stretch]:
         """A rank's states while these slices were open and none began or ended."""
@@ -150,19 +156,6 @@ class AllRanks:
             return [Stretch("backward_weight", start, end)]
         state = next((kind.removesuffix("_input") for kind in kinds if kind.startswith(COMPUTE)), "other")
         return [Stretch(state, start, end)]
-
-
-def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """Join neighbours of the same state, and leave out empty stretches."""
-    found: list[Stretch] = []
-    for each in stretches:
-        if each.end <= each.start:
-            continue
-        if found and found[-1].state == each.state:
-            found[-1] = found[-1]._replace(end=each.end)
-        else:
-            found.append(each)
-    return found
 
 
 def matched(ranks: Sequence[RankTrace]) -> tuple[list[Arrow], dict[tuple[int, int], float]]:

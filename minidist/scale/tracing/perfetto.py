@@ -9,13 +9,13 @@ Source: "Trace Event Format", Google 2016, which perfetto.dev/docs links under "
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from minidist._files import write_whole
 from minidist.scale.tracing.all_ranks import AllRanks, RankTrace
 from minidist.scale.tracing.recording import AUTOGRAD, MAIN, Slice
 
@@ -29,9 +29,7 @@ def save(trace: AllRanks, path: str | PathLike[str]) -> None:
     """Write a trace to a file, atomically; `Trace.save` documents the errors."""
     if not isinstance(path, str | PathLike):
         raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.json'")
-    part = Path(f"{os.fspath(path)}.part")
-    part.write_text(json.dumps(document(trace), allow_nan=False), encoding="utf-8")
-    part.replace(path)
+    write_whole(Path(path), json.dumps(document(trace), allow_nan=False))
 
 
 def document(trace: AllRanks) -> dict[str, Any]:
@@ -79,6 +77,9 @@ def _of_rank(
         yield _named("thread_sort_index", pid, tid, sort_index=number)
     for each in sorted([*rank.slices, *arrivals], key=lambda each: (each.start, -each.end)):
         begun, ended = _nanoseconds(each.start - start), _nanoseconds(each.end - start)
+        args = dict(each.args)
+        if "called" in args:
+            args["called_us"] = _nanoseconds(args.pop("called") - start) / 1e3
         yield {
             "name": f"{each.name} {each.kind}" if each.kind in ("backward", "recompute") else each.name,
             "cat": each.kind,
@@ -87,16 +88,8 @@ def _of_rank(
             "dur": (ended - begun) / 1e3,
             "pid": pid,
             "tid": lanes[each.lane],
-            "args": _arguments(each, start),
+            "args": args,
         }
-
-
-def _arguments(each: Slice, start: float) -> dict[str, Any]:
-    """A slice's arguments, with times of the file."""
-    found = {name: value for name, value in each.args.items() if name != "called"}
-    if "called" in each.args:
-        found["called_us"] = _nanoseconds(each.args["called"] - start) / 1e3
-    return found
 
 
 def _lanes(rank: RankTrace) -> dict[str, int]:

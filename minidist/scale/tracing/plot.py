@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from minidist.parallel.pipeline.instructions import COMPUTE
 from minidist.scale.tracing.all_ranks import STATES, AllRanks, RankTrace
-from minidist.scale.tracing.recording import Slice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,16 +50,16 @@ def plot(trace: AllRanks, path: str | PathLike[str] | None = None) -> Axes:
     if path is not None and not isinstance(path, str | PathLike):
         raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'trace.svg'")
     figure = Figure(figsize=(11, 1.5 + 0.62 * len(trace.ranks)), layout="constrained")
-    axes = figure.add_subplot()
+    axes, drawn = figure.add_subplot(), set[str]()
     for rank in trace.ranks:
-        _states(axes, trace, rank)
-        _instructions(axes, trace, rank)
-        _background(axes, trace, rank)
+        drawn |= _rank(axes, trace, rank)
     if len(trace.arrows) <= ARROWS:
-        _arrows(axes, trace)
-    drawn = {stretch.state for timeline in trace.timelines for stretch in timeline}
-    if any(_in_background(rank) for rank in trace.ranks):
-        drawn.add("communication")
+        for arrow in trace.arrows:
+            edge = 0.32 if arrow.destination > arrow.source else -0.32  # of the bars
+            begin = (arrow.sent.start - trace.start) * 1e3, arrow.source + edge
+            end = (arrow.received.end - trace.start) * 1e3, arrow.destination - edge
+            style = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 0.5, "mutation_scale": 5}
+            axes.annotate("", xy=end, xytext=begin, arrowprops={**style, "shrinkA": 0, "shrinkB": 0})
     handles = [
         Patch(facecolor=COLORS[state], edgecolor="#888888", linewidth=0.5, label=LABELS.get(state, state))
         for state in STATES
@@ -68,9 +67,10 @@ def plot(trace: AllRanks, path: str | PathLike[str] | None = None) -> Axes:
     ]
     columns = -(-len(handles) // 2)
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
+    places = ["".join(f" {axis}{at}" for axis, at in rank.place.items()) for rank in trace.ranks]
     axes.set(
         yticks=range(len(trace.ranks)),
-        yticklabels=[_name(rank) for rank in trace.ranks],
+        yticklabels=[f"rank {i}" + (at and f"\n{at[1:]}") for i, at in enumerate(places)],
         ylim=(len(trace.ranks) - 0.4, -0.55),
         xlim=(0, (trace.end - trace.start) * 1e3),
         xlabel="ms" + (f", {trace.layout}" if trace.layout else ""),
@@ -78,11 +78,8 @@ def plot(trace: AllRanks, path: str | PathLike[str] | None = None) -> Axes:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     shares = axes.secondary_yaxis("right")
-    shares.set_yticks(
-        range(len(trace.ranks)),
-        [f"{trace.shares(rank)['compute']:.0%} compute" for rank in range(len(trace.ranks))],
-        fontsize=8,
-    )
+    computing = [f"{trace.shares(rank)['compute']:.0%} compute" for rank in range(len(trace.ranks))]
+    shares.set_yticks(range(len(trace.ranks)), computing, fontsize=8)
     shares.spines["right"].set_visible(False)
     shares.tick_params(length=0)
     if path is not None:
@@ -90,61 +87,30 @@ def plot(trace: AllRanks, path: str | PathLike[str] | None = None) -> Axes:
     return axes
 
 
-def _name(rank: RankTrace) -> str:
-    place = " ".join(f"{axis}{at}" for axis, at in rank.place.items())
-    return f"rank {rank.rank}" + (f"\n{place}" if place else "")
-
-
-def _states(axes: Axes, trace: AllRanks, rank: RankTrace) -> None:
-    """Draw the wide bar."""
-    for state in STATES:
-        spans = [
-            ((start - trace.start) * 1e3, (end - start) * 1e3)
-            for each, start, end in trace.timelines[rank.rank]
-            if each == state
-        ]
-        if state != "idle":
-            axes.broken_barh(spans, (rank.rank - 0.32, 0.64), facecolors=COLORS[state], linewidth=0)
-    box = [(0, (trace.end - trace.start) * 1e3)], (rank.rank - 0.32, 0.64)
-    axes.broken_barh(*box, facecolors="none", edgecolors="#CCCCCC", linewidth=0.5)
-
-
-def _instructions(axes: Axes, trace: AllRanks, rank: RankTrace) -> None:
-    """Draw a labelled box for each pass of a pipeline's schedule."""
+def _rank(axes: Axes, trace: AllRanks, rank: RankTrace) -> set[str]:
+    """Draw one rank's bars; returns the states in them."""
+    bar, whole = (rank.rank - 0.32, 0.64), (trace.end - trace.start) * 1e3
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for state, start, end in trace.timelines[rank.rank]:
+        spans.setdefault(state, []).append(((start - trace.start) * 1e3, (end - start) * 1e3))
+    for state in (each for each in STATES if each in spans and each != "idle"):
+        axes.broken_barh(spans[state], bar, facecolors=COLORS[state], linewidth=0)
+    axes.broken_barh([(0, whole)], bar, facecolors="none", edgecolors="#CCCCCC", linewidth=0.5)
+    # A labelled box for each pass of a pipeline's schedule.
     chunks = any(each.args["chunk"] for each in rank.instructions)
-    for each in rank.instructions:
-        if each.args["kind"] not in COMPUTE:
-            continue
+    for each in (each for each in rank.instructions if each.args["kind"] in COMPUTE):
         start, width = (each.start - trace.start) * 1e3, (each.end - each.start) * 1e3
-        box = [(start, width)], (rank.rank - 0.32, 0.64)
-        axes.broken_barh(*box, facecolors="none", edgecolors="black", linewidth=0.6)
+        axes.broken_barh([(start, width)], bar, facecolors="none", edgecolors="black", linewidth=0.6)
         text = each.name.partition(" ")[0] + (f"\nc{each.args['chunk']}" if chunks else "")
-        longest = max(map(len, text.split("\n")))
-        if width > longest * LETTER * (trace.end - trace.start) * 1e3:
+        if width > max(map(len, text.split("\n"))) * LETTER * whole:
             axes.text(start + width / 2, rank.rank, text, ha="center", va="center", fontsize=7, clip_on=True)
-
-
-def _background(axes: Axes, trace: AllRanks, rank: RankTrace) -> None:
-    """Draw a narrow bar for each lane of collectives in the background."""
-    own = _in_background(rank)
-    lanes = sorted({each.lane for each in own}, key=lambda lane: (len(lane), lane))
+    # A narrow bar for each lane of collectives in the background.
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    for each in (each for each in rank.slices if not each.on_thread and each.kind == "collective"):
+        span = (each.start - trace.start) * 1e3, (each.end - each.start) * 1e3
+        lanes.setdefault(each.lane, []).append(span)
     height = 0.14 / max(len(lanes), 1)
-    for index, lane in enumerate(lanes):
-        on_lane = [each for each in own if each.lane == lane]
-        spans = [((each.start - trace.start) * 1e3, (each.end - each.start) * 1e3) for each in on_lane]
-        bottom = rank.rank + 0.35 + index * height
-        axes.broken_barh(spans, (bottom, 0.9 * height), facecolors=COLORS["communication"], linewidth=0)
-
-
-def _in_background(rank: RankTrace) -> list[Slice]:
-    return [each for each in rank.slices if not each.on_thread and each.kind == "collective"]
-
-
-def _arrows(axes: Axes, trace: AllRanks) -> None:
-    """Draw an arrow for each message, from the sender's bar to the receiver's."""
-    for arrow in trace.arrows:
-        down = arrow.destination > arrow.source
-        begin = (arrow.sent.start - trace.start) * 1e3, arrow.source + (0.32 if down else -0.32)
-        end = (arrow.received.end - trace.start) * 1e3, arrow.destination - (0.32 if down else -0.32)
-        style = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 0.5, "mutation_scale": 5}
-        axes.annotate("", xy=end, xytext=begin, arrowprops={**style, "shrinkA": 0, "shrinkB": 0})
+    for index, lane in enumerate(sorted(lanes, key=lambda lane: (len(lane), lane))):
+        below = rank.rank + 0.35 + index * height, 0.9 * height
+        axes.broken_barh(lanes[lane], below, facecolors=COLORS["communication"], linewidth=0)
+    return {*spans, *(["communication"] if lanes else [])}

@@ -309,8 +309,10 @@ class Calls:
         """Record a wait for an asynchronous call, and when that call ran."""
         noted = self._by_call.get(id(call))
         if noted is None:
-            wait = _wait(call, begun, ended, {"of": "a call from before"})
-            self._earlier.append((get_ident(), wait))
+            before = {"of": "a call from before"}
+            self._earlier.append(
+                (get_ident(), Slice("", "wait", f"wait for {call.name}", begun, ended, before))
+            )
         else:
             noted.waits.append((get_ident(), begun, ended))
             noted.ran = began, completed
@@ -325,11 +327,8 @@ class Calls:
             (background[own.kind in MESSAGES] if in_background else held[each.thread]).append(own)
             if in_background and (each.stream_times is None or self._anchor is None):
                 for thread, begun, ended in each.waits:
-                    held[thread].append(_wait(each.call, begun, ended, {"number": number}))
+                    name, args = f"wait for {own.name}", {"number": number}
+                    held[thread].append(Slice("", "wait", name, begun, ended, args))
         for thread, wait in self._earlier:
             held[thread].append(wait)
         return held, *background
-
-
-def _wait(call: Call, begun: float, ended: float, args: dict[str, Any]) -> Slice:
-    return Slice("", "wait", f"wait for {call.name}", begun, ended, args)

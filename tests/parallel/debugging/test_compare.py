@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.cli import commands
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
-from minidist.parallel.debugging.assembling import distance
 from minidist.parallel.debugging.compare import Comparison, differences
-from minidist.parallel.debugging.recording import Recording, record
+from minidist.parallel.debugging.recording import Recording, distance, record
 
 Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
@@ -458,12 +457,12 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
 def test_the_command_compares_two_layouts(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cluster_of: Clusters
 ) -> None:
-    import minidist.cli.layout_runs
+    import minidist.cli.train
 
     def on_warm_ranks(fn: Any, ranks: int, args: tuple[Any, ...], timeout: float | None) -> Any:
         return cluster_of(ranks).run(fn, *args)
 
-    monkeypatch.setattr(minidist.cli.layout_runs, "launch", on_warm_ranks)
+    monkeypatch.setattr(minidist.cli.train, "launch", on_warm_ranks)
     words = ["compare", "--model", "mlp", "--a", "dp=1", "--b", "dp=2,zero=1", "--json"]
     code, out, _ = run(capfd, *words)
     assert code == 0
@@ -476,7 +475,7 @@ def test_the_command_compares_two_layouts(
 def test_the_command_exits_with_1_where_layouts_differ(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import minidist.cli.layout_runs
+    import minidist.cli.train
 
     def run_here(fn: Any, ranks: int, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         config = replace(args[0], layout=md.Layout())
@@ -484,7 +483,7 @@ def test_the_command_exits_with_1_where_layouts_differ(
             config = replace(config, learning_rate=0.2)  # as if the update were twice as long
         return [fn(config)]
 
-    monkeypatch.setattr(minidist.cli.layout_runs, "launch", run_here)
+    monkeypatch.setattr(minidist.cli.train, "launch", run_here)
     code, out, _ = run(capfd, "compare", "--model", "mlp", "--a", "dp=1", "--b", "dp=2,zero=1")
     assert code == 1
     assert "First layers.1: the update of layers.1.linear.weight differs in step 1, by 0.5 of" in out

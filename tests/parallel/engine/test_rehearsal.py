@@ -22,7 +22,7 @@ from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
-from minidist.parallel.training.random_off import RandomOff
+from minidist.parallel.training.comparable_steps import RandomOff
 from tests.helpers.clocks import HANG
 
 Clusters = Callable[[int], md.Cluster]

@@ -16,8 +16,7 @@ from minidist import comm
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
-from minidist.scale.dry_run.fake_world import dry_world
-from minidist.scale.dry_run.peers import Peers, kinds
+from minidist.scale.dry_run.fake_world import Peers, dry_world, kinds
 from minidist.scale.dry_run.run import DryRun, dryrun, dryrun_kinds
 from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import estimate

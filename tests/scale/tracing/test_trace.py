@@ -20,7 +20,7 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.cli import layout_runs
+from minidist.cli import train
 from minidist.comm import ledgers
 from minidist.model import GPT, MLP, GPTConfig
 from minidist.parallel.pipeline import schedules
@@ -443,7 +443,7 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(
         runs[ranks] = runs.get(ranks) or cluster_of(ranks).run(fn, *args)
         return runs[ranks]
 
-    monkeypatch.setattr(layout_runs, "launch", launch)
+    monkeypatch.setattr(train, "launch", launch)
     out, plot = tmp_path / "t.json", tmp_path / "t.png"
     small = ("--model", "gpt", "--layout", "dp=2", "--steps", "1", "--out", str(out))
     code, text, _ = command("trace", capsys, *small, "--plot", str(plot))

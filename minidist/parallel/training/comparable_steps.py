@@ -1,17 +1,108 @@
-"""`RandomOff`: inside, torch draws no random numbers, so that a step has one result in every layout.
+"""Make the steps of two layouts comparable: without random numbers, and with what rounding changes.
 
-Dropout and noise depend on which rank draws them. With constants in their place two layouts can be compared:
-dropout keeps every element, uniform numbers are 0.5, and normal ones equal their mean.
+Two layouts add the same numbers in another order, so they never agree to the last bit. How far they differ
+depends on the model: a sum that cancels magnifies errors in its terms. So the effect is measured:
+`moved_results` moves the last bit of every module's results at random.
+
+Dropout and noise depend on which rank draws them. Inside `RandomOff` torch draws no random numbers: dropout
+keeps every element, uniform numbers are 0.5, and normal ones equal their mean.
+
+Source: Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic", section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+MARGIN = 16
+"""Rounding explains this many times the change that moving the last bits causes. Layouts that train alike
+differ by up to four times that change: a sum in another order rounds many times while a result is moved once,
+and a few random trials need not contain the worst. A wrong gradient differs by thousands of times, except in
+16 bits."""
+
+
+@contextmanager
+def forward_hooks(modules: Iterable[tuple[str, nn.Module]], after: Callable[..., Any]) -> Iterator[None]:
+    """Inside, call `after` with the name of each module, and what a forward hook gets."""
+    handles = [module.register_forward_hook(partial(after, name)) for name, module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def last_bit(x: Tensor) -> float:
+    """The last bit that a product of this type keeps: 10 bits of a float32 where a GPU may use TF32."""
+    by_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    if x.is_cuda and x.dtype == torch.float32 and by_tf32:
+        return 2.0**-10
+    return torch.finfo(x.dtype).eps
+
+
+def move(name: str, x: Tensor, trial: int, least: float = 0.0) -> Tensor:
+    """Move the last bit of a tensor's elements at random, or as much as `least` times the elements."""
+    # The same in every call: recomputed activations have to be the same, and so do copies on other ranks.
+    seed = zlib.crc32(f"{name} {trial}".encode())
+    noise = torch.as_tensor(np.random.default_rng(seed).uniform(-1.0, 1.0, x.shape))
+    return torch.addcmul(x, x, noise.mul_(max(least, last_bit(x))).to(x))
+
+
+def moved_results(model: nn.Module, trial: int, least: float = 0.0) -> AbstractContextManager[None]:
+    """Inside, move the last bit of the results of all modules without children, forward and backward.
+
+    least: the least to move by, where the model computes in a less precise type than it returns.
+    """
+
+    def after(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        result = move(name, output, trial, least)
+        if result.requires_grad:
+            result.register_hook(lambda grad: move(f"{name} backward", grad, trial, least))  # type: ignore[no-untyped-call]
+        return result
+
+    parts = [(name, part) for name, part in model.named_modules() if not [*part.children()]]
+    return forward_hooks(parts, after)
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    """The largest difference of elements; NaN equals NaN, and is infinitely far from any number.
+
+    Tensors of different shapes are infinitely far apart, too.
+    """
+    if x.shape != y.shape:
+        return math.inf
+    if not x.is_floating_point() or x.dtype != y.dtype:
+        kind = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        x, y = x.to(kind), y.to(kind)
+    differences = (x - y).abs()
+    most = float(differences.max()) if differences.numel() else 0.0
+    if math.isfinite(most):
+        return most
+    same = (x == y) | (x.isnan() & y.isnan())
+    return float(differences.masked_fill(same, 0.0).nan_to_num(math.inf, math.inf).max())
+
+
+def magnitude(*tensors: Tensor) -> float:
+    """The largest magnitude of a finite element; 0 without one."""
+    sizes = [0.0]
+    for x in (x for x in tensors if x.numel()):
+        x = x.abs() if x.is_floating_point() or x.is_complex() else x.double().abs()
+        size = float(x.max())
+        sizes.append(size if math.isfinite(size) else float(x.nan_to_num(0, 0).max()))
+    return max(sizes)
+
 
 _kinds: dict[Any, str] = {}
 """Whether an operation of torch "draws" random numbers, or "sends" something; "" for all others."""
