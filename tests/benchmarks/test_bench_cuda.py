@@ -8,7 +8,6 @@ import os
 import statistics
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,22 +150,6 @@ def test_each_arithmetic_has_its_group_dtype_and_bound(bench, measure, kind):
     assert seen == {(f"torch.{dtype}", "high" if kind == "tf32" else "highest")}
     assert benchmark.group == bench.GROUPS[kind]
     assert ("percent_of_gpu_peak" in benchmark.extra_info) == (kind in ROOF.flops)
-
-
-def test_a_gpu_without_peaks_has_no_share_of_them(measure):
-    assert not [key for key in measure(Step(KnownGpu(roof=None))).extra_info if "peak" in key]
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "tf32", "kinds", "main"),
-    [
-        (("float16", "bfloat16", "float32"), True, ["float16", "bfloat16", "tf32"], ["tf32", "bfloat16"]),
-        (("float32", "float64"), False, ["float32", "float64"], ["float32"]),
-    ],
-)
-def test_kinds_of_a_rung(bench, dtypes, tf32, kinds, main):
-    step = SimpleNamespace(dtypes=dtypes, tf32=tf32)
-    assert (bench.kinds(step), bench.main_kinds(step)) == (kinds, main)
 
 
 def test_every_rung_is_measured_in_each_of_its_arithmetics(bench):

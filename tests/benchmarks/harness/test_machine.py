@@ -36,17 +36,6 @@ def test_slug(changes, slug):
     assert machine.slug(described(**changes)) == slug
 
 
-def test_a_whole_slug_has_the_cpu_beside_the_gpu():
-    assert machine.slug(described(), whole=True) == machine.slug(described())
-    with_gpu = described(gpus=[{"name": "NVIDIA H200"}])
-    assert machine.slug(with_gpu, whole=True) == "nvidia-h200-amd-epyc-9654-8-cores"
-
-
-def test_title():
-    assert machine.title(described()) == "AMD EPYC 9654 96-Core Processor, 8 cores, 16 GiB, no GPU"
-    assert machine.title(described(gpus=[{"name": "NVIDIA H200"}] * 2)).endswith("2 x NVIDIA H200")
-
-
 def test_a_title_tells_cpus_of_one_name_apart():
     told = machine.title(described(cpu="AMD EPYC", cpu_id="26-2-1", another=True))
     assert told == "another machine: AMD EPYC (26-2-1), 8 cores, 16 GiB, no GPU"

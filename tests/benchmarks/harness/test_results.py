@@ -62,24 +62,6 @@ def test_a_benchmark_that_is_gone_goes_when_all_are_run():
     assert all_of(merged) == {("a", "quick"): 1.5, ("failed", "quick"): 3.0}
 
 
-def test_suites_stay_together():
-    old = results.merge(
-        run("2025-01-01", "quick", {"a": 1.0}, "bench_b"), run("2025-01-02", "quick", {"c": 1.0}, "bench_a")
-    )
-    merged = results.merge(old, run("2025-01-03", "quick", {"new": 1.0}, "bench_b"))
-    assert [entry["suite"] for entry in merged["benchmarks"]] == ["bench_a", "bench_b", "bench_b"]
-    assert set(merged["suites"]) == {"bench_a", "bench_b"}
-
-
-def test_save_and_load(tmp_path):
-    path = tmp_path / "deep" / "machine.json"
-    found = run("2025-01-01", "quick", {"a": 0.123456789012})
-    results.save(found, path)
-    assert results.load(path)["benchmarks"][0]["stats"]["median"] == 0.123457
-    assert results.load_all(path.parent).keys() == {"machine"}
-    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
-
-
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "machine.json"
     results.save(run("2025-01-01", "quick", {"a": 1.0}), path)
@@ -176,11 +158,6 @@ def test_a_gpus_machine_is_named_by_it_and_another_one_with_it_by_its_cpu_too(tm
     (tmp_path / "nvidia-h200.json").write_text("spoilt")
     with pytest.raises(ValueError, match=r"nvidia-h200\.json is not JSON"):
         results.own_file(tmp_path, one)
-
-
-def test_no_results_say_what_to_run(tmp_path):
-    with pytest.raises(ValueError, match="run `minidist bench`"):
-        results.in_order(tmp_path)
 
 
 def test_two_machines_of_one_name_have_files_of_their_own(tmp_path, monkeypatch):

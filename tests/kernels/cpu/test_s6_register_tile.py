@@ -17,7 +17,6 @@ from tests.helpers.products import (
     check_laid_out,
     every_cache,
     every_dtype,
-    every_layout,
     guarded_blocks,
     with_caches,
 )
@@ -69,18 +68,6 @@ def test_sizes_past_every_block_in_any_layout(data):
     layouts = [data.draw(st.sampled_from(list(LAYOUTS))) for _ in range(3)]
     with small_blocks(dtype, tiles, panels):
         check_laid_out(RUNG, (m, n, k), dtype, layouts, data.draw(st.integers(0, 2**32)))
-
-
-@every_dtype
-@every_layout
-def test_each_operand_past_every_block_in_each_layout(dtype, layout):
-    columns = register_tile.tile_columns(dtype)
-    sizes = (3 * register_tile.ROWS + 5, 3 * columns + 3, register_tile.DEPTH + 1)
-    with small_blocks(dtype, tiles=2, panels=2):
-        for place in range(3):
-            layouts = ["contiguous"] * 3
-            layouts[place] = layout
-            check_laid_out(RUNG, sizes, dtype, layouts, int(np.random.default_rng().integers(2**32)))
 
 
 @every_cache

@@ -137,16 +137,6 @@ def test_a_product_takes_as_many_threads_as_pay(shape, cores, expected, monkeypa
     assert [1 + helpers for helpers in begun] == ([expected] if expected > 1 else [])
 
 
-def test_a_product_cut_into_fewer_parts_wakes_no_further_threads(monkeypatch):
-    """Without packing out is cut at whole tiles, which may be fewer than threads."""
-    woken, columns = [], register_tile.tile_columns("float32")
-    a, b = harness.inputs(3, 2 * columns - 1, 900, "float32", 1)
-    monkeypatch.setattr(thread_pool, "wake", lambda helpers, serve: woken.append(helpers))
-    with threads(2):
-        assert_same_bits(a, b)
-    assert woken == [0]
-
-
 def test_few_rows_and_few_columns_are_cut_too():
     rng = np.random.default_rng()
     for m, n, k in [

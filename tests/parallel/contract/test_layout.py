@@ -76,12 +76,6 @@ def test_true_is_every_layer() -> None:
             md.Layout(recompute=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [True, 2.0, "2", None])
-def test_a_count_is_a_whole_number(value: object) -> None:
-    with pytest.raises(TypeError, match=r"dp is .*; give a whole number"):
-        md.Layout(dp=value)  # type: ignore[arg-type]
-
-
 def test_help_and_the_table_say_what_each_field_is() -> None:
     names = [field.name for field in fields(md.Layout)]
     arguments = (inspect.getdoc(md.Layout) or "").partition("Raises:")[0]

@@ -199,21 +199,6 @@ def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
         contract.check(cluster_of(ranks), case, layout, fully_shard={"prefetch": prefetch})
 
 
-def test_a_unit_may_be_called_more_often_in_a_later_pass(cluster_of: Clusters) -> None:
-    case = repeating(calls=1, between=True)
-
-    def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
-        inner = getattr(model, "module", model)
-        for inner.calls, (x, y) in zip((1, 3, 2, 4), case.global_batches() * 2, strict=False):
-            optimizer.zero_grad()
-            x, y = x[:4], y[:4]
-            case.loss(model(x[rank::size]), y[rank::size]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        return []
-
-    check_loop(cluster_of(2), case.model, loop)
-
-
 class Either(nn.Module):
     """Ranks call other units at the end."""
 

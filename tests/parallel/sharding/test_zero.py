@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist import comm
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, SGD, sizes_of, storage_bytes
 
@@ -48,14 +47,6 @@ def test_a_rank_keeps_its_share_and_no_more(stage: int) -> None:
         assert grads <= shares + 2 * 8 * max(bucket.length for bucket in buckets)
         assert abs(shares - 8 * elements / ranks) <= padding
         assert grads < 8 * elements or ranks < 3
-
-
-@on_ranks(1, 3)
-def test_the_state_of_whole_parameters_is_one_processs_over_all_ranks() -> None:
-    case = CASES["adafactor"]
-    engine = md.prepare(case.model(0), case.optimizer, md.Layout(dp=md.size(), zero=1))
-    engine.step(*case.rows(torch.Generator().manual_seed(0), 4))
-    assert comm.all_reduce(torch.tensor(len(engine.optimizer.state))) == 4
 
 
 @on_ranks(2)
@@ -247,22 +238,6 @@ def test_a_step_hands_on_what_the_optimizer_takes() -> None:
     assert weight.item() == 0.5
 
 
-@on_ranks(2, stage=[1, 2])
-def test_options_that_a_closure_sets_hold_for_its_step(stage: int) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1.0)
-
-    def closure() -> Tensor:
-        zero.param_groups[0]["lr"] = 0.25
-        loss = weight.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    assert zero.step(closure) == 3.0
-    assert zero.param_groups[0]["lr"] == 0.25
-    assert weight.tolist() == [0.75, 1.75]
-
-
 class Counting(OPTIM.SGD):  # type: ignore[misc, name-defined]
     """An optimizer with a property, a method and a `zero_grad` of its own."""
 
@@ -334,17 +309,6 @@ def test_the_state_of_an_engines_slices_is_refused(zero: int) -> None:
         engine.optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"md\.load"):
         engine.optimizer.load_state_dict({})
-
-
-@on_ranks(4, stage=[1, 2])
-def test_gradients_set_by_hand_and_fewer_elements_than_ranks(stage: int) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1.0)
-    for _ in range(2):
-        weight.grad = torch.tensor([float(md.rank()), 1.0])
-        zero.step()
-        zero.zero_grad()
-    assert weight.tolist() == [-2.0, 0.0]
 
 
 @on_ranks(2)

@@ -88,26 +88,6 @@ def test_two_programs_are_timed_in_turn():
     assert seconds == ([0.002] * 10, [0.004] * 10)
 
 
-def test_short_programs_fill_a_turn():
-    gpu = Clocked()
-    time_in_turns(gpu, lambda: 0.000_1, lambda: 0.000_01, budget=1)
-    assert {calls for _, calls in gpu.turns} == {1, 10, cuda_timing.MOST_CALLS}
-
-
-@pytest.mark.parametrize(
-    ("each", "budget", "rounds"),
-    [
-        (0.001, 0.02, 10),
-        (0.001, 99, cuda_timing.MOST_ROUNDS),
-        (0.01, 0.02, cuda_timing.FEWEST_ROUNDS),
-        (1.0, 0.02, cuda_timing.FEWEST_SLOW_ROUNDS),
-    ],
-)
-def test_a_budget_bounds_the_rounds(each, budget, rounds):
-    ours, peer = time_in_turns(Clocked(), lambda: each, lambda: each, budget)
-    assert len(ours) == len(peer) == rounds
-
-
 def test_slow_programs_run_no_more_than_they_must():
     gpu = Clocked()
     time_in_turns(gpu, lambda: 2.0, lambda: 0.1, budget=0.5)

@@ -1,7 +1,5 @@
 """The sizes of blocks for any caches, the memory that threads keep, and how out is cut into parts."""
 
-import threading
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -9,9 +7,8 @@ from hypothesis import example, given, settings
 
 from minidist.kernels.cpu.support import block_sizes as module
 from minidist.kernels.cpu.support import register_tile, shared_packing
-from minidist.kernels.cpu.support.block_sizes import LEAST_WIDTH, Blocks, blocks, cut, memory, parts
+from minidist.kernels.cpu.support.block_sizes import LEAST_WIDTH, Blocks, blocks, cut, memory
 from minidist.kernels.cpu.support.caches import Caches
-from tests.helpers.clocks import HANG
 
 KIB = 2**10
 
@@ -47,30 +44,6 @@ def test_memory_is_kept_until_more_is_needed():
     assert more is not first
     assert more.shape[1] >= 101
     assert memory(purpose, "f", 100) is more
-
-
-def test_purposes_dtypes_and_threads_share_no_memory():
-    found = [memory("one", "f", 10), memory("other", "f", 10), memory("one", "d", 10)]
-    thread = threading.Thread(target=lambda: found.append(memory("one", "f", 10)))
-    thread.start()
-    thread.join(timeout=HANG)
-    assert len(found) == 4
-    for i, x in enumerate(found):
-        assert not any(np.shares_memory(x, other) for other in found[:i])
-
-
-@settings(max_examples=300)
-@given(
-    tiles=st.integers(1, 600), wide=st.integers(1, 300), count=st.integers(2, 130), most=st.integers(1, 20)
-)
-@example(tiles=1, wide=1, count=8, most=1)
-@example(tiles=3, wide=2, count=4, most=12)
-def test_parts_are_as_many_as_threads_and_no_higher_than_a_block(tiles, wide, count, most):
-    down, across = parts(tiles, wide, count, most)
-    assert 1 <= down <= tiles
-    assert 1 <= across <= wide
-    assert -(-tiles // down) <= most
-    assert down * across >= min(count, tiles * wide)
 
 
 SIZE = Blocks(rows=14, columns=32, tiles=12, width=8192, depth=768, near=2**18, far=2**23, memory=1)
