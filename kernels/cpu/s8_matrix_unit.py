@@ -13,8 +13,8 @@ The unit takes subnormal numbers for 0 and gives 0 for them; parts of numbers be
 "bf16" rounds to infinity from 3.3962e38 on. Infinities and NaN travel as in float32: where a result of the
 other modes is not finite, rung 6's loops compute the product again.
 
-Measured on one core of a busy Zen 5, in turns, packing included: at 512, 1024 and 2048 rung 6 takes 1.8 to 2
-times as long as "bf16", torch's bf16 1 to 1.1 times. That is 0.85 of what VDPBF16PS alone reaches, 566
+Measured: on one core of a busy Zen 5, in turns, with packing, rung 6 takes 1.8 to 2 times as long as "bf16"
+at 512, 1024 and 2048, and torch's bf16 1 to 1.1 times. That is 0.85 of what VDPBF16PS alone reaches, 566
 GFLOP/s. "bf16x3" takes 1.5 times as long as rung 6 and "bf16x6" 3 times: with pairs three products cost more
 than one of float32. A tile does 16 times the work of a vector; no AMX was at hand, so its loops ran on the
 model of the tiles alone.
@@ -33,9 +33,8 @@ import numpy as np
 
 from ..rung import Array, OperandT, Rung
 from .support import one_thread, thread_pool
-from .support.bf16_posting import ROUNDED, address_of, own_memory, post
+from .support.bf16_posting import ROUNDED, address_of, cut, own_memory, post, strip_width
 from .support.block_sizes import memory
-from .support.block_sizes import parts as parts_of_out
 from .support.caches import caches
 from .support.compiling import compiled
 from .support.matrix_unit import matrix_unit, require_matrix_unit
@@ -48,7 +47,6 @@ MODES = {"bf16": (1, 2.0**-8), "bf16x3": (2, 2.0**-15), "bf16x6": (3, 2.0**-22)}
 ELEMENT = 2  # bytes of a bf16 number: how the board tells this rung's products from those of rung 7
 LEAST_WORK = 600_000  # multiply-adds per thread
 SHARED = 2**25  # bytes of packed b at a time, and a quarter of the last cache, at most
-PACKS = 8  # pieces of b side by side, per thread
 PATIENCE = thread_pool.PATIENCE
 
 
@@ -90,48 +88,35 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
 def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:
     """Fill out (m, n) with a (m, k) times b (k, n): all float32, or a, b and perhaps out bf16 (as uint16)."""
     require_matrix_unit()
-    from .support import bf16_product as unit
-
-    narrow = a.dtype.itemsize == 2
+    narrow, narrow_out = a.dtype.itemsize == 2, out.dtype.itemsize == 2
     parts = 1 if narrow else MODES[mode][0]
     if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
         a, b, out = b.T, a.T, out.T
     (m, k), n = a.shape, b.shape[1]
-    words = -(-k // (2 * unit.GRAIN)) * unit.GRAIN * parts  # of packed b in a column
-    high = max(1, caches().l2 // 2 // (unit.ROWS * unit.PITCH * 4 * parts))  # tiles in a block of a
-    at_once = min(SHARED, (caches().l3 or SHARED) // 4)  # bytes of packed b
-    rows, width = -(-m // unit.ROWS), max(1, at_once // (4 * words * unit.COLUMNS)) * unit.COLUMNS
-    threads = max(1, min(thread_pool.threads(), rows * -(-n // unit.COLUMNS), m * n * k // LEAST_WORK))
-    sums = out
-    depths, narrow_out = unit.depths(k), out.dtype.itemsize == 2
-    if narrow_out and depths > 1:  # where the sums of earlier depths wait to be rounded
+    width = strip_width(k, parts, min(SHARED, (caches().l3 or SHARED) // 4))
+    threads = max(1, min(thread_pool.threads(), m * n * k // LEAST_WORK))
+    own, sums, finite = own_memory(), out, True
+    if (
+        narrow_out and cut(m, n, k, parts, threads).depths > 1
+    ):  # the sums of earlier depths wait to be rounded
         sums = memory("sums of bf16 numbers", "f", m * n)[0, : m * n].reshape(m, n)
-    own = own_memory()
     together = threads > 1 and thread_pool.begin(threads - 1)
     board, at = (thread_pool.board, thread_pool.address()) if together else (own.board, own.at)
-    finite = True
     try:
         for j in range(0, n, width):
-            strip, into = b[:, j : j + width], sums[:, j : j + width]
-            panels = -(-into.shape[1] // unit.COLUMNS)
-            packs = min(panels, PACKS * threads)
-            down, across = parts_of_out(rows, panels, threads, high)
-            flags, size = packs * depths, words * panels * unit.COLUMNS
-            # Behind the packed b: a word for each piece, whether it is packed, and one for sums not finite.
-            shared = memory("b of all threads, packed for the matrix unit", "f", size + 2 * (flags + 1))[0]
-            marks = shared[size : size + 2 * (flags + 1)].view(np.int64)
-            marks[:] = 0
-            seats = min(threads, down * across) if together else 1
+            strip, into = (b, sums) if n <= width else (b[:, j : j + width], sums[:, j : j + width])
+            how = cut(m, strip.shape[1], k, parts, threads)
+            start, marks = own.packed_b(how.words, how.pieces)
+            seats = min(threads, how.down * how.across) if together else 1
             rounded = (address_of(out[:, j:]), *out.strides) if narrow_out else (0, 0, 0)
-            start = address_of(shared)
-            how = seats, packs, down, across, parts + 4 * narrow, start, start + 4 * size
-            post(board, (a, strip, into), (ELEMENT, *how, *rounded))
+            numbers = seats, how.packs, how.down, how.across, parts + 4 * narrow, start, start + 4 * how.words
+            post(board, (a, strip, into), (ELEMENT, *numbers, *rounded))
             if together:
                 thread_pool.wake(seats - 1, thread_pool.serve)
             _work(own.space, at, int(board[thread_pool.BELL]) - 1, 1)
             if together:
                 thread_pool.clear()
-            finite = finite and not marks[flags]
+            finite = finite and not marks[how.pieces]
     finally:
         if together:
             thread_pool.end()
@@ -184,7 +169,7 @@ def _plain(x: Any) -> Any:
     """x as a NumPy array of float32 or of the bits of bf16 numbers; what is neither is returned as it is."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
-        x = x.detach()
+        x = x.detach() if x.requires_grad else x
         return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
     if isinstance(x, np.ndarray) and x.dtype.isbuiltin == 2:  # from outside NumPy; to ask its name takes 4 us
         return x.view(np.uint16) if x.dtype.name == "bfloat16" else x

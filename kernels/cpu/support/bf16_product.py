@@ -42,14 +42,17 @@ else:
     def add_products(
         shape: Any, parts: int, a: int, a_part: int, b: int, b_part: int, c: int, c_pitch: int, add: int
     ) -> None:
-        """The same as that of `tile_registers`, with vectors: a tile of out at a time, of `shape[0]` rows."""
+        """The same as that of `tile_registers`, with vectors: a tile of out at a time, of `shape[0]` rows.
+
+        The third of `shape` is the words from a row of a to the next.
+        """
         out = board.elements(c, np.float32)
         for level in range(parts - 1, -1, -1):
             for x in range(level + 1):
                 a_x = board.elements(a + 4 * x * a_part, np.uint32)
                 b_y = board.elements(b + 4 * (level - x) * b_part, np.uint32)
                 whole = shape[0], COLUMNS, shape[1]
-                register_tile.multiply(whole, a_x, PITCH, b_y, COLUMNS, out, c_pitch, add)
+                register_tile.multiply(whole, a_x, shape[2], b_y, COLUMNS, out, c_pitch, add)
                 add = 1
 
 
@@ -150,12 +153,18 @@ def multiply(
     own = board.address(space)
     packed_a, a_part = own + 4 * OWN, ROWS * tiles * PITCH
     once = rounded[0] != 0 and blocks == 1
+    # Rows of bf16 numbers are words already, and need no packing: but those a multiple of 4 KiB apart would
+    # push each other out of the first cache.
+    in_place = GRAIN == 1 and size == right == 2 and k % 2 == 0 and down % 4 == 0 and down % 4096 != 0
+    a_pitch = down // 4 if in_place else PITCH
     begin_tiles()
     for d in range(blocks):
         p0, p1 = depth_block(d, k)
         depth = p1 - p0
         x = (address + i0 * down + 2 * p0 * right, m, min(k, 2 * p1) - 2 * p0, down, right, size)
-        bf16_packing.pack(x, packed_a, PITCH, 1, parts, 4 * a_part, depth, own)
+        if not in_place:
+            bf16_packing.pack(x, packed_a, PITCH, 1, parts, 4 * a_part, depth, own)
+        block_of_a = x[0] if in_place else packed_a
         block = packed_b + 4 * parts * p0 * panels * COLUMNS
         for j in range(j0, j1, COLUMNS):
             width = min(COLUMNS, n - j)
@@ -168,9 +177,9 @@ def multiply(
                     sums, pitch = own, COLUMNS
                 direct = whole or once
                 c, c_pitch, add = (sums, pitch, d) if direct else (own, COLUMNS, 0)
-                a_rows, panel = packed_a + 4 * i * PITCH, block + 4 * j * depth
+                a_rows, panel = block_of_a + 4 * i * a_pitch, block + 4 * j * depth
                 b_part = depth * panels * COLUMNS
-                add_products((rows, depth), parts, a_rows, a_part, panel, b_part, c, c_pitch, add)
+                add_products((rows, depth, a_pitch), parts, a_rows, a_part, panel, b_part, c, c_pitch, add)
                 if not direct:
                     tile = board.elements(own, np.float32)
                     packed_product.put(tile, COLUMNS, out[i : i + rows, j : j + width], d)

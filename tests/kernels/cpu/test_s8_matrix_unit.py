@@ -9,7 +9,7 @@ import torch
 from minidist.kernels import rung
 from minidist.kernels.cpu import s8_matrix_unit
 from minidist.kernels.cpu.s8_matrix_unit import MODES
-from minidist.kernels.cpu.support import matrix_unit
+from minidist.kernels.cpu.support import bf16_posting, matrix_unit
 from minidist.kernels.cpu.support.tile_registers import configuration
 from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
@@ -68,6 +68,19 @@ def test_bf16_numbers_of_torch_and_as_bits(unit):
     d = STEP.matmul(*(x.view(kind) for x in bits))
     assert d.dtype == kind
     np.testing.assert_array_equal(d.view(np.uint16), expected)
+
+
+def test_rows_of_bf16_numbers_are_read_where_they_lie(unit):
+    """A row of whole words is not packed; one that is not, or falls into the same cache lines, is."""
+    rng = np.random.default_rng(2)
+    memory = (rng.standard_normal((30, 2048 + 6), np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    b = np.ascontiguousarray(memory[:20].T[:1024, :20])
+    for pitch in 2048, 2050, 2051, 2054:
+        for k in 1024, 1023:
+            base = np.ascontiguousarray(memory[:, :pitch])
+            for a in base[:, :k], base[::-1, :k], base[::-2, 6 : k + 6]:
+                expected = STEP.matmul(np.asfortranarray(a), b[:k])
+                np.testing.assert_array_equal(STEP.matmul(a, b[:k]), expected)
 
 
 def test_sums_of_bf16_numbers_are_rounded_once(unit):
@@ -154,17 +167,22 @@ def test_all_cores_and_many_strips(unit, monkeypatch):
 
 
 def test_fresh_memory_is_arbitrary(unit, monkeypatch):
-    memory = s8_matrix_unit.memory
+    memory = bf16_posting.memory
 
     def garbage(purpose, kind, elements):
         found = memory(purpose, kind, elements)
         found[...] = -7
         return found
 
-    monkeypatch.setattr(s8_matrix_unit, "memory", garbage)
+    for module in s8_matrix_unit, bf16_posting:
+        monkeypatch.setattr(module, "memory", garbage)
+    monkeypatch.setattr(s8_matrix_unit, "own_memory", bf16_posting._OwnMemory)
     a, b = harness.inputs(9, 10, 35, "float32", 3)
     for mode in MODES:
         harness.assert_product(STEP.matmul(a, b, mode=mode), a, b, mode, factors=MODES[mode][1])
+    x = bf16(a[:, :1]).view(np.uint32) >> 16
+    deep = np.repeat(x.astype(np.uint16), 5000, axis=1)  # of several depths, whose sums wait to be rounded
+    np.testing.assert_array_equal(STEP.matmul(deep, deep.T), STEP.matmul(deep, deep.T.copy()))
 
 
 def test_without_a_unit_it_says_so(monkeypatch):
