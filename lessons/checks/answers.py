@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -94,12 +94,20 @@ class Answer:
             lines = [f"  at {place}"] if place else []
             wrong(f"{call} raised {type(error).__name__}: {first_lines(error)}", *lines)
 
-    def expect(self, expected: Any, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> Any:
+    def expect(
+        self,
+        expected: Any,
+        *args: Any,
+        rtol: float = 1e-5,
+        atol: float = 1e-6,
+        wrongs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Call it on copies, which it has to leave as they are; compare what it returns, and return that."""
         given = copy.deepcopy(args)
         call = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
         got = self(*given, **kwargs)
-        compare(got, expected, f"{self.name}({call})", rtol, atol)
+        compare(got, expected, f"{self.name}({call})", rtol, atol, wrongs=wrongs)
         self.unchanged(f"{self.name}({call})", args, given)
         return got
 

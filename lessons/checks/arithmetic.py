@@ -54,12 +54,13 @@ Story = Callable[[np.ndarray, tuple[int, ...]], str]
 """Why a result is wrong, from all of it and the place of its first wrong element; nothing if not known."""
 
 
-def suspected(wrongs: Mapping[str, Any], others: Story | None = None) -> Story:
-    """For `compare`: results that wrong answers give, by the sentences that say what they are."""
+def suspected(wrongs: Mapping[str, Any], others: Story | None, rtol: float, atol: float) -> Story:
+    """Say which of these wrong answers' results came, or what `others` says."""
 
     def story(got: np.ndarray, first: tuple[int, ...]) -> str:
         for sentence, result in wrongs.items():
-            if np.allclose(got, as_array(result), rtol=1e-6, atol=1e-9):
+            known = as_array(result)
+            if known.shape in ((), got.shape) and np.allclose(got, known, rtol, atol):
                 return sentence
         return others(got, first) if others else ""
 
@@ -109,7 +110,7 @@ def _as_factor(factor: float, every: str, what: str) -> str:
         return f"{every} has the wrong sign."
     times, size = (factor, "large") if abs(factor) > 1 else (1 / factor, "small")
     is_whole = abs(times - round(times)) < 1e-4 * abs(times)
-    if abs(times) < 1.001 or (every == "It" and (not is_whole or abs(times) > 99)):
+    if abs(times) < 1.01 or (every == "It" and (not is_whole or abs(times) > 100)):
         return ""
     shown = number(round(abs(times)) if is_whole else abs(times))
     sign = " and has the wrong sign" if factor < 0 else ""

@@ -30,7 +30,7 @@ check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 def vector_cost(answer: Answer, draw: np.random.Generator) -> Right:
     """Instructions and reads of a product on a vector unit."""
     cases = [
-        (2, 9, 3, 8),
+        (2, 10, 3, 8),
         (1, 1, 1, 1),
         (1, 4, 1, 4),
         (1, 8, 1, 4),
@@ -47,7 +47,12 @@ def vector_cost(answer: Answer, draw: np.random.Generator) -> Right:
         call = f"vector_cost({m}, {n}, {k}, {lanes})"
         compare(got[0], right.cycles, f"The first number of {call}, the instructions,", rtol=1e-12, atol=0)
         reads = right.a_reads + right.b_reads
-        compare(got[1], reads, f"The second number of {call}, the reads,", rtol=1e-12, atol=0)
+        wrongs = {
+            "That leaves out the elements of a.": right.b_reads,
+            "That reads a for each multiply-add: one element of a serves all lanes.": 2 * m * n * k,
+            "That fills all lanes: the last piece of a row reads what it has.": right.cycles * (lanes + 1),
+        }
+        compare(got[1], reads, f"The second number of {call}, the reads,", 1e-12, 0, wrongs=wrongs)
     return Right(len(cases))
 
 
@@ -105,9 +110,16 @@ def systolic_step(answer: Answer, draw: np.random.Generator) -> Right:
         arguments = [each.copy() for each in (a, b, sums, left, top)]
         got = several(answer, 3, "a, b and sums", *arguments)
         where = f"On {rows} x {cols} PEs, after one tick, "
-        compare(got[0], right_a, f"{where}a, which moves right,")
+        back = {
+            "The last column has come back on the left: it leaves, and `left` comes.": np.roll(a, 1, axis=1)
+        }
+        compare(got[0], right_a, f"{where}a, which moves right,", wrongs=back)
         compare(got[1], right_b, f"{where}b, which moves down,")
-        compare(got[2], sums + right_a * right_b, f"{where}sums")
+        wrongs = {
+            "That multiplies what the PEs held before the move.": sums + a * b,
+            "These are the products alone: add them to sums.": right_a * right_b,
+        }
+        compare(got[2], sums + right_a * right_b, f"{where}sums", wrongs=wrongs)
     for rows, cols, k in ((2, 2, 3), (3, 4, 2)):
         x, y = whole_numbers(draw, (rows, k)), whole_numbers(draw, (k, cols))
         compare(
@@ -211,8 +223,13 @@ def systolic_cost(answer: Answer, draw: np.random.Generator) -> Right:
         ticks = counts.cycles - m  # without the ticks in which m rows of sums leave
         got = several(answer, 3, "the ticks, the reads and the utilisation", m, n, k)
         call = f"systolic_cost({m}, {n}, {k})"
-        compare(got[0], ticks, f"The first number of {call}, the ticks,", rtol=1e-12, atol=0)
-        compare(got[1], m * k + k * n, f"The second number of {call}, the reads,", rtol=1e-12, atol=0)
+        late = {
+            "That is the time of one PE: the last one begins m + n - 2 ticks later.": k,
+            "That is two ticks too many: PE (0, 0) works from the first tick on.": m + n + k,
+        }
+        compare(got[0], ticks, f"The first number of {call}, the ticks,", rtol=1e-12, atol=0, wrongs=late)
+        taken = {"That counts what each PE takes: an element enters once, and is handed on.": 2 * m * n * k}
+        compare(got[1], m * k + k * n, f"The second number of {call}, the reads,", 1e-12, 0, wrongs=taken)
         compare(got[2], k / ticks, f"The third number of {call}, the utilisation,", rtol=1e-9, atol=0)
     return Right(len(cases))
 

@@ -87,7 +87,9 @@ def sectors(answer: Answer, draw: np.random.Generator) -> Right:
         cases.append((4 * int(draw.integers(0, 500)), 4 * int(draw.integers(0, 20))))
     for first, stride in cases:
         different = np.unique((first + np.arange(32) * stride) // 32)
-        answer.expect(len(different), first, stride)
+        if_first_is_0 = len(np.unique(np.arange(32) * stride // 32))
+        wrongs = {"That is the number with first = 0: it matters where sectors begin.": if_first_is_0}
+        answer.expect(len(different), first, stride, wrongs=wrongs)
     return Right(len(cases))
 
 
@@ -161,11 +163,18 @@ def sums(answer: Answer, draw: np.random.Generator) -> Right:
         if missing.size:
             those = "element of partial was" if missing.size == 1 else "elements of partial were"
             wrong(f"With {says}, {missing.size} {those} never written, first partial[{missing[0]}].")
-        compare(
-            float(partial.sum(dtype=np.float64)),
-            float(kept.sum(dtype=np.float64)),
-            f"With {says}, the sum of partial",
-        )
+        many = blocks * threads
+        by_block = sum(float(kept[t::threads].sum()) for t in range(many))
+        wrongs = {
+            "Each thread has taken one element: it goes on by the number of threads.": float(
+                kept[:many].sum()
+            ),
+            "Some elements are in several shares: go on by cuda.gridsize(1), all threads.": by_block,
+            "The elements after the last full round are in no share.": float(kept[: n // many * many].sum()),
+        }
+        total = float(kept.sum(dtype=np.float64))
+        got = float(partial.sum(dtype=np.float64))
+        compare(got, total, f"With {says}, the sum of partial", wrongs=wrongs)
     assert counts is not None
     scores = (
         Score("Sectors for each load of a warp", counts.sectors_per_load, 4, NEIGHBOURS),

@@ -168,7 +168,7 @@ def gpipe(answer: Answer, draw: np.random.Generator) -> Right:
 )
 def bubble(answer: Answer, draw: np.random.Generator) -> Right:
     """The share of time in which ranks wait."""
-    sizes = [*SIZES, (1000, 1), (7, int(draw.integers(1, 50))), (int(draw.integers(2, 50)), 64)]
+    sizes = [(4, 8), *SIZES, (1000, 1), (7, int(draw.integers(1, 50))), (int(draw.integers(2, 50)), 64)]
     got = [answer(*each) for each in ((2, 1), (4, 8), (8, 64))]
     if all(isinstance(each, (int, float)) for each in got) and np.allclose(got, [1, 3 / 8, 7 / 64]):
         wrong(
@@ -177,7 +177,13 @@ def bubble(answer: Answer, draw: np.random.Generator) -> Right:
             "share of all the time is asked, waiting included.",
         )
     for ranks, micro_batches in sizes:
-        answer.expect((ranks - 1) / (micro_batches + ranks - 1), ranks, micro_batches, rtol=1e-9)
+        right = (ranks - 1) / (micro_batches + ranks - 1)
+        wrongs = {
+            "That is the share of time in which ranks work; the bubble is the rest.": 1 - right,
+            "That counts one rank too many: the last begins ranks - 1 passes late.": ranks
+            / (micro_batches + ranks),
+        }
+        answer.expect(right, ranks, micro_batches, rtol=1e-9, wrongs=wrongs)
     return Right(len(sizes))
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from checks.arithmetic import suspected
 from checks.contributions import Tidy, tens, tidy_rows, whose_parts
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
@@ -107,7 +106,7 @@ def compare_gradients(
         if mine is None:
             wrong(f"{what} is None: was there a backward pass?")
         wrongs = {sentence: every[place] for sentence, every in (suspects or {}).items()}
-        compare(mine, expected, what, **CLOSE, story=suspected(wrongs, others))
+        compare(mine, expected, what, **CLOSE, story=others, wrongs=wrongs)
 
 
 def of_means(sizes: Sequence[int], rows: Sequence[Rows], whose: str = "ranks") -> dict[str, Sequence[Any]]:

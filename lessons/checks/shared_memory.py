@@ -81,7 +81,17 @@ def reads(answer: Answer, draw: np.random.Generator) -> Right:
     cases += [(*(int(s) for s in draw.integers(1, 300, 3)), int(draw.integers(1, 40))) for _ in range(12)]
     for m, n, k, tile in cases:
         across, down = int(np.ceil(n / tile)), int(np.ceil(m / tile))
-        answer.expect(across * m * k + down * n * k, m, n, k, tile)
+        wrongs = {
+            "That rounds down: a last, smaller tile is fetched too.": n // tile * m * k + m // tile * n * k,
+            "That exchanges two: a is read for each tile of columns, b for each of rows.": (
+                down * m * k + across * n * k
+            ),
+            "That counts elements beyond the edges, which nobody fetches.": (
+                2 * across * down * tile * -(-k // tile) * tile
+            ),
+        }
+        right = across * m * k + down * n * k
+        answer.expect(right, m, n, k, tile, wrongs=wrongs)
     return Right(len(cases))
 
 

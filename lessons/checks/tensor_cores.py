@@ -6,7 +6,7 @@ import operator
 
 import numpy as np
 
-from checks.arithmetic import of_product, suspected
+from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten
 from checks.exercises import Answer, Lesson
 from checks.kernels import run
@@ -148,7 +148,7 @@ def row_for_ldmatrix(answer: Answer, draw: np.random.Generator) -> Right:
 )
 def rounded(answer: Answer, draw: np.random.Generator) -> Right:
     """Round to so many significant bits."""
-    cases = [([1.0, 2.0, -3.0, 0.0], 8), ([1 / 3, 2 / 3], 8), ([2049.0, 0.00123], 11), ([-1 / 3], 11)]
+    cases = [([1.0, 2.0, -3.0, 0.0], 8), ([1 / 3, 0.7], 8), ([2049.0, 0.00123], 11), ([-1 / 3], 11)]
     # Half way between two neighbours: to the even one. And close below 2: carries.
     cases += [([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8], 8), ([1.9999, 255.9], 8), ([3e38, 1e-30], 8)]
     # The last is 2^-16 below 256: its logarithm, in float32, is that of 256.
@@ -158,7 +158,16 @@ def rounded(answer: Answer, draw: np.random.Generator) -> Right:
         cases.append((x.tolist(), int(draw.integers(2, 25))))
     for values, bits in cases:
         x = np.array(values, np.float32)
-        answer.expect(_to_bits(x, bits), x, bits, rtol=0, atol=0)
+        fraction, exponent = np.frexp(x.astype(np.float64))
+        scaled = np.ldexp(fraction, bits)
+        away = np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)
+        wrongs = {
+            "That cuts off: round to the nearest.": np.ldexp(np.trunc(scaled), exponent - bits),
+            "Half way between two numbers that rounds away from 0: take the even one.": np.ldexp(
+                away, exponent - bits
+            ),
+        }
+        answer.expect(_to_bits(x, bits), x, bits, rtol=0, atol=0, wrongs=wrongs)
     matrix = draw.standard_normal((3, 5)).astype(np.float32)
     answer.expect(_to_bits(matrix, 11), matrix, 11, rtol=0, atol=0)
     return Right(len(cases) + 1)
@@ -193,8 +202,21 @@ def error_bound(answer: Answer, draw: np.random.Generator) -> Right:
         for bits, k in zip(draw.integers(2, 25, 8), draw.integers(1, 10**6, 8), strict=True)
     ]
     for bits, k in cases:
-        right = np.expm1(2 * np.log1p(2.0**-bits) + k * np.log1p(2.0**-24))
-        answer.expect(float(right), bits, k, rtol=1e-4, atol=1e-13)
+        factor, term = np.log1p(2.0**-bits), np.log1p(2.0**-24)
+        right = np.expm1(2 * factor + k * term)
+        with np.errstate(over="ignore"):
+            wrongs = {
+                "That rounds one factor, and a product has two.": np.expm1(factor + k * term),
+                "That rounds the factors in each addition: they are rounded once.": np.expm1(
+                    k * (2 * factor + term)
+                ),
+                "That is the factor by which it is too large: less 1, it is the fraction.": right + 1,
+                "That rounds the sums to `bits` bits: they have the 24 of float32.": np.expm1(
+                    (k + 2) * factor
+                ),
+                "That leaves out the roundings of the sum.": np.expm1(2 * factor),
+            }
+        answer.expect(float(right), bits, k, rtol=1e-4, atol=1e-13, wrongs=wrongs)
     return Right(len(cases))
 
 
@@ -277,4 +299,4 @@ def _compare_tiles(c: np.ndarray, a: np.ndarray, b: np.ndarray, what: str) -> No
         "b is not in pairs: a word of its tile has neighbours of a row, not of a column.": a @ rows,
         "Tiles 1 and 2 are exchanged: tile t is row t // 2 and column t % 2 of the four.": crossed,
     }
-    compare(c, right, what, before=np.nan, story=suspected(wrongs, of_product(a, b)))
+    compare(c, right, what, before=np.nan, story=of_product(a, b), wrongs=wrongs)

@@ -5,12 +5,13 @@ IPython asks an exception how it wants to be shown (`_render_traceback_`); these
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
-from checks.arithmetic import Story, in_common
+from checks.arithmetic import Story, in_common, suspected
 from checks.words import a_kind_of, around, as_array, digits_for, number
 
 SLACK = 1.5
@@ -147,6 +148,7 @@ def compare(
     atol: float = 1e-6,
     before: Any = None,
     story: Story | None = None,
+    wrongs: Mapping[str, Any] | None = None,
 ) -> None:
     """WrongAnswer where `got` is not `expected`: of another kind, shape or dtype, or with another element.
 
@@ -159,6 +161,7 @@ def compare(
         rtol, atol: as numpy.testing.assert_allclose; NaN equals nothing.
         before: what an array held before the answer wrote to it: a number, or an array.
         story: says why, from all that came and the place of the first wrong element, where it knows.
+        wrongs: what wrong answers give that are known, by the sentences that say so.
     """
     not_none(got, what)
     right = as_array(expected)
@@ -180,7 +183,8 @@ def compare(
         return
     first = tuple(int(i) for i in np.argwhere(~good)[0])
     wanted, found = right[first].item(), mine[first].item()
-    how = (story(mine, first) if story else "") or in_common(mine, right, good, before, what)
+    known = suspected(wrongs or {}, story, rtol, atol)(mine, first)
+    how = known or in_common(mine, right, good, before, what)
     if right.ndim == 0:
         digits = digits_for(wanted, found, least=4)
         unlike(f"{what} is wrong.", number(wanted, digits), number(found, digits), how)

@@ -33,7 +33,7 @@ check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 )
 def rates(answer: Answer, draw: np.random.Generator) -> Right:
     """Gradients a second, waiting and not."""
-    tried = [[1.0], [0.5, 0.5], [1.0, 2.0], [1.0, 1.0, 10.0], [4.0, 1.0, 2.0]]
+    tried = [[1.0, 2.0], [1.0], [0.5, 0.5], [1.0, 1.0, 10.0], [4.0, 1.0, 2.0]]
     tried += [draw.uniform(0.1, 5, size).round(2).tolist() for size in (2, 3, 8)]
     for seconds in tried:
         right = (len(seconds) / max(seconds), sum(1 / each for each in seconds))
@@ -42,8 +42,13 @@ def rates(answer: Answer, draw: np.random.Generator) -> Right:
         if not isinstance(got, tuple) or len(got) != 2:
             kind = "None: does it end with return?" if got is None else f"{got!r}."
             wrong(f"{call} should be a pair, (waiting, not waiting); it is {kind}")
-        for what, mine, expected in zip(("waiting", "not waiting"), got, right, strict=True):
-            compare(mine, expected, f"{call}, gradients a second {what},", rtol=1e-9)
+        mean = sum(seconds) / len(seconds)
+        wrongs = {
+            "waiting": {"That waits for the mean time: the slowest decides.": len(seconds) / mean},
+            "not waiting": {"That takes the mean time: add up what each worker does.": len(seconds) / mean},
+        }
+        for what, mine, expected in zip(wrongs, got, right, strict=True):
+            compare(mine, expected, f"{call}, gradients a second {what},", rtol=1e-9, wrongs=wrongs[what])
     return Right(len(tried))
 
 
@@ -117,7 +122,9 @@ def _check_server(run: Any) -> None:
     right = start.clone()
     for step in range(steps):
         if kind == "towards 4":
-            compare(run.results[1][0][step], right, f"On {where}: what rank 1 pulled for step {step}")
+            wrongs = {"No push has changed it yet: update x after each.": start} if step else {}
+            what = f"On {where}: what rank 1 pulled for step {step}"
+            compare(run.results[1][0][step], right, what, wrongs=wrongs)
             right -= lr * (right - 4)
         else:
             for worker in range(1, ranks):
@@ -141,8 +148,13 @@ def _check_server(run: Any) -> None:
             f"On {where}: two threads used x at the same time, one of them to change it (in {clashes[0]}).",
             "  With many parameters updates get lost, or are half read: use x inside `with lock:` alone.",
         )
-    compare(result, right, f"On {where}: x after all pushes")
-    compare(run.args[0][0], right, f"On {where}: the x that serve was given, which is changed in place,")
+    compare(result, right, f"On {where}: x after all pushes", before=start)
+    compare(
+        run.args[0][0],
+        right,
+        f"On {where}: the x that serve was given, which is changed in place,",
+        before=start,
+    )
 
 
 @lesson.exercise(
@@ -164,7 +176,12 @@ def delayed_descent(answer: Answer, draw: np.random.Generator) -> Right:
         x = np.ones(steps + 1)
         for t in range(steps):
             x[t + 1] = x[t] - lr * curvature * x[max(t - delay, 0)]
-        answer.expect(x, curvature, lr, delay, steps, rtol=1e-9)
+        own = lesson.solution("delayed_descent")
+        wrongs = {
+            "That takes each gradient at the newest x.": own(curvature, lr, 0, steps),
+            "That leaves out the curvature: the gradient is curvature times x.": own(1.0, lr, delay, steps),
+        }
+        answer.expect(x, curvature, lr, delay, steps, rtol=1e-9, wrongs=wrongs)
     return Right(len(calls))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def add_cost(answer: Answer, draw: np.random.Generator) -> Right:
     cases = [(5, 4), (1, 8), (1, 4), (0, 4)]
     cases += [(int(draw.integers(3, 10**6)), int(draw.choice([2, 4, 8]))) for _ in range(8)]
     for n, itemsize in cases:
-        both(answer, (n, 3 * n * itemsize), n, itemsize)
+        wrongs = {"That leaves out the new y, which goes back to memory.": 2 * n * itemsize}
+        both(answer, (n, 3 * n * itemsize), n, itemsize, wrongs=wrongs)
     return Right(len(cases), remark="That was the first of many.")
 
 
@@ -50,7 +52,12 @@ def matmul_cost(answer: Answer, draw: np.random.Generator) -> Right:
         (*(int(size) for size in draw.integers(2, 3000, 3)), int(draw.choice([2, 4, 8]))) for _ in range(8)
     ]
     for m, k, n, itemsize in cases:
-        both(answer, (2 * m * k * n, (m * k + k * n + m * n) * itemsize), m, k, n, itemsize)
+        moved, each = (m * k + k * n + m * n) * itemsize, 3 * m * k * n * itemsize
+        wrongs = {
+            "That leaves out c, which is written.": (m * k + k * n) * itemsize,
+            "That moves three numbers for each multiply-add, and each element moves only once.": each,
+        }
+        both(answer, (2 * m * k * n, moved), m, k, n, itemsize, wrongs=wrongs)
     return Right(len(cases))
 
 
@@ -70,7 +77,10 @@ def attainable(answer: Answer, draw: np.random.Generator) -> Right:
         bandwidth, ridge = float(draw.integers(10, 100)), float(draw.integers(2, 20))
         peak = bandwidth * ridge
         for intensity in (ridge / 4, ridge, ridge * 3, 0.0):
-            answer.expect(min(peak, bandwidth * intensity), peak, bandwidth, intensity, rtol=1e-9)
+            divided = min(peak, bandwidth / intensity) if intensity else peak
+            wrongs = {"That divides by the intensity: each byte is good for so many FLOPs.": divided}
+            right = min(peak, bandwidth * intensity)
+            answer.expect(right, peak, bandwidth, intensity, rtol=1e-9, wrongs=wrongs)
         several = np.array([0.0, ridge / 8, ridge / 2, ridge, ridge * 2, ridge * 9])
         answer.expect(np.minimum(peak, bandwidth * several), peak, bandwidth, several, rtol=1e-9)
         tried += 5
@@ -100,7 +110,8 @@ def predict(answer: Answer, draw: np.random.Generator) -> Right:
         limit = max(times, key=lambda kind: times[kind])  # of two that are equal the first
         got = pair(answer, "the seconds and a string", flop, moved, peak, bandwidth)
         call = f"{answer.name}({flop}, {moved}, {peak:g}, {bandwidth:g})"
-        compare(got[0], times[limit], f"The time that {call} gives", rtol=1e-9, atol=0)
+        wrongs = {"That is the sum of both times, and both go on at once.": sum(times.values())}
+        compare(got[0], times[limit], f"The time that {call} gives", rtol=1e-9, atol=0, wrongs=wrongs)
         if got[1] != limit:
             wrong(
                 f"What {call} calls the limit is wrong: the arithmetic takes {times['arithmetic']:.4g} s, "
@@ -125,9 +136,9 @@ def pair(answer: Answer, what: str, *args: Any) -> tuple[Any, Any]:
     return got[0], got[1]
 
 
-def both(answer: Answer, expected: tuple[int, int], *args: Any) -> None:
-    """FLOPs and bytes are as expected."""
+def both(answer: Answer, expected: tuple[int, int], *args: Any, wrongs: Mapping[str, Any]) -> None:
+    """FLOPs and bytes are as expected; `wrongs` are known numbers of bytes."""
     got = pair(answer, "the FLOPs and the bytes", *args)
     call = f"{answer.name}({', '.join(map(described, args))})"
     compare(got[0], expected[0], f"The first number of {call}, the FLOPs,", rtol=1e-12, atol=0)
-    compare(got[1], expected[1], f"The second number of {call}, the bytes,", rtol=1e-12, atol=0)
+    compare(got[1], expected[1], f"The second number of {call}, the bytes,", 1e-12, 0, wrongs=wrongs)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from checks.arithmetic import suspected
 from checks.exercises import Answer, Lesson
 from checks.verdicts import Right, Tally, compare, wrong
 from checks.words import plural
@@ -61,7 +60,9 @@ def _try_slopes(answer: Answer, tally: Tally, kind: str, x: Array, a: Array, val
         return float(value(given, a))
 
     where = f"With {kind} for the loss and x of shape {x.shape}"
-    compare(answer(loss, given), slope(x, a), f"{where}, the gradient", rtol=1e-7, atol=1e-7)
+    right = slope(x, a)
+    moved = {"All elements were moved at once: that is the sum of the slopes.": np.full(x.shape, right.sum())}
+    compare(answer(loss, given), right, f"{where}, the gradient", rtol=1e-7, atol=1e-7, wrongs=moved)
     if not np.array_equal(given, x):
         place = tuple(int(i) for i in np.argwhere(given != x)[0])
         wrong(
@@ -90,7 +91,12 @@ def relu_backward(answer: Answer, draw: np.random.Generator) -> Right:
             if x.size >= 4:
                 x.flat[:4] = (1.5, -1.5, 0.0, 0.5)
             x, g = x.astype(dtype), g.astype(dtype)
-            answer.expect(np.where(x > 0, g, 0).astype(dtype), x, g)
+            wrongs = {
+                "That is the forward pass: what passes on is g.": np.maximum(x, 0),
+                "That asks where g is positive, and x decides.": np.where(g > 0, g, 0),
+                "Where x is exactly 0 the slope is 0.": np.where(x >= 0, g, 0),
+            }
+            answer.expect(np.where(x > 0, g, 0).astype(dtype), x, g, wrongs=wrongs)
             tried += 1
     return Right(tried)
 
@@ -182,6 +188,11 @@ def softmax_cross_entropy(answer: Answer, draw: np.random.Generator) -> Right:
     return Right(tried)
 
 
+def infinite(got: Array, first: tuple[int, ...]) -> str:
+    """For `compare`: why a loss is no number."""
+    return "" if np.isfinite(got).all() else "exp of a large logit is infinite: subtract the largest first."
+
+
 def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
     rows, classes = logits.shape
     exact = logits.astype(np.float64)
@@ -200,7 +211,7 @@ def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
     loss = got[0]
     if np.ndim(loss) != 0:
         wrong(f"{where}, the loss has the shape {np.shape(loss)}, and should be one number: the mean.")
-    compare(loss, right, f"{where}, the loss", rtol=1e-4, atol=1e-5)
+    compare(loss, right, f"{where}, the loss", rtol=1e-4, atol=1e-5, story=infinite)
     compare(got[1], gradient.astype(logits.dtype), f"{where}, the gradient", rtol=1e-4, atol=1e-6)
     answer.unchanged(f"{where} it", (logits, targets), given)
 
@@ -233,7 +244,7 @@ def sgd_step(answer: Answer, draw: np.random.Generator) -> Right:
                     "That is a step with a rate of 1: multiply the gradient by rate.": before - gradient,
                 }
                 what = f"{where}, parameter {place} afterwards"
-                compare(now, right, what, before=before, story=suspected(wrongs))
+                compare(now, right, what, before=before, wrongs=wrongs)
                 compare(
                     gradients[place], gradient, f"{where}, gradient {place}, which should stay as it was,"
                 )
