@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,6 +19,10 @@ from _pytest.mark import ParameterSet
 
 from minidist.benchmarks.harness.turns import Benchmark, compared, turns
 from minidist.kernels import CPU_LADDER, Rung
+from minidist.kernels.cpu.s8_matrix_unit import MODES
+from minidist.kernels.cpu.s8_matrix_unit import RUNG as UNIT
+from minidist.kernels.cpu.support import thread_pool
+from minidist.kernels.cpu.support.matrix_unit import AMX, AVX512_BF16, NONE, matrix_unit
 from minidist.kernels.measure import harness, roofline
 from minidist.kernels.rung import Array, empty
 
@@ -25,8 +30,16 @@ from minidist.kernels.rung import Array, empty
 LARGEST = {1: (64, 128), 2: (256, 512), 6: (2048, 4096)}
 LARGEST_COMPILED = (512, 1024)
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-# Rung 8 rounds float32 to bf16, so NumPy's product is no measure for it.
+# Rung 8 makes float32 of bf16 numbers: it has benchmarks of its own.
 LADDER = tuple(step for step in CPU_LADDER if "bfloat16" not in step.dtypes)
+# What rung 8 is compared with in each mode, and the goal for our time over theirs by what the CPU multiplies.
+UNIT_GOALS = {
+    ("bf16", "numpy"): {AMX: 1 / 8},
+    ("bf16", "rung"): {AVX512_BF16: 1 / 1.8},
+    ("bf16", "torch"): {AMX: 1.0, AVX512_BF16: 1.0},
+    ("bf16x3", "numpy"): {AMX: 1 / 3},
+    ("bf16x6", "numpy"): {AMX: 1 / 1.3},
+}
 TABLE = LADDER[-2:]  # the last rung on one core, and on all
 ONE_CORE = tuple(step for step in LADDER if step.cores == "one")
 # Sizes at which a rung can be compared with the one before it: rung 1 takes half a minute at 512.
@@ -158,6 +171,64 @@ def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: R
     }
 
 
+@pytest.mark.parametrize("cores", ["one", "all"])
+@pytest.mark.parametrize(("mode", "peer"), UNIT_GOALS)
+@pytest.mark.parametrize("size", [_case(n, name=str(n), quick=n == 1024) for n in (512, 1024, 2048)])
+@compared("Rung 8, the matrix unit")
+def test_matrix_unit(
+    benchmark: Benchmark,
+    full: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    mode: str,
+    peer: str,
+    cores: roofline.Cores,
+) -> None:
+    """float32 as bf16 numbers beside NumPy's float32 and the rung before, and bf16 tensors beside torch's."""
+    import torch
+
+    if not matrix_unit():
+        pytest.skip(NONE)
+    alone = cores == "one"
+    before = ONE_CORE[-1] if alone else LADDER[-1]
+    a, b = harness.inputs(size, size, size, np.float32, seed=size)
+    x, y = (torch.from_numpy(each).bfloat16() for each in (a, b))
+    out, theirs = (empty(size, size, np.float32) for _ in range(2))
+    rounded, torchs = (torch.empty(size, size, dtype=torch.bfloat16) for _ in range(2))
+    peers: dict[str, tuple[str, Callable[[], object]]] = {
+        "numpy": ("numpy.matmul", lambda: np.matmul(a, b, out=theirs)),
+        "rung": (before.name, lambda: before.matmul(a, b, out=theirs)),
+        "torch": ("torch.matmul, bfloat16", lambda: torch.matmul(x, y, out=torchs)),
+    }
+
+    def ours() -> object:
+        return UNIT.matmul(x, y, out=rounded) if peer == "torch" else UNIT.matmul(a, b, out=out, mode=mode)
+
+    with contextlib.ExitStack() as stack:
+        if alone:
+            monkeypatch.setattr(thread_pool, "threads", lambda: 1)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+            stack.enter_context(threadpoolctl.threadpool_limits(1))
+        UNIT.matmul(a, b, out=out, mode=mode)
+        _check(UNIT, out, a, b, MODES[mode][1])
+        budget, pause = (3.0 if full else 0.4) * (1 if alone else 3), 0.0 if alone else PAUSE
+        name, product = peers[peer]
+        turns(benchmark, ours, product, peer_name=name, budget=budget, pause=pause)
+    _rates(benchmark, (size,) * 3, "bfloat16", cores)
+    exact = harness.reference(a[:64], b)
+    error = np.sqrt(((out[:64] - exact) ** 2).mean() / (exact**2).mean())
+    benchmark.extra_info |= {
+        "label": f"{mode}, {size}, {cores} beside {name}",
+        "note": f"{matrix_unit()}; error {error:.1e} (rms)",
+        "arithmetic": "bfloat16",
+    }
+    if (mode, peer, cores) == ("bf16", "numpy", "one"):
+        benchmark.extra_info |= {"series": "8 matrix unit, bf16", "size": size}
+    if matrix_unit() in UNIT_GOALS[mode, peer]:
+        benchmark.extra_info["goal"] = {"of": "ratio", "below": UNIT_GOALS[mode, peer][matrix_unit()]}
+
+
 def _beside_blas(
     benchmark: Benchmark, step: Rung, shape: tuple[int, int, int], dtype: str, full: bool, goal: str | None
 ) -> None:
@@ -192,13 +263,14 @@ def beside_blas(
     _rates(benchmark, shape, dtype, step.cores)
 
 
-def _check(step: Rung, c: Array, a: Array, b: Array) -> None:
+def _check(step: Rung, c: Array, a: Array, b: Array, factors: float = 0.0) -> None:
     """Check all of a small product, or some rows and columns: a large reference takes seconds."""
     if c.size <= 512 * 512:
-        harness.assert_product(c, a, b, f"rung {step.name}")
+        harness.assert_product(c, a, b, f"rung {step.name}", factors=factors)
         return
     rows, columns = (np.linspace(0, size - 1, 64, dtype=int) for size in c.shape)
-    harness.assert_product(c[np.ix_(rows, columns)], a[rows], b[:, columns], f"rung {step.name}")
+    some = c[np.ix_(rows, columns)]
+    harness.assert_product(some, a[rows], b[:, columns], f"rung {step.name}", factors=factors)
 
 
 def _rates(benchmark: Benchmark, shape: tuple[int, int, int], dtype: str, cores: roofline.Cores) -> None:

@@ -17,6 +17,7 @@ from minidist.benchmarks.harness.training.rounds import Measured, Worlds, compar
 from minidist.benchmarks.harness.training.strategies import YARDSTICK, Pair, Row
 from minidist.benchmarks.harness.training.work import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
+from minidist.kernels.cpu.support.matrix_unit import NONE, matrix_unit
 
 pytestmark = pytest.mark.no_finding
 
@@ -104,6 +105,20 @@ def test_mlp(benchmark: Benchmark, sizes_timed: Any, full: bool, ranks: int) -> 
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
     work = Work("mlp", rows=256, hidden=(512, 512))
     _enter_size(benchmark, work, ranks, sizes_timed(work, 40 if full else 9))
+
+
+@compared(TITLES["mlp"])
+def test_mlp_on_the_matrix_unit(benchmark: Benchmark, worlds: Worlds, full: bool) -> None:
+    """The same MLP with every product on rung 8, forward and backward: float32 in, float32 out."""
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'minidist[bench]'")
+    if not matrix_unit():
+        pytest.skip(NONE)
+    pair = Pair(
+        Row("1 rank, rung 8", "one process", loop="matrix unit", loop_ranks=1, exact=False), YARDSTICK
+    )
+    work = Work("mlp", rows=256, hidden=(512, 512))
+    compare_pair(benchmark, pair, work, measure(worlds, work, [pair], 40 if full else 9))
+    benchmark.extra_info["note"] = f"bf16 products on {matrix_unit()}"
 
 
 @compared(TITLES["byte-tiny"])

@@ -13,9 +13,11 @@ The unit takes subnormal numbers for 0 and gives 0 for them; parts of numbers be
 "bf16" rounds to infinity from 3.3962e38 on. Infinities and NaN travel as in float32: where a result of the
 other modes is not finite, rung 6's loops compute the product again.
 
-Measured: at 1024 x 1024 x 1024 in float32, on one core of a busy Zen 5, rung 6 takes 1.9 times as long as
-"bf16" (10.2 ms and 5.3 ms, 407 GFLOP/s), but 0.7 times as long as "bf16x3" (error 4e-6) and 0.36 as
-"bf16x6".
+Measured on one core of a busy Zen 5, in turns, packing included: at 512, 1024 and 2048 rung 6 takes 1.8 to 2
+times as long as "bf16", torch's bf16 1 to 1.1 times. That is 0.85 of what VDPBF16PS alone reaches, 566
+GFLOP/s. "bf16x3" takes 1.5 times as long as rung 6 and "bf16x6" 3 times: with pairs three products cost more
+than one of float32. A tile does 16 times the work of a vector; no AMX was at hand, so its loops ran on the
+model of the tiles alone.
 
 Source: Intel, Architecture Instruction Set Extensions Programming Reference, VDPBF16PS and chapter 3 (AMX).
 """
@@ -31,6 +33,7 @@ import numpy as np
 
 from ..rung import Array, OperandT, Rung
 from .support import one_thread, thread_pool
+from .support.bf16_posting import ROUNDED, address_of, own_memory, post
 from .support.block_sizes import memory
 from .support.block_sizes import parts as parts_of_out
 from .support.caches import caches
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 MODES = {"bf16": (1, 2.0**-8), "bf16x3": (2, 2.0**-15), "bf16x6": (3, 2.0**-22)}
 ELEMENT = 2  # bytes of a bf16 number: how the board tells this rung's products from those of rung 7
 LEAST_WORK = 600_000  # multiply-adds per thread
-SHARED = 2**25  # bytes of packed b at a time
+SHARED = 2**25  # bytes of packed b at a time, and a quarter of the last cache, at most
 PACKS = 8  # pieces of b side by side, per thread
 PATIENCE = thread_pool.PATIENCE
 
@@ -66,13 +69,15 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
         parts, size = how % 4, 2 if how >= 4 else 4
         a, b = bf16_product.where(at, 0, size), bf16_product.where(at, 1, size)
         out, packed_b = board.array(at, 2, space), board.number(at, board.SHARED)
+        rounded = board.number(at, ROUNDED), board.number(at, ROUNDED + 1), board.number(at, ROUNDED + 2)
         bf16_product.pack_together(b, packed_b, at, packs, parts, board.address(space))
         tile = bf16_product.ROWS, bf16_product.COLUMNS
         part = board.take(at, down * across, leads)
         while part >= 0:
-            i0, i1, j0, j1, tiles = shared_packing.place(part, out.shape, tile, (down, across), 0)
+            shape = bf16_product.height(out.shape[0]), out.shape[1]
+            i0, i1, j0, j1, tiles = shared_packing.place(part, shape, tile, (down, across), 0)
             rows = out[i0:i1]
-            bf16_product.multiply(a, i0, packed_b, rows, j0, j1, space, tiles, parts)
+            bf16_product.multiply(a, i0, packed_b, rows, rounded, j0, j1, space, tiles, parts)
             if parts > 1 and not bf16_product.all_finite(rows[:, j0:j1]):
                 atomic.store(board.number(at, board.FLAGS) + 8 * packs * bf16_product.depths(b[1]), 1)
             part = board.take(at, down * across, leads)
@@ -82,25 +87,11 @@ def _work(space: Array, at: int, seen: int, leads: int) -> int:
             return 0
 
 
-@compiled("A", uses=("board", "bf16_product"), boundscheck=False)
-def _round(x: Array, to: int, words: int) -> None:
-    """Write float32 x, rounded to bf16, to the address `to`, in rows of so many words."""
-    where = board.address(x), x.shape[0], x.shape[1], x.strides[0], x.strides[1], 4
-    bf16_product.pack(where, to, words, 1, 0, words, to)
-
-
 def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:
     """Fill out (m, n) with a (m, k) times b (k, n): all float32, or a, b and perhaps out bf16 (as uint16)."""
     require_matrix_unit()
     from .support import bf16_product as unit
 
-    if out.dtype.itemsize == 2:
-        sums = np.empty(out.shape, np.float32)
-        compute(a, b, sums)
-        rounded = np.empty((out.shape[0], out.shape[1] + 1 & ~1), np.uint16)
-        _round(sums, rounded.ctypes.data, rounded.shape[1] // 2)
-        out[...] = rounded[:, : out.shape[1]]
-        return
     narrow = a.dtype.itemsize == 2
     parts = 1 if narrow else MODES[mode][0]
     if out.strides[0] < out.strides[1]:  # Fortran order: compute the transposed product
@@ -108,33 +99,39 @@ def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:
     (m, k), n = a.shape, b.shape[1]
     words = -(-k // (2 * unit.GRAIN)) * unit.GRAIN * parts  # of packed b in a column
     high = max(1, caches().l2 // 2 // (unit.ROWS * unit.PITCH * 4 * parts))  # tiles in a block of a
-    rows, width = -(-m // unit.ROWS), max(1, SHARED // (4 * words * unit.COLUMNS)) * unit.COLUMNS
+    at_once = min(SHARED, (caches().l3 or SHARED) // 4)  # bytes of packed b
+    rows, width = -(-m // unit.ROWS), max(1, at_once // (4 * words * unit.COLUMNS)) * unit.COLUMNS
     threads = max(1, min(thread_pool.threads(), rows * -(-n // unit.COLUMNS), m * n * k // LEAST_WORK))
+    sums = out
+    depths, narrow_out = unit.depths(k), out.dtype.itemsize == 2
+    if narrow_out and depths > 1:  # where the sums of earlier depths wait to be rounded
+        sums = memory("sums of bf16 numbers", "f", m * n)[0, : m * n].reshape(m, n)
+    own = own_memory()
     together = threads > 1 and thread_pool.begin(threads - 1)
-    board = thread_pool.board if together else memory("own board", "q", thread_pool.board.size)[0]
-    if not together:
-        board[: thread_pool.NUMBERS] = 0  # fresh memory is arbitrary
+    board, at = (thread_pool.board, thread_pool.address()) if together else (own.board, own.at)
     finite = True
     try:
         for j in range(0, n, width):
-            strip, target = b[:, j : j + width], out[:, j : j + width]
-            panels = -(-strip.shape[1] // unit.COLUMNS)
+            strip, into = b[:, j : j + width], sums[:, j : j + width]
+            panels = -(-into.shape[1] // unit.COLUMNS)
             packs = min(panels, PACKS * threads)
             down, across = parts_of_out(rows, panels, threads, high)
-            flags = packs * unit.depths(k)
-            shared = memory(
-                "b of all threads, packed for the matrix unit", "f", words * panels * unit.COLUMNS
-            )
-            marks = memory("what of it is packed", "q", flags + 1)
-            marks[0, : flags + 1] = 0
+            flags, size = packs * depths, words * panels * unit.COLUMNS
+            # Behind the packed b: a word for each piece, whether it is packed, and one for sums not finite.
+            shared = memory("b of all threads, packed for the matrix unit", "f", size + 2 * (flags + 1))[0]
+            marks = shared[size : size + 2 * (flags + 1)].view(np.int64)
+            marks[:] = 0
             seats = min(threads, down * across) if together else 1
-            _post(board, (a, strip, target), seats, (packs, down, across), parts + 4 * narrow, shared, marks)
+            rounded = (address_of(out[:, j:]), *out.strides) if narrow_out else (0, 0, 0)
+            start = address_of(shared)
+            how = seats, packs, down, across, parts + 4 * narrow, start, start + 4 * size
+            post(board, (a, strip, into), (ELEMENT, *how, *rounded))
             if together:
                 thread_pool.wake(seats - 1, thread_pool.serve)
-            _work(_space(), board.ctypes.data, int(board[thread_pool.BELL]) - 1, 1)
+            _work(own.space, at, int(board[thread_pool.BELL]) - 1, 1)
             if together:
                 thread_pool.clear()
-            finite = finite and not marks[0, flags]
+            finite = finite and not marks[flags]
     finally:
         if together:
             thread_pool.end()
@@ -142,37 +139,9 @@ def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:
         one_thread.compute(a, b, out)
 
 
-def _space() -> Array:
-    """This thread's memory, for a tile and a block of a."""
-    from .support import bf16_product as unit
-
-    rows: int = max(caches().l2 // 2 // (unit.PITCH * 4), 3 * unit.ROWS) + unit.ROWS
-    return memory("matrix unit", "f", rows * unit.PITCH + int(unit.ROWS) * unit.COLUMNS)
-
-
-def _post(
-    board: Array,
-    arrays: tuple[Array, Array, Array],
-    seats: int,
-    cut: tuple[int, int, int],
-    how: int,
-    shared: Array,
-    marks: Array,
-) -> None:
-    """Write a product on the board as `board.post` does; each store is seen in order, as on every x86."""
-    numbers: list[int] = []
-    for x in arrays:
-        numbers += (x.ctypes.data, *x.shape, *x.strides)
-    numbers += (ELEMENT, seats, *cut, how, shared.ctypes.data, marks.ctypes.data)
-    board[thread_pool.NUMBERS : thread_pool.NUMBERS + len(numbers)] = numbers
-    board[thread_pool.PACKED] = board[thread_pool.TAKEN] = 0
-    board[thread_pool.OPEN] = board[thread_pool.BELL] + 1
-    board[thread_pool.BELL] += 1
-
-
 def _help(seen: int) -> int:
     """Work in a worker for what is posted after product number `seen`, until nothing is for a while."""
-    return _work(_space(), thread_pool.address(), seen, 0)
+    return _work(own_memory().space, thread_pool.address(), seen, 0)
 
 
 thread_pool.HELP[ELEMENT] = _help
@@ -217,7 +186,9 @@ def _plain(x: Any) -> Any:
     if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
         x = x.detach()
         return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
-    return x.view(np.uint16) if isinstance(x, np.ndarray) and x.dtype.name == "bfloat16" else x
+    if isinstance(x, np.ndarray) and x.dtype.isbuiltin == 2:  # from outside NumPy; to ask its name takes 4 us
+        return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+    return x
 
 
 def _like(x: Any, c: Array) -> Any:

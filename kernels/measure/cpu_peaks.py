@@ -1,11 +1,14 @@
-"""Measure one core's and all cores' peaks: fused multiply-adds in registers, and a STREAM triad.
+"""Measure one core's and all cores' peaks: multiply-adds in registers, and a STREAM triad.
+
+Multiply-adds are fused ones of the vector unit in float32 and float64, and products of bf16 numbers by the
+matrix unit, where `matrix_unit.py` finds one.
 
 A peak is a maximum, so each figure is the best of a few short repetitions: a neighbour's burst of work, or a
 clock that has yet to rise, then costs one repetition and not the figure. For all cores, one thread a core
 runs the same loop, all started together; the rate is their total work over the time from first start to last
-end. The matrix units of some CPUs, which Apple's library uses, are left out; code that uses them may exceed
-the peak. On a virtual machine, bandwidth may change with what the host does: two cores of an AMD EPYC (Zen
-4), idle otherwise, had 82 GB/s, and 43 within the next 20 seconds.
+end. The matrix units of Apple's CPUs are left out; its library may exceed the peak. On a virtual machine,
+bandwidth may change with what the host does: two cores of an AMD EPYC (Zen 4), idle otherwise, had 82 GB/s,
+and 43 within the next 20 seconds.
 
 Sources: Williams, Waterman, Patterson, CACM 52(4), 2009 (which peaks make a roofline); McCalpin, STREAM, 1995
 (the triad, its 24 bytes an element, arrays of four times the last caches).
@@ -24,6 +27,7 @@ from itertools import cycle
 from pathlib import Path
 
 from ..cpu.support.caches import available_cpus, caches
+from ..cpu.support.matrix_unit import AMX, matrix_unit
 from ..rung import Array, empty, require_numba
 from .peaks import Roof
 
@@ -33,6 +37,7 @@ TURNS = 200_000  # of the FMA loop in one call: a millisecond, so the call from 
 QUEUE = 16  # threads that may make such calls; more of them make longer calls, or wait for the GIL
 CHUNK = 2**18  # elements of each array that one call of the triad goes over: 6 MiB in all
 UNKNOWN_CACHE = 64 * 2**20  # bytes assumed for the last cache if the system reports none
+VECTOR_KINDS = ("float32", "float64")
 LARGEST = 2**30  # bytes of a thread's part of an array, which bounds the time to allocate its pages
 
 
@@ -55,22 +60,31 @@ def roofs(seconds: float = 0.04, repetitions: int = 8, memory: int | None = None
     require_numba()
     memory = available_memory() // 4 if memory is None else memory
     cache, cores = caches(), len(available_cpus())
-    one = _roof("one core", 1, cache.l3, seconds, repetitions, memory)
+    kinds = (*VECTOR_KINDS, "bfloat16") if matrix_unit() else VECTOR_KINDS
+    one = _roof("one core", 1, cache.l3, seconds, repetitions, memory, kinds)
     if cores == 1:
         return one, one
-    together = _roof(f"{cores} cores", cores, cache.l3_total, seconds, repetitions, memory)
+    together = _roof(f"{cores} cores", cores, cache.l3_total, seconds, repetitions, memory, kinds)
     # All cores include the case of one: if memory is slower for many, or others work, that is the maximum.
     flops = {dtype: max(rate, one.flops[dtype]) for dtype, rate in together.flops.items()}
     bandwidth = max(together.bandwidth, one.bandwidth)
     return one, replace(together, flops=flops, bandwidth=bandwidth)
 
 
-def _roof(name: str, threads: int, cache: int, seconds: float, repetitions: int, memory: int) -> Roof:
+def _roof(
+    name: str,
+    threads: int,
+    cache: int,
+    seconds: float,
+    repetitions: int,
+    memory: int,
+    kinds: tuple[str, ...] = VECTOR_KINDS,
+) -> Roof:
     def best(works: Sequence[TimedLoop]) -> Rate:
         return max((rate(works, seconds) for _ in range(repetitions)), key=lambda run: run.per_second)
 
     turns = TURNS * -(-threads // QUEUE)
-    fma = {dtype: best([_fma_work(dtype, turns) for _ in range(threads)]) for dtype in ("float32", "float64")}
+    fma = {dtype: best([_fma_work(dtype, turns) for _ in range(threads)]) for dtype in kinds}
     size = min(4 * (cache or UNKNOWN_CACHE), LARGEST * threads, memory // 3)
     # Whole chunks, so that each starts on a cache line and fills its last; no more threads than chunks.
     chunks = max(1, size // 8 // CHUNK)
@@ -121,8 +135,17 @@ def rate(works: Sequence[TimedLoop], seconds: float) -> Rate:
 def _fma_work(dtype: str, turns: int) -> TimedLoop:
     from . import peak_loops  # imports Numba, so only when there is something to compile
 
-    registers = peak_loops.registers(dtype)
-    flops = float(turns * peak_loops.flops_per_turn(dtype))
+    if dtype == "bfloat16" and matrix_unit() == AMX:
+        fewer = turns // 8  # a turn takes 64 cycles, not some 12
+
+        def multiply_tiles() -> float:
+            peak_loops.tiles()(fewer)
+            return float(fewer * peak_loops.TILE_FLOPS)
+
+        return multiply_tiles
+    stored = "uint32" if dtype == "bfloat16" else dtype
+    registers = peak_loops.registers(stored)
+    flops = float(turns * peak_loops.flops_per_turn(stored))
 
     def work() -> float:
         peak_loops.fma(registers, turns)

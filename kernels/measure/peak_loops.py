@@ -1,10 +1,10 @@
-"""Two loops that do one thing as fast as a core can: multiply and add in registers, and stream from memory.
+"""Loops that do one thing as fast as a core can: multiply and add in registers, and stream from memory.
 
-Both are written in LLVM's language. A loop in Python would leave to the compiler what is to be measured: that
-the first loop holds nothing but fused multiply-adds, and that the second writes its result without reading it
+All are written in LLVM's language. A loop in Python would leave to the compiler what is to be measured: that
+the first loops hold nothing but multiply-adds, and that the last writes its result without reading it
 first. Importing this file imports Numba; a loop is compiled at its first call.
 
-Source of the second: McCalpin, Memory Bandwidth and Machine Balance in Current High Performance Computers,
+Source of the last: McCalpin, Memory Bandwidth and Machine Balance in Current High Performance Computers,
 IEEE TCCA Newsletter, December 1995 (STREAM), the kernel called triad.
 """
 
@@ -36,16 +36,19 @@ def registers(dtype: DTypeLike) -> Array:
 
     x = x * 0.5 + 1 approaches 2 from anywhere: it neither overflows nor decays to denormal numbers, which
     some cores handle slowly. The sums start differently; otherwise the compiler would keep only one of them.
+    Of uint32, pairs of bf16 numbers: the products of (1, -1) and (1, 1), which cancel, are added to float32.
     """
     rows = empty(2 + SUMS, vector_unit().lanes(dtype), dtype)
-    rows[0], rows[1] = 0.5, 1.0
-    rows[2:] = np.arange(rows[2:].size).reshape(rows[2:].shape)
+    pairs = rows.dtype == np.uint32
+    rows[0], rows[1] = (0xBF80_3F80, 0x3F80_3F80) if pairs else (0.5, 1.0)
+    sums = rows[2:].view(np.float32) if pairs else rows[2:]
+    sums[...] = np.arange(sums.size).reshape(sums.shape)
     return rows
 
 
 def flops_per_turn(dtype: DTypeLike) -> int:
-    """Return the operations in one turn of `fma`: a multiplication and an addition in each lane."""
-    return 2 * SUMS * vector_unit().lanes(dtype)
+    """Return the operations in one turn of `fma`: in each lane a multiplication and an addition, or two."""
+    return (4 if np.dtype(dtype) == np.uint32 else 2) * SUMS * vector_unit().lanes(dtype)
 
 
 @intrinsic
@@ -59,7 +62,9 @@ def _repeat(_: Any, rows: Any, turns: Any) -> Any:
         sums = [cgutils.alloca_once_value(builder, value) for value in first]
         with cgutils.for_range(builder, arguments[1]):
             for total in sums:
-                builder.store(v.multiply_add(builder.load(total), factor, addend), total)
+                x = builder.load(total)
+                given = (factor, addend, x) if v.pairs else (x, factor, addend)
+                builder.store(v.multiply_add(*given), total)
         for pointer, total in zip(rows_at[2:], sums, strict=True):
             v.store(builder.load(total), pointer)
         return context.get_dummy_value()
@@ -76,6 +81,26 @@ def fma(rows: Array, turns: int) -> None:
     addition each.
     """
     _repeat(rows, turns)
+
+
+TILE_FLOPS = 4 * 2 * 16 * 16 * 32  # in one turn of `tiles`
+
+
+@functools.cache
+def tiles() -> Callable[[int], None]:
+    """Return the function tiles(turns), for a CPU with AMX: four products of tiles, `turns` times."""
+    from ..cpu.support import tile_registers as unit
+
+    @numba.njit(nogil=True)
+    def loop(turns: int) -> None:
+        unit.begin_tiles()
+        unit.zero0(), unit.zero1(), unit.zero2(), unit.zero3()
+        for _ in range(turns):
+            unit.add0(), unit.add1(), unit.add2(), unit.add3()
+        unit.end_tiles()
+
+    compiled: Callable[[int], None] = loop
+    return compiled
 
 
 @functools.cache

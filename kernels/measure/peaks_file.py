@@ -20,7 +20,7 @@ from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
 from .peaks import Peaks
 
-FORMAT = 1  # of the file; with another format the peaks are measured again
+FORMAT = 2  # of the file; with another format the peaks are measured again
 
 
 def path() -> Path:

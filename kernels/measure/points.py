@@ -55,6 +55,7 @@ class Point:
     dtype: str
     seconds: float  # of one product
     roof: Roof  # what it is measured against
+    stored: str = ""  # the dtype in memory, if it is multiplied in another: float32 as "tf32" or "bfloat16"
 
     def __post_init__(self) -> None:
         intensity(self.m, self.n, self.k)
@@ -70,12 +71,12 @@ class Point:
     @property
     def bytes(self) -> int:
         """Return the fewest bytes that the product moves: a and b read once, c written once."""
-        return fewest_bytes(self.m, self.n, self.k, self.dtype)
+        return fewest_bytes(self.m, self.n, self.k, self.stored or self.dtype)
 
     @property
     def intensity(self) -> float:
         """Return the FLOP/byte with the fewest bytes: no kernel for this product has more."""
-        return intensity(self.m, self.n, self.k, self.dtype)
+        return intensity(self.m, self.n, self.k, self.stored or self.dtype)
 
     @property
     def attainable(self) -> float:

@@ -95,8 +95,8 @@ def place(
     not checked here (`harness.check` does that). `cores` names the roof: "one" core; "all" for a product that
     uses threads (BLAS gets as many); "gpu" for a product that takes tensors in the memory of torch's GPU. A
     rung knows its own; others count as "one". The time is the median of calls for `seconds`, at least three;
-    on a GPU it is the GPU's own time, without Python's. A rung that multiplies float32 as TF32 is placed
-    below the roof of TF32.
+    on a GPU it is the GPU's own time, without Python's. A rung that multiplies float32 as TF32 or bfloat16 is
+    placed below that roof.
 
     Raises ValueError for a size below 1, and for a dtype or cores that were not measured.
     """
@@ -107,14 +107,19 @@ def place(
     peaks = peaks or measure()
     name, threads = product_name(product), peaks.cores if cores == "all" else 1
     stored = dtype_name(dtype)
-    kind = "tf32" if stored == "float32" and isinstance(product, Rung) and product.tf32 else stored
-    point(name, 1.0, m, n, k, kind, cores, peaks)  # raises what is wrong before anything is timed
+    kind = stored
+    if stored == "float32" and isinstance(product, Rung):
+        on_matrix_unit = product.device == "cpu" and "bfloat16" in product.dtypes
+        kind = "tf32" if product.tf32 else "bfloat16" if on_matrix_unit else stored
+    if kind == "bfloat16" and kind not in peaks.roof(cores).flops:
+        kind = stored  # peaks of a machine without a matrix unit
+    point(name, 1.0, m, n, k, kind, cores, peaks, stored)  # raises what is wrong before anything is timed
     timer = gpu_timer.find() if cores == "gpu" else None
     if timer:
         took = median_gpu_seconds(product, m, n, k, stored, timer, seconds)
     else:
         took = median_seconds(product, m, n, k, dtype, threads, seconds)
-    return point(name, took, m, n, k, kind, cores, peaks)
+    return point(name, took, m, n, k, kind, cores, peaks, stored)
 
 
 def point(
@@ -126,9 +131,15 @@ def point(
     dtype: DTypeLike = "float32",
     cores: Cores = "one",
     peaks: Peaks | None = None,
+    stored: str = "",
 ) -> Point:
-    """Return the point of a product that took `seconds`, timed elsewhere; raises ValueError like `place`."""
-    return Point(name, m, n, k, dtype_name(dtype), seconds, (peaks or measure()).roof(cores))
+    """Return the point of a product that took `seconds`, timed elsewhere; raises ValueError like `place`.
+
+    `stored` is the dtype of the matrices in memory, if they are multiplied in another.
+    """
+    kind = dtype_name(dtype)
+    roof = (peaks or measure()).roof(cores)
+    return Point(name, m, n, k, kind, seconds, roof, stored if stored != kind else "")
 
 
 def plot(
@@ -140,7 +151,8 @@ def plot(
 ) -> Axes:
     """Draw the roofs of one core, all cores and the GPU if any, with points from `place`; return the axes.
 
-    The roofs are those of the points' dtypes, or of `dtype` if there are no points. With `path` the figure is
+    The roofs are those of the points' dtypes, or of `dtype` if there are no points; beside float32, which can
+    be made of bf16 numbers, also that of the CPU's matrix unit if it has one. With `path` the figure is
     saved there, in the format of its suffix (.png, .svg, .pdf), and not shown; without, a notebook shows it.
     With `axes` it is drawn there.
     """

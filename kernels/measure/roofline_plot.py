@@ -83,11 +83,20 @@ def _draw(axes: Axes, peaks: Peaks, points: Sequence[Point], roofs: list[tuple[R
 
 
 def _roofs(peaks: Peaks, points: Sequence[Point], dtype: str) -> list[tuple[Roof, str]]:
-    """Return what to draw: without points all roofs, else the CPU's, the GPU's or both."""
-    kinds = sorted({point.dtype for point in points}) or [dtype]
+    """Return what to draw: without points all roofs, else the CPU's, the GPU's or both.
+
+    A CPU's matrix unit multiplies float32 too, rounded or in parts: its ceiling stands beside float32's.
+    """
+    kinds = sorted({point.dtype for point in points}, key=lambda kind: (kind == "bfloat16", kind)) or [dtype]
     on_gpu = {peaks.gpu is not None and point.roof.name == peaks.gpu.name for point in points}
     wanted = [roof for roof in peaks.roofs if not points or (roof is peaks.gpu) in on_gpu]
-    found = [(roof, kind) for roof in wanted for kind in kinds if kind in roof.flops]
+    ceiling = ["bfloat16"] if "float32" in kinds and "bfloat16" not in kinds else []
+    found = [
+        (roof, kind)
+        for roof in wanted
+        for kind in (kinds if roof is peaks.gpu else kinds + ceiling)
+        if kind in roof.flops
+    ]
     if not found:
         wanted[0].peak(kinds[0])  # raises, with the dtypes that there are
     return found

@@ -57,6 +57,7 @@ def examine() -> list[MachinePart]:
         looked(found["bf16"], bf16(found["bf16"])),
         shared_memory(),
         compiler_cache(),
+        matrix_unit(),
         looked(gpus and found["torch"], gpu(gpus, found["torch"])),
         looked(gpus and found["torch"], nccl(gpus, found["torch"])),
         looked(found["numba_cuda"], numba_cuda(found["numba_cuda"])),
@@ -142,6 +143,21 @@ def compiler_cache() -> MachinePart:
             return MachinePart("compiler cache", True, str(folder))
     cost, remedy = "every process compiles each rung again: a second", "export NUMBA_CACHE_DIR=/tmp/numba"
     return MachinePart("compiler cache", False, f"{choices[0]} can't be written", cost, remedy)
+
+
+def matrix_unit() -> MachinePart:
+    """The CPU's instructions for products of bf16 numbers, found by trying, which rung 8 multiplies with."""
+    from minidist.kernels.cpu.support import matrix_unit as unit
+
+    try:
+        found, none = unit.matrix_unit(), unit.NONE
+    except RuntimeError as error:
+        found, none = "", str(error)
+    if found:
+        what = {unit.AMX: "tiles", unit.AVX512_BF16: "pairs"}[found]
+        return MachinePart("matrix unit", True, f"{found}: {what} of bf16 numbers in one instruction")
+    remedy = "nothing to install: rung s7_threads multiplies in float32"
+    return MachinePart("matrix unit", False, none, "rung s8_matrix_unit refuses to run", remedy)
 
 
 def writable(folder: Path) -> bool:

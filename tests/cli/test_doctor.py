@@ -43,6 +43,7 @@ def test_every_missing_part_has_a_cost_and_a_remedy(parts):
         doctor.memory,
         doctor.shared_memory,
         doctor.compiler_cache,
+        doctor.matrix_unit,
     ]
     error = {"error": "ModuleNotFoundError: No module named 'it'"}
     lacking = [
@@ -66,6 +67,21 @@ def test_every_missing_part_has_a_cost_and_a_remedy(parts):
         assert part.cost, part.name
         assert part.remedy, part.name
         assert part.found, part.name
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("AMX", "AMX: tiles of bf16 numbers in one instruction"),
+        ("AVX512_BF16", "AVX512_BF16: pairs of bf16 numbers in one instruction"),
+        ("", "this CPU has no bf16 products"),
+    ],
+)
+def test_the_matrix_unit_is_named(monkeypatch, found, said):
+    monkeypatch.setattr("minidist.kernels.cpu.support.matrix_unit.matrix_unit", lambda: found)
+    part = doctor.matrix_unit()
+    assert (part.ok, part.found) == (bool(found), said)
+    assert part.ok or "s7_threads" in part.remedy
 
 
 def test_names_are_unique(parts):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.autograd.gradcheck import GradcheckError
 
+import minidist as md
 from minidist.kernels import CPU_LADDER, CUDA_LADDER, Rung, rung
 from minidist.kernels.measure import harness
+from minidist.model import MLP, accuracy, digits
 from minidist.model.matmul import Linear, matmul
 from tests.helpers.products import skip_unless_it_runs
 
@@ -243,6 +246,35 @@ def test_a_gradient_of_a_gradient_is_refused():
     (x_grad,) = torch.autograd.grad(matmul(x, w, S4).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         x_grad.sum().backward()
+
+
+def learned(linear, precision):
+    """On a rank: the digits' accuracy after six rounds through the rows, and the dtypes of weights."""
+    data = digits()
+    x, y = data.train[:]
+    layout = md.Layout(**({"precision": precision} if precision else {}))
+    engine = md.prepare(MLP((64, 128, 10), linear=linear), partial(torch.optim.AdamW, lr=3e-3), layout)
+    for epoch in range(6):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(128):
+            engine.step(x[rows], y[rows])
+    inputs, targets = data.test[:]
+    weight = next(engine.model.parameters())
+    masters = {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
+    outputs = engine.model(inputs.to(weight.dtype))
+    return accuracy(outputs, targets).item(), weight.dtype, masters
+
+
+def test_the_digits_are_learned_in_bf16_as_well_as_in_float32(cluster_of):
+    """Rounded on the rung, and with bf16 copies of float32 masters; both within half a point."""
+    skip_unless_it_runs(S8)
+    run = partial(cluster_of(1).run, learned)
+    ((exact, *_),) = run(nn.Linear, None)
+    assert exact > 0.93
+    for precision, dtype in ((None, torch.float32), ("bf16", torch.bfloat16)):
+        ((found, *dtypes),) = run(partial(Linear, rung=S8.name), precision)
+        assert found >= exact - 0.005
+        assert dtypes == [dtype, {torch.float32}]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.training.work import ADAMW, Batch, Train, Work, plain_loop
+from minidist.benchmarks.harness.training.work import ADAMW, SEED, Batch, Train, Work, plain_loop
 from minidist.model.loss import cross_entropy
+from minidist.model.matmul import Linear
+from minidist.model.mlp import MLP
 from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.engine.training_step import Engine
@@ -236,6 +239,13 @@ class ServerProgram(Program):
         return loss.item()
 
 
+def matrix_unit(work: Work) -> Program:
+    """Train the MLP in one process on rung 8: products of bf16 numbers, float32 parameters and gradients."""
+    model = MLP((64, *work.hidden, 10), seed=SEED, linear=partial(Linear, rung="s8_matrix_unit"))
+    optimizer = ADAMW(model.parameters())
+    return Program(plain_loop(model, optimizer), module=model, optimizer=optimizer)
+
+
 LOOPS: dict[str, Callable[..., Program]] = {
     "local SGD": local_sgd,
     "layer by layer": layer_by_layer,
@@ -243,4 +253,5 @@ LOOPS: dict[str, Callable[..., Program]] = {
     "asynchronous server": lambda work: ServerProgram(work, None),
     "FullyShard": fully_shard,
     "parallelize": tensor_parallel,
+    "matrix unit": matrix_unit,
 }

@@ -41,6 +41,8 @@ def matrix_unit() -> str:
         return ""
     target = tuple(os.environ.get(f"NUMBA_CPU_{name}", "") for name in ("NAME", "FEATURES"))
     found = remembered("matrix-unit", (importlib.metadata.version("numba"), *target), _try) or []
+    if AVX512_BF16 not in found:  # packing rounds with an instruction of it, for tiles too
+        return ""
     # A process that has little room for its signals' stacks is refused tiles, though its child was not.
     return next((name for name in found if name != AMX or ask_for_tiles()), "")
 

@@ -3,7 +3,8 @@
 A tile of bf16 numbers is 16 x 32. TDPBF16PS multiplies it by one of 32 x 16, whose rows hold pairs of rows of
 b, and adds to a 16 x 16 tile of float32: 16,384 operations in 16 cycles. A result can be added to again after
 52 cycles. So four tiles of out are under way, two by two: then a tile that is loaded is used twice, and four
-loads of 8 cycles each hide behind four products. Two tiles hold a, two hold b.
+loads of 8 cycles each hide behind four products. Two tiles hold a, two hold b. A panel of b, 32 KiB, stays in
+the first cache while rows of a stream by from the second, so tiles of a are asked for ahead of their use.
 
 `kernels/tpu/tiles.py` models all of it in NumPy. The instructions here are functions in LLVM's language, of
 addresses and bytes.
@@ -21,11 +22,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import register_tile
-from .vector_instructions import BYTES, VOID, Value
+from .vector_instructions import BYTES, INT32, VOID, Value
 
 SIDE = 16  # rows of a tile, and words in a row
 ROWS, GRAIN = 2 * SIDE, SIDE  # rows of out in the loop, and the words of depth that it takes at a time
-DEPTH = 256  # words of a row of packed a at most: 32 rows stay in the first cache, while b streams by
+DEPTH = 256  # words of a row of packed a at most
+AHEAD = 2 * 4 * SIDE  # bytes along a row: a tile of a is asked for two steps, 128 cycles, before it is loaded
 PITCH, WIDTH = 4 * register_tile.PITCH, 4 * 2 * SIDE  # bytes from row to row of packed a, and of packed b
 BYTE = ir.IntType(8)
 
@@ -82,6 +84,27 @@ def begin_tiles(context: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic
+def _prefetch(context: Any, address: Any) -> Any:
+    """Ask for a cache line, without waiting; no address is wrong."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
+        kind = ir.FunctionType(VOID, [BYTES, INT32, INT32, INT32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        to_read_from_the_first_cache = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]
+        builder.call(ask, [builder.inttoptr(arguments[0], BYTES), *to_read_from_the_first_cache])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@njit(boundscheck=False)
+def prefetch(address: int, stride: int) -> None:
+    """Ask for the rows of a tile."""
+    for row in range(SIDE):
+        _prefetch(address + row * stride)
+
+
 # Linux saves 8 KiB more for a thread between these two: whoever begins also ends.
 end_tiles = _on_tiles("tilerelease")
 zero0, zero1, zero2, zero3 = (_on_tiles("tilezero", tile) for tile in range(4))
@@ -125,9 +148,11 @@ def add_products(
                 add0()
                 load7(b_tile + 4 * SIDE, WIDTH)
                 add1()
+                prefetch(a_tile + AHEAD, PITCH)
                 load5(a_tile + SIDE * PITCH, PITCH)
                 add2()
                 add3()
+                prefetch(a_tile + SIDE * PITCH + AHEAD, PITCH)
     store0(c, stride)
     store1(right, stride)
     store2(c + down, stride)

@@ -15,6 +15,7 @@ from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
 from minidist.kernels.tpu.tiles import TileUnit
 from minidist.model.matmul import Linear
+from tests.helpers.fresh_python import output_of
 from tests.helpers.products import LAYOUTS, every_layout, laid_out, skip_unless_it_runs
 
 STEP = rung("s8_matrix_unit")
@@ -61,7 +62,25 @@ def test_bf16_numbers_of_torch_and_as_bits(unit):
     assert STEP.matmul(a, b, out=wide) is wide
     torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-5)
     bits = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
-    np.testing.assert_array_equal(STEP.matmul(*bits), c.view(torch.int16).numpy().view(np.uint16))
+    expected = c.view(torch.int16).numpy().view(np.uint16)
+    np.testing.assert_array_equal(STEP.matmul(*bits), expected)
+    kind = pytest.importorskip("ml_dtypes", reason="NumPy has no bf16 of its own").bfloat16
+    d = STEP.matmul(*(x.view(kind) for x in bits))
+    assert d.dtype == kind
+    np.testing.assert_array_equal(d.view(np.uint16), expected)
+
+
+def test_sums_of_bf16_numbers_are_rounded_once(unit):
+    """Also where more than one block of the depth adds to them; planted: each block rounded its own."""
+    rng = np.random.default_rng(1)
+    for m, n, k in [(20, 70, 60), (15, 64, 4000)]:
+        a, b = (
+            (rng.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            for shape in ((m, k), (k, n))
+        )
+        sums = STEP.matmul(a, b, out=np.empty((m, n), np.float32))
+        rounded = (STEP.matmul(a, b).astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(rounded, bf16(sums))
 
 
 @every_layout
@@ -72,23 +91,55 @@ def test_bf16_numbers_may_lie_anyhow(unit, layout):
     base = np.full(view.base.shape if view.base is not None else view.shape, 0x7FC0, np.uint16)
     there = LAYOUTS[layout](70, 70)[1](base)
     there[...] = x
-    np.testing.assert_array_equal(STEP.matmul(there, there), STEP.matmul(x, x))
+    expected = STEP.matmul(x, x)
+    np.testing.assert_array_equal(STEP.matmul(there, there), expected)
+    np.testing.assert_array_equal(STEP.matmul(x, x, out=there), expected)
+    there[...] = 0x7FC0
+    assert (base == 0x7FC0).all(), "written outside of out"
+
+
+SPECIAL = [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-40, -1e-42, 3.4e38, -3.4e38, 3.3e38]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_numbers_at_the_ends_of_the_range(unit, mode):
-    tiny, huge = np.float32(1e-40), np.float32(3.4e38)
-    one = np.eye(2, dtype=np.float32)
-    c = STEP.matmul(np.array([[huge, tiny], [-huge, 1]], np.float32), one, mode=mode)
-    if mode == "bf16":  # it rounds to infinity, and inf * 0 is NaN
-        np.testing.assert_array_equal(c, [[np.inf, np.nan], [-np.inf, np.nan]])
-    else:  # computed again in float32
-        np.testing.assert_array_equal(c, [[huge, tiny], [-huge, 1]])
-    assert STEP.matmul(np.array([[tiny]], "f"), np.array([[2**20]], "f"), mode=mode) == 0
-    payload = np.array([[0x7FFFFFFF]], np.uint32).view(
-        np.float32
-    )  # a NaN that rounding must not turn into -0
-    assert np.isnan(STEP.matmul(payload, np.ones((1, 1), "f"), mode=mode))
+@pytest.mark.parametrize(("rows", "columns", "k"), [(4, 3, 5), (40, 70, 70), (17, 33, 1700)])
+def test_special_numbers_travel_as_in_float32(unit, mode, rows, columns, k):
+    """By vectors and alone; "bf16" takes them rounded, and every mode subnormal numbers for 0."""
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((rows, k), np.float32), rng.standard_normal((k, columns), np.float32)
+    places = rng.integers(k, size=rows)
+    a[range(rows), places] = np.resize(rng.permutation(SPECIAL), rows)  # one in each row
+    b[:, 0], b[:, 1] = 0, 1e-40
+    x, y = (bf16(a), bf16(b)) if mode == "bf16" else (a, b)
+    if mode == "bf16":
+        x, y = (np.where(np.abs(z) < np.finfo(np.float32).tiny, 0, z) for z in (x, y))
+    with np.errstate(all="ignore"):
+        exact, sizes = x.astype(float) @ y.astype(float), np.abs(x).astype(float) @ np.abs(y).astype(float)
+        expected = exact.astype(np.float32)
+    c = STEP.matmul(a, b, mode=mode)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(c[~finite], expected[~finite])
+    most = 2 * MODES[mode][1] if mode != "bf16" else 1e-4
+    assert (np.abs(c[finite] - exact[finite]) <= most * sizes[finite] + 1e-30).all()
+
+
+def test_where_numbers_become_infinite_and_parts_subnormal(unit):
+    one = np.eye(40, dtype=np.float32)
+    for number, rounded in ((3.3961e38, True), (3.3962e38, False)):
+        assert np.isfinite(STEP.matmul(one[:, :1] * np.float32(number), one[:1, :1])[0, 0]) == rounded
+    a, b = harness.inputs(40, 40, 40, "float32", 5)
+    for scale, least, most in ((1e-32, 0, 5e-6), (1e-37, 1e-4, 1e-2)):  # one part of two is left
+        x, y = a * np.float32(scale), b * np.float32(1e20)
+        assert least < rms(STEP.matmul(x, y, mode="bf16x3"), harness.reference(x, y)) < most
+
+
+def test_subnormal_numbers_and_payloads(unit):
+    one, tiny = np.ones((40, 40), "f"), np.full((40, 40), 1e-40, "f")
+    for mode in MODES:
+        assert not STEP.matmul(tiny, one * 2**20, mode=mode).any()
+        # A NaN that rounding must not turn into -0.
+        payload = np.full((40, 40), 0x7FFFFFFF, np.uint32).view(np.float32)
+        assert np.isnan(STEP.matmul(payload, one, mode=mode)).all()
 
 
 def test_all_cores_and_many_strips(unit, monkeypatch):
@@ -144,6 +195,7 @@ DIE, RIGHT, WRONG = "import os; os.kill(os.getpid(), 4)", "pass", "raise SystemE
         (RIGHT, RIGHT, True, "AMX"),
         (RIGHT, RIGHT, False, "AVX512_BF16"),  # Linux has refused this process
         (DIE, WRONG, True, ""),
+        (RIGHT, DIE, True, ""),  # packing rounds with an instruction of AVX512_BF16
     ],
 )
 def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, granted, found):
@@ -158,6 +210,109 @@ def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, grante
     assert (tmp_path / "tried").read_text() == "xx"
 
 
+# Rung 8 as it is with AMX, but for the tile instructions.
+AMX_LOOPS = """
+import sys, numpy as np
+from numba import njit
+from minidist.kernels.cpu.support import matrix_unit
+matrix_unit.matrix_unit = lambda: "AMX"
+from minidist.kernels.cpu.support import atomic, bf16_packing, board, tile_registers
+
+configured = np.zeros(1, np.int64)  # threads
+AT = configured.ctypes.data
+
+@njit
+def begin_tiles():
+    atomic.fetch_add(AT, 1)
+
+@njit
+def end_tiles():
+    atomic.fetch_add(AT, -1)
+
+@njit
+def number(word, half):
+    bits = np.uint32(board.elements(word + 2 * half, np.uint16)[0]) << np.uint32(16)
+    return bf16_packing._number(np.uint32(bits))
+
+@njit
+def add_products(shape, parts, a, a_part, b, b_part, c, c_pitch, add):
+    for i in range(32):
+        for j in range(32):
+            at = board.elements(c + 4 * (i * c_pitch + j), np.float32)
+            total = at[0] if add else np.float32(0)
+            if atomic.read(AT) < 1:
+                total = np.float32(np.nan)
+            for level in range(parts - 1, -1, -1):
+                for x in range(level + 1):
+                    for p in range(shape[1]):
+                        a_word = a + 4 * (x * a_part + i * tile_registers.PITCH // 4 + p)
+                        b_word = b + 4 * ((level - x) * b_part + 32 * p + j)
+                        total += number(a_word, 0) * number(b_word, 0) + number(a_word, 1) * number(b_word, 1)
+            at[0] = total
+
+tile_registers.begin_tiles, tile_registers.end_tiles = begin_tiles, end_tiles
+tile_registers.add_products = add_products
+
+from minidist.kernels import rung
+from minidist.kernels.cpu.s8_matrix_unit import MODES
+from minidist.kernels.measure import harness
+for sizes in ((1, 1, 1), (45, 70, 33), (64, 96, 1100), (100, 33, 64)):
+    a, b = harness.inputs(*sizes, "float32", 3)
+    for mode in MODES:
+        c = rung("s8").matmul(a, b, mode=mode)
+        harness.assert_product(c, a, b, mode, factors=MODES[mode][1])
+    halves = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b)]
+    wide = rung("s8").matmul(*halves, out=np.empty(c.shape, np.float32))
+    rounded = (rung("s8").matmul(*halves).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(rounded, wide, rtol=2**-8)
+print("configured still" if configured[0] else "right")
+"""
+
+# The compiler's code for a Xeon with tiles, which need not run here.
+ASSEMBLY = """
+from numba import types
+from minidist.kernels.cpu.support import tile_registers
+tile_registers.add_products.compile((types.UniTuple(types.intp, 2), *[types.intp] * 8))
+print(*tile_registers.add_products.inspect_asm().values())
+from minidist.kernels.measure import peak_loops
+peak_loops.tiles().compile((types.intp,))
+print("the peak", *peak_loops.tiles().inspect_asm().values())
+"""
+XEON = {
+    "NUMBA_CPU_NAME": "sapphirerapids",
+    "NUMBA_CPU_FEATURES": "+64bit,+cmov,+sse2,+avx2,+fma,+avx512f,+avx512bf16,+amx-tile,+amx-bf16",
+}
+
+
+@pytest.mark.deep
+def test_the_loops_of_amx_around_its_tiles(tmp_path):
+    if matrix_unit.matrix_unit() == matrix_unit.AMX:
+        pytest.skip("this CPU has AMX: the other tests run them")
+    assert output_of(AMX_LOOPS, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_NUM_THREADS="2") == "right"
+
+
+@pytest.mark.deep
+def test_what_the_compiler_makes_of_the_loop_over_tiles():
+    """Four loads and four products a step, no tile stored inside the loop, and nothing else from memory."""
+    if matrix_unit.platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip("LLVM is built here for another kind of CPU")
+    products, peak = output_of(ASSEMBLY, **XEON).split("the peak")
+    assert peak.count("\ttdpbf16ps") % 4 == 0 < peak.count("\ttdpbf16ps")
+    assert peak.count("\ttilestored") == peak.count("\ttileloadd") == 0
+    lines = [line.split() for line in products.splitlines() if line.startswith("\t")]
+    names = [line[0] for line in lines]
+    first, last = names.index("tdpbf16ps"), len(names) - names[::-1].index("tdpbf16ps")
+    end = next(i for i in range(last, len(names)) if names[i].startswith("j"))
+    loop = lines[first - 2 : end]
+    counts = {
+        name: sum(line[0] == name for line in loop) for name in ("tileloadd", "tdpbf16ps", "prefetcht0")
+    }
+    assert counts == {"tileloadd": 4, "tdpbf16ps": 4, "prefetcht0": 32}
+    others = [line for line in loop if line[0] not in counts]
+    assert not [line for line in others if "(" in " ".join(line) and line[0] != "leaq"], others
+    assert (names.count("tilestored"), names.count("tilezero"), names.count("tileloadd")) == (4, 4, 8)
+
+
 # The loop over tiles, as Python, on the model.
 
 
@@ -170,30 +325,30 @@ def on_model(unit):
 
     calls = {f"{name}{t}": instruction(name, t) for name in ("zero", "load", "store") for t in range(8)}
     calls |= {f"add{i}": instruction("multiply", i, 4 + i // 2, 6 + i % 2) for i in range(4)}
+    calls["prefetch"] = unit.prefetch
     kernel = registers.add_products.py_func
     return FunctionType(kernel.__code__, {**kernel.__globals__, **calls})
 
 
-def packed(x, transposed, part):
-    """Words of a part of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
-    from minidist.kernels.cpu.support import bf16_product
+def packed(x, transposed, parts):
+    """Words of the parts of x (rows, k): as rung 8 packs a, or, transposed, a panel of b."""
+    from minidist.kernels.cpu.support import bf16_packing
 
     rows, k = x.shape
     depth = -(-k // (2 * SIDE)) * SIDE
-    to = np.zeros((depth, 32) if transposed else (32, PITCH), np.uint32)
+    to = np.zeros((parts, depth, 32) if transposed else (parts, 32, PITCH), np.uint32)
     by = (1, 32) if transposed else (PITCH, 1)
-    own = np.empty(SIDE * SIDE, np.uint32)
+    own = np.empty((parts, SIDE, SIDE), np.uint32)
     where = (x.ctypes.data, rows, k, *x.strides, 4)
-    bf16_product.pack(where, to.ctypes.data, *by, part, depth, own.ctypes.data)
+    bf16_packing.pack(where, to.ctypes.data, *by, parts, to.strides[0], depth, own.ctypes.data)
     return to
 
 
-def multiply_on_model(parts=1, k=70, rows=16, pair=True, release=True, permission=True, skip=None):
+def multiply_on_model(parts=1, k=70, rows=(), pair=True, release=True, permission=True, skip=None):
     """A product of 32 x k by k x 32 on the model; the unit, the result, and a and b."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((32, k), np.float32), rng.standard_normal((k, 32), np.float32)
-    packed_a = np.stack([packed(a, False, part) for part in range(parts)])
-    packed_b = np.stack([packed(b.T, True, part) for part in range(parts)])
+    packed_a, packed_b = packed(a, False, parts), packed(b.T, True, parts)
     if not pair:
         halves = packed_b.view(np.uint16)
         packed_b = np.ascontiguousarray(halves.reshape(*halves.shape[:-1], 32, 2).swapaxes(-1, -2)).view(
@@ -204,7 +359,7 @@ def multiply_on_model(parts=1, k=70, rows=16, pair=True, release=True, permissio
         packed_a[skip] = 0
     c = np.full((32, 32), np.nan, np.float32)
     unit = TileUnit([packed_a, packed_b, c], permission)
-    unit.configure(configuration(rows))
+    unit.configure(configuration(*rows))
     depth = packed_b.shape[1]
     sizes = (32, depth), parts, packed_a.ctypes.data, 32 * PITCH, packed_b.ctypes.data, depth * 32
     multiply = on_model(unit)
@@ -221,6 +376,7 @@ def test_tiles_multiply_on_the_model(parts, most):
     assert rms(c, harness.reference(a, b)) < most
     products = (1, 3, 6)[parts - 1] * 3  # of parts, for three steps of 16 words
     assert (unit.loads, unit.stores, unit.products) == (2 * 4 * products + 4, 8, 2 * 4 * products)
+    assert unit.prefetches == 2 * 2 * products  # of a
     assert unit.released
     # Two by two tiles keep the unit busy but for the first loads and the last sums.
     assert 16 * unit.products <= unit.cycles < 16 * unit.products + 200
@@ -236,7 +392,7 @@ def test_one_tile_of_sums_waits_for_each_product():
 
 def test_mistakes_on_tiles_are_found():
     with pytest.raises(ValueError, match="as many words as b has rows"):
-        multiply_on_model(rows=15)
+        multiply_on_model(rows=(15,))
     with pytest.raises(PermissionError, match="ask Linux"):
         multiply_on_model(permission=False)
     assert not multiply_on_model(release=False)[0].released

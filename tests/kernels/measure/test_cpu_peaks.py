@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from threadpoolctl import threadpool_limits
 
 from minidist.kernels.cpu.support.caches import available_cpus
+from minidist.kernels.cpu.support.matrix_unit import AVX512_BF16, NONE, matrix_unit
 from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.measure import cpu_peaks, harness, peak_loops
 from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad
@@ -91,6 +92,22 @@ def check_fma_loop(code, dtype, fused):
             assert {operation for operation, _ in arithmetic} <= {"vfmadd213p" + x for x in "sd"} | {
                 f"vfmadd{order}p{x}" for order in (132, 231) for x in "sd"
             }
+
+
+def test_products_of_pairs_cancel_and_leave_nothing_else_to_do():
+    if matrix_unit() != AVX512_BF16:
+        pytest.skip(NONE if not matrix_unit() else "tiles take the place of pairs")
+    rows = registers(np.uint32)
+    fma(rows, 1000)
+    np.testing.assert_array_equal(rows, registers(np.uint32))
+    code = next(text for signature, text in fma.inspect_asm().items() if signature[0].dtype.name == "uint32")
+    for body in (body for body in loops(code) if any(name == "vdpbf16ps" for name, _ in body)):
+        assert sum(name == "vdpbf16ps" for name, _ in body) % SUMS == 0
+        assert not any("(" in operands for _, operands in body), body
+    flops = []
+    for kind in "float32", "bfloat16":
+        flops.append(cpu_peaks._fma_work(kind, 7)())
+    assert flops == [7 * 2 * SUMS * 16, 7 * 4 * SUMS * 16]
 
 
 @on_x86
@@ -219,7 +236,8 @@ def test_the_peaks_are_plausible_beside_each_other(monkeypatch):
     monkeypatch.setattr(cpu_peaks, "time", own)
     one, together = cpu_peaks.roofs(seconds=0.004, repetitions=10, memory=64 * 2**20)
     for roof in (one, together):
-        assert list(roof.flops) == ["float32", "float64"]
+        assert list(roof.flops) == ["float32", "float64", *(["bfloat16"] if matrix_unit() else [])]
+        assert roof.flops.get("bfloat16", np.inf) > roof.flops["float32"]
         assert 1 < roof.flops["float32"] / roof.flops["float64"] < 4
         assert 0 < roof.granted <= 1
         assert 1e9 < roof.bandwidth < 1e13

@@ -226,6 +226,18 @@ def test_every_rung_can_be_placed():
         assert 0 < point.share < 100
 
 
+def test_rung_8_is_placed_below_the_matrix_unit_with_the_bytes_of_float32(monkeypatch):
+    monkeypatch.setattr(roofline, "median_seconds", lambda *arguments: 1e-6)
+    with_unit = dataclasses.replace(
+        PEAKS, all=dataclasses.replace(ALL, flops={**ALL.flops, "bfloat16": 8e11})
+    )
+    rung = CPU_LADDER[7]
+    point, other = (roofline.place(rung, 30, 30, 30, peaks=peaks) for peaks in (with_unit, PEAKS))
+    assert (point.dtype, point.stored, point.bytes) == ("bfloat16", "float32", 3 * 4 * 900)
+    assert point.roof.peak(point.dtype) == 8e11
+    assert (other.dtype, other.stored, other.intensity) == ("float32", "", point.intensity)
+
+
 def test_numpy_is_placed_as_its_own_time_says():
     point = roofline.place(np.matmul, 96, 96, 96, peaks=PEAKS, seconds=0.02)
     assert point.name == "numpy.matmul"

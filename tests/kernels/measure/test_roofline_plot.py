@@ -54,6 +54,15 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
+def test_the_matrix_unit_is_a_ceiling_beside_float32():
+    peaks = dataclasses.replace(PEAKS, one=dataclasses.replace(ONE, flops={**ONE.flops, "bfloat16": 2e11}))
+    axes = roofline.plot(peaks=peaks)
+    assert line(axes, "one core, bfloat16").get_data()[1][-1] == 200
+    assert line(axes, "2 cores, float32").get_data()[1][-1] == 200  # its matrix unit was not measured
+    assert len([found for found in axes.lines if "bfloat16" in str(found.get_label())]) == 1
+    assert not any("bfloat16" in text for text in texts(roofline.plot(dtype="float64", peaks=peaks)))
+
+
 def test_roofs_go_through_their_bounds(tmp_path):
     axes = roofline.plot(peaks=PEAKS, path=tmp_path / "x.png")
     for roof in (ONE, ALL):

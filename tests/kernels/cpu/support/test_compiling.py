@@ -8,6 +8,8 @@ import pytest
 
 from minidist import kernels
 from minidist.kernels import rung
+from minidist.kernels.cpu import s8_matrix_unit
+from minidist.kernels.cpu.support import matrix_unit
 from minidist.kernels.cpu.support.compiling import compiled
 from minidist.kernels.measure import cpu_peaks
 from tests.helpers.fresh_python import output_of
@@ -41,6 +43,33 @@ def test_each_dtype_is_compiled_at_its_first_call_only():
             call(dtype)
     assert traced == [2, 2, 2, 2]
     assert started == [{"cache": True}, {"cache": True}]
+
+
+def test_machine_code_of_another_machine_is_not_taken():
+    """Numba tells CPUs and their features apart; the name of rung 8's code tells what this machine grants."""
+    from numba import float32, njit
+    from numba.core.registry import cpu_target
+
+    names = []
+
+    class Code:
+        def __init__(self, function):
+            names.append(function.__qualname__)
+
+        def compile(self, signature):
+            pass
+
+        disable_compile = __call__ = lambda self, *arguments: None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numba.njit", lambda **options: Code)
+        for unit in ("AMX", "AVX512_BF16", "AMX"):
+            compiled("A", variant=lambda unit=unit: unit)(lambda a: None)(np.ones((1, 1)))
+        s8_matrix_unit._work(np.ones((1, 1), np.int16), 0, 0, 0)  # a dtype that it is never compiled for
+    assert names[0] == names[2] != names[1]
+    assert names[3].endswith(f"_{matrix_unit.matrix_unit()}")
+    index = njit(cache=True)(kernels.rung)._cache._index_key((float32,), cpu_target.target_context.codegen())
+    assert cpu_target.target_context.codegen().magic_tuple() in index
 
 
 def test_without_a_folder_to_write_to_a_kernel_is_compiled_all_the_same():
