@@ -165,10 +165,7 @@ def test_step(benchmark: Benchmark, full: bool, size: int, before: Rung, step: R
         peer_name=before.name,
         budget=3.0 if full else 0.4,
     )
-    benchmark.extra_info |= {
-        "label": f"{step.name}, {size}",
-        "goal": {"of": "ratio", "below": 1.0},
-    }
+    benchmark.extra_info |= {"label": f"{step.name}, {size}", "goal": {"of": "ratio", "below": 1.0}}
 
 
 @pytest.mark.parametrize("cores", ["one", "all"])

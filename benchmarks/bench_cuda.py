@@ -113,10 +113,7 @@ def test_transposed(
 ) -> None:
     """Products of a view whose columns lie one after another: b (nt), or a (tn)."""
     _beside_torch(benchmark, full, gpu, step, kind, cuda_timing.TRANSPOSED_SIZE, order)
-    benchmark.extra_info |= {
-        "label": f"{step.name}, {formats.kind_name(kind)}, {order}",
-        "order": order,
-    }
+    benchmark.extra_info |= {"label": f"{step.name}, {formats.kind_name(kind)}, {order}", "order": order}
 
 
 @pytest.mark.parametrize("step", LADDER, ids=lambda step: step.name)

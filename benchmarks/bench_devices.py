@@ -46,11 +46,7 @@ class Way:
     tf32: bool = False
 
 
-WAYS = {
-    "float32": Way("dp=1"),
-    "TF32": Way("dp=1", tf32=True),
-    "bfloat16": Way("precision=bf16"),
-}
+WAYS = {"float32": Way("dp=1"), "TF32": Way("dp=1", tf32=True), "bfloat16": Way("precision=bf16")}
 
 
 class Trained:

@@ -56,10 +56,7 @@ def test_warm_no_op(benchmark: Benchmark) -> None:
     with md.Cluster(RANKS) as cluster:
         result = benchmark(cluster.run, md.rank)
     assert result == list(range(RANKS))
-    benchmark.extra_info |= {
-        "label": f"no-op, {RANKS} warm ranks",
-        "goal": {"of": "median", "below": 0.010},
-    }
+    benchmark.extra_info |= {"label": f"no-op, {RANKS} warm ranks", "goal": {"of": "median", "below": 0.010}}
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +77,14 @@ def cold(full: bool) -> dict[str, list[float]]:
 def test_cold_script(benchmark: Benchmark, cold: dict[str, list[float]]) -> None:
     """A whole script as the shell sees it: Python starts, ranks start, work and end."""
     record(benchmark, cold["script"], cold["torch"], "import torch")
-    benchmark.extra_info |= {
-        "label": f"script, {RANKS} cold ranks",
-        "goal": {"of": "ratio", "below": 1.5},
-    }
+    benchmark.extra_info |= {"label": f"script, {RANKS} cold ranks", "goal": {"of": "ratio", "below": 1.5}}
 
 
 @compared(GROUP)
 def test_cold_launch(benchmark: Benchmark, cold: dict[str, list[float]]) -> None:
     """The first `launch` in a process that is already running."""
     record(benchmark, cold["launch"], cold["torch"], "import torch")
-    benchmark.extra_info |= {
-        "label": f"md.launch, {RANKS} cold ranks",
-        "goal": {"of": "ratio", "below": 1.5},
-    }
+    benchmark.extra_info |= {"label": f"md.launch, {RANKS} cold ranks", "goal": {"of": "ratio", "below": 1.5}}
 
 
 @compared(GROUP)

@@ -96,10 +96,7 @@ def run(
     watcher = Watcher(show)
     ladder = OneRungAtATime(watcher, full, keyword, path, part)
     started, began = time.monotonic(), _now()
-    options = [
-        *(["--full"] if full else []),
-        *([str(known[name]) for name in names] or [str(HERE)]),
-    ]
+    options = [*(["--full"] if full else []), *([str(known[name]) for name in names] or [str(HERE)])]
     measured = _pytest(options, keyword, [watcher] if one_process else [watcher, ladder])
     if watcher.broken:
         raise ValueError(f"the benchmarks could not be collected: {watcher.broken[0]}")

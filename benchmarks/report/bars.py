@@ -7,7 +7,7 @@ they can be read on a phone too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minidist.benchmarks.harness import columns, formats
@@ -36,10 +36,6 @@ Rows = Sequence[tuple[str, float | None, str, str]]
 """Names, their values or None, their texts and their colours."""
 
 
-def _told(rows: Iterable[Bar]) -> str:
-    return "; ".join(f"{row.name} {row.text}" for row in rows)
-
-
 def lengths(rows: Rows, lines: Mapping[str, float], what: str, caption: str, log: bool = False) -> Bars:
     """Draw a bar for each value, from 0 or on a logarithmic scale, and lines across all of them."""
     known = [value for _, value, _, _ in rows if value]
@@ -54,7 +50,8 @@ def lengths(rows: Rows, lines: Mapping[str, float], what: str, caption: str, log
     bars = [
         Bar(name, text, [Box(0, place(value), shade)] if value else []) for name, value, text, shade in rows
     ]
-    alt = f"Bars of {what}{' on a logarithmic scale' if log else ''}: {_told(bars)}."
+    told = "; ".join(f"{row.name} {row.text}" for row in bars)
+    alt = f"Bars of {what}{' on a logarithmic scale' if log else ''}: {told}."
     return Bars(bars, alt, caption, {name: place(value) for name, value in lines.items()})
 
 

@@ -28,7 +28,7 @@ def facts(found: Results) -> dict[str, str]:
         "Caches": "; ".join(f"{name} {size}" for name, size in info["caches"].items() if name != "L1i"),
         "GPU": _gpus(info["gpus"] or []),
         "Vector unit": _per_cores("GFLOP/s", ladders.peak, vector, cores),
-        "Matrix unit": _per_cores("GFLOP/s in bf16", ladders.peak, matrix, cores),
+        "Matrix unit": _per_cores("bf16 GFLOP/s", ladders.peak, matrix, cores),
         "Memory": _per_cores("GB/s", _bandwidth, vector, cores),
         "All-reduce on 2 ranks": _all_reduce(entries),
         "Fastest layout here": fastest_layout(entries),

@@ -14,16 +14,7 @@ from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 from minidist.benchmarks.report import bars, curves, ladders, tables, verdicts
 from minidist.benchmarks.report.figures import Plot
-from minidist.benchmarks.report.pieces import (
-    Bars,
-    Bullets,
-    Folded,
-    Part,
-    Piece,
-    Words,
-    figures,
-    identifier,
-)
+from minidist.benchmarks.report.pieces import Bars, Bullets, Folded, Part, Piece, Words, figures, identifier
 from minidist.benchmarks.report.tables import Section, sections
 
 MOST_RATIOS = 24  # a figure with more comparisons is folded
@@ -127,11 +118,7 @@ def scaling(shown: Shown) -> list[Piece]:
     """Speed over the number of ranks."""
     cores = shown.found["machine_info"]["cores"]
     return figures(
-        (
-            f"{shown.name}-{kind}",
-            f"{kind.capitalize()} scaling",
-            curves.scaling(shown.entries, kind, cores),
-        )
+        (f"{shown.name}-{kind}", f"{kind.capitalize()} scaling", curves.scaling(shown.entries, kind, cores))
         for kind in ("strong", "weak")
     )
 
@@ -167,10 +154,7 @@ def lessons(shown: Shown) -> list[Piece]:
         return []
     met = sum(entry["extra_info"]["cost"] <= entry["extra_info"]["par"] for entry in rows)
     sentence = Words(f"{met} of {len(rows)} solutions cost no more than par.", quiet=False)
-    return [
-        sentence,
-        *figures([(f"{shown.name}-par", "Solutions against par", bars.lessons(rows))]),
-    ]
+    return [sentence, *figures([(f"{shown.name}-par", "Solutions against par", bars.lessons(rows))])]
 
 
 @dataclass(frozen=True)

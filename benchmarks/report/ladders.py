@@ -96,7 +96,7 @@ def cpu_bars(entries: Sequence[Entry], cores: int) -> Bars | None:
             )
     words = {False: "NumPy on one core", True: f"NumPy on {cores} cores"}
     lines = {f"{words[which]}, {formats.number(rate)}": rate for which, rate in peers.items() if rate}
-    caption = "Each rung at its fastest size, in single precision. The scale is logarithmic."
+    caption = "Each rung at its fastest size, in float32; the matrix unit rounds to bf16. Logarithmic scale."
     return bars.lengths(rows, lines, "GFLOP/s of the CPU ladder", caption, log=True)
 
 

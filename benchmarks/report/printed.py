@@ -97,11 +97,10 @@ def _styled(cell: Cell) -> Text:
 
 def as_json(machines: Mapping[str, Results]) -> dict[str, Any]:
     """Return the whole report: times in seconds, sizes in bytes, shares in percent."""
-    first, climbed = next(iter(machines.items())), ladders.first_cuda_ladder(machines)
+    first = next(iter(machines.items()))
     return {
         "card": card.facts(first[1]),
         "machines": {slug: machine_as_json(found) for slug, found in machines.items()},
-        "cuda_ladder": climbed and cuda_ladder_as_json(climbed),
         "findings": [
             {
                 "text": each.text,
@@ -135,23 +134,6 @@ def _row(entry: Entry) -> dict[str, Any]:
     return {**own, **entry["stats"], **more, **judged}
 
 
-def cuda_ladder_as_json(climbed: ladders.CudaLadder) -> dict[str, Any]:
-    """Return the CUDA ladder; a rung that was not measured has no sizes."""
-    keys = ("percent_of_peer", "percent_of_gpu_peak", "gflops", "peer_gflops")
-    rows = [
-        {
-            "rung": row.rung,
-            "dtype": row.dtype,
-            "sizes": {
-                str(size): {key: entry["extra_info"].get(key) for key in keys}
-                for size, entry in sorted(row.entries.items())
-            },
-        }
-        for row in climbed.rows
-    ]
-    return {"machine": climbed.machine, "rows": rows}
-
-
 def markdown(machines: Mapping[str, Results]) -> str:
     """Return the first machine's card and findings, and each machine's tables, as Markdown."""
     slug, first = next(iter(machines.items()))
@@ -159,9 +141,9 @@ def markdown(machines: Mapping[str, Results]) -> str:
     lines += [f"- {name}: {text}" for name, text in card.facts(first).items() if text]
     lines += ["", "## What was found", ""]
     lines += [f"{number}. {each.text}" for number, each in enumerate(findings(slug, first), 1)]
-    for found in machines.values():
+    for slug, found in machines.items():
         if compared := verdicts.strategies(results.newest(found)):
-            table = tables.of_comparisons(compared, found)
+            table = tables.of_comparisons(compared, slug, found)
             lines += ["", f"## {machine.title(found['machine_info'])}", "", *_lines(table)]
     return "\n".join(lines) + "\n"
 

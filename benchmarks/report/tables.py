@@ -13,34 +13,19 @@ from typing import Any
 from minidist.benchmarks.harness import columns, results
 from minidist.benchmarks.harness.columns import Column, Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import verdicts
 from minidist.benchmarks.report.pieces import Cell, Heading, Row, Table
 
 MOST_ROWS = 12  # a longer table is folded
 KINDS = {"faster": "good", "slower": "bad", "undecided": "undecided"}
 # The first columns of the table of strategies, since readers ask for these most.
 FIRST = (
-    "time",
-    "sent per step",
-    "memory of the fullest rank",
-    "ratio of times",
-    "peer",
-    "peer's time",
-    "peer's memory",
-    "over one process",
+    *("time", "sent per step", "memory of the fullest rank", "ratio of times", "peer", "peer's time"),
+    *("peer's memory", "over one process"),
 )
 # The first columns of the training ladder.
 FIRST_OF_RUNGS = (
-    "the one idea",
-    "lines",
-    "time",
-    "over one process",
-    "ratio of times",
-    "peer",
-    "sent per step",
-    "parameters, gradients, state",
-    "memory of the fullest rank",
-    "peer's memory",
+    *("the one idea", "lines", "time", "over one process", "ratio of times", "peer", "sent per step"),
+    *("parameters, gradients, state", "memory of the fullest rank", "peer's memory"),
 )
 
 
@@ -140,12 +125,10 @@ def of_rungs(entries: Sequence[Entry], slug: str, found: Results, label: str) ->
     return _table(entries, _ordered(entries, FIRST_OF_RUNGS), slug, found, label, "rung")
 
 
-def of_comparisons(entries: Sequence[Entry], found: Results) -> Table:
+def of_comparisons(entries: Sequence[Entry], slug: str, found: Results) -> Table:
     """Return a short table of training steps beside another library's, for Markdown."""
     several = [column for column in columns.COLUMNS if column.heading in COMPARED]
-    rows = [Row(verdicts.name(e), [Cell(each.cell(e) or "") for each in several]) for e in entries]
-    told = f"Medians, measured in turns: {provenance(found, entries)}."
-    return Table([Heading(column.heading) for column in several], rows, [told])
+    return _table(entries, several, slug, found, "", "strategy")
 
 
 def _ordered(entries: Sequence[Entry], headings: Sequence[str]) -> list[Column]:

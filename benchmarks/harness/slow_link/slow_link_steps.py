@@ -90,11 +90,7 @@ FORMS: dict[str, Callable[[], Train]] = {
     PEER: lambda: alone(nn.parallel.DistributedDataParallel(WORK.build())),
     ALONE: lambda: alone(WORK.build()),
 }
-MEASURED = {
-    FAST: [*SHARDED, *FORMS],
-    SLOW: [*SHARDED, *FORMS],
-    SLOWEST: [*SHARDED, PEER, ALONE],
-}
+MEASURED = {FAST: [*SHARDED, *FORMS], SLOW: [*SHARDED, *FORMS], SLOWEST: [*SHARDED, PEER, ALONE]}
 """The forms that take steps over each wire, in turns in this order."""
 PROFILES = {
     name: LinkProfile(

@@ -86,12 +86,7 @@ def opened(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-CUT = {
-    "*.attention.query|key|value": "column",
-    "*.attention.out": "row",
-    "*.up": "column",
-    "*.down": "row",
-}
+CUT = {"*.attention.query|key|value": "column", "*.attention.out": "row", "*.up": "column", "*.down": "row"}
 """The plan for tensor parallelism: as in the rung, embedding, norms and head stay whole."""
 
 

@@ -4,9 +4,11 @@ import copy
 
 import pytest
 
+from minidist.benchmarks import bench_cpu_matmul
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.report import ladders
 from minidist.cli import commands
+from tests.benchmarks.harness.test_turns import FakeBenchmark
 from tests.helpers import measured
 
 
@@ -84,3 +86,14 @@ def test_a_clone_with_a_foreign_file_says_whose_it_is(capfd, monkeypatch, tmp_pa
     if measured_here:  # the other's figures are folded away
         assert "Cooperlake kernel" in html
         assert html.index("33.0%") < html.index("<details><summary>another machine:") < html.rindex("77.0%")
+
+
+@pytest.mark.parametrize("cores", ["one", "all"])
+def test_what_the_matrix_units_benchmark_enters_is_on_the_card(monkeypatch, cores):
+    benchmark = FakeBenchmark()
+    monkeypatch.setattr(bench_cpu_matmul, "_rates", lambda *_: benchmark.extra_info.update(gflops=1.0))
+    monkeypatch.setattr(bench_cpu_matmul, "PAUSE", 0.0)
+    monkeypatch.setattr(bench_cpu_matmul, "turns", lambda *_, **given: None)
+    bench_cpu_matmul.test_matrix_unit(benchmark, False, monkeypatch, 64, "bf16", "numpy", cores)
+    rung = ladders.rung_of({"group": "", "name": "", "extra_info": benchmark.extra_info})
+    assert (rung.number, rung.size, rung.all_cores) == (ladders.MATRIX_UNIT, 64, cores == "all")

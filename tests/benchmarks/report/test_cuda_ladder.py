@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import re
 
 import pytest
@@ -106,7 +105,6 @@ def test_where_nothing_was_measured_a_sentence_says_so():
         assert "minidist bench cuda" in text
         assert "s10_hopper" not in text
     assert ladders.first_cuda_ladder({"a": NONE}) is None
-    assert printed.as_json({"a": NONE})["cuda_ladder"] is None
     well_formed(html)
 
 
@@ -122,15 +120,6 @@ def test_a_narrow_terminal_has_the_leading_columns(width):
     assert max(map(len, table)) <= width
     assert "float32" in table[0]
     assert "…" not in text
-
-
-def test_json_has_figures_and_nulls():
-    found = printed.cuda_ladder_as_json(ladders.cuda_ladder("some", SOME))
-    json.dumps(found)
-    rows = {(row["rung"], row["dtype"]): row["sizes"] for row in found["rows"]}
-    assert rows["s8_warp_tile", "float32"]["4096"]["percent_of_peer"] == 103.0
-    assert rows["s9_tensor_core", "tf32"]["2048"]["percent_of_gpu_peak"] is None
-    assert rows["s10_hopper", None] == {}
 
 
 def test_a_newer_run_replaces_an_older_one():
