@@ -79,8 +79,9 @@ notebooks: setup
 build/node_modules/pyodide:
 	-npm install --silent --no-save --no-audit --no-fund --fetch-retries 0 --prefix build pyodide@314.0.7
 
-# Lessons are shown with their outputs if `make lessons-check` has run them.
+# Lessons are shown with their outputs. They run once, in three to four minutes, and again once they have changed.
 site: setup build/node_modules/pyodide
+	-OMP_NUM_THREADS=1 $(BIN)/python docs/run_lessons.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Open build/site/index.html in a browser."
 

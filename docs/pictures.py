@@ -1,6 +1,7 @@
 """Draw the pictures of README and site: `python docs/pictures.py`. They are computed, not measured.
 
-A code host runs no scripts. So it shows one frame of each animation that the site shows whole.
+A code host runs no scripts. So it shows one frame of each animation that the site shows whole. The pictures
+of moving_pictures.py move without a script.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import html
 import importlib
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from unittest import mock
 import matplotlib
 
 from minidist import Layout
-from minidist.parallel import schedules
 from minidist.scale.memory import estimate, plot
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -40,17 +41,17 @@ STILLS = {
 
 
 def main(folder: Path = FOLDER) -> None:
-    """Write memory.svg and schedule.svg, and a file for each of STILLS; the same bytes in every run."""
+    """Write memory.svg, and a file for each of STILLS and of FILMS; the same bytes in every run."""
     folder.mkdir(exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "minidist", "svg.fonttype": "path"}):
         estimates = {name: estimate("gpt2-xl", layout, batch=(8, 1024)) for name, layout in LAYOUTS.items()}
         memory = plot(estimates, title="GPT-2 XL on 8 ranks, bf16, layers recomputed: what a rank keeps")
-        schedule = schedules.plot(schedules.one_f_one_b(ranks=4, micro_batches=8))
-        for name, axes in (("memory", memory), ("schedule", schedule)):
-            axes.figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        memory.figure.savefig(folder / "memory.svg", metadata={"Date": None})
     for name, frame in STILLS.items():
         module, _, function = name.partition(".")
         (folder / f"{function}.svg").write_text(still(module, function, frame))
+    for film in runpy.run_path(os.fspath(Path(__file__).parent / "moving_pictures.py"))["FILMS"]:
+        (folder / f"{film.__name__}.svg").write_text(film())
 
 
 def still(module: str, function: str, frame: int) -> str:

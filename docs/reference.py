@@ -1,4 +1,4 @@
-"""Read docstrings for the site's API reference: examples as code, and the function `kernels.rung`.
+"""Read docstrings for the site's API reference: examples as code, arguments in groups, and `kernels.rung`.
 
 An extension of Griffe, which reads the sources for mkdocstrings: mkdocs.yml names it.
 """
@@ -6,11 +6,14 @@ An extension of Griffe, which reads the sources for mkdocstrings: mkdocs.yml nam
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import griffe
 
 EXAMPLE = re.compile(r"^>>> .*(?:\n.*\S.*)*", re.MULTILINE)
+ARGUMENTS = re.compile(r"^Args:\n(?:(?: .*)?\n?)*", re.MULTILINE)
+ENTRY = re.compile(r"^    ([*\w]+(?:, [*\w]+)*)(:.*(?:\n     .*)*)", re.MULTILINE)
 
 
 class Reference(griffe.Extension):
@@ -24,5 +27,28 @@ class Reference(griffe.Extension):
             self.rung = obj
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Keep `kernels.rung` beside the module of the same name, which Griffe prefers."""
+        """Keep `kernels.rung` beside the module of the same name, which Griffe prefers; part arguments."""
         pkg["kernels"].set_member("rung()", self.rung)
+        waiting: list[griffe.Object | griffe.Alias] = [pkg]
+        while waiting:
+            obj = waiting.pop()
+            if obj.is_alias:
+                continue
+            waiting += obj.members.values()
+            if obj.docstring and (obj.is_function or obj.is_class):
+                kinds = {each.name: each.kind and each.kind.value for each in obj.parameters}
+                obj.docstring.value = parted(obj.docstring.value, kinds)
+
+
+def parted(text: str, kinds: Mapping[str, str | None]) -> str:
+    """A docstring with an entry for each argument: Griffe takes "a, b: ..." for one without a default.
+
+    An argument that collects others is `*args` or `**kwargs` in the signature, which Griffe compares.
+    """
+    stars = {"variadic positional": "*", "variadic keyword": "**"}
+
+    def entries(found: re.Match[str]) -> str:
+        names = found[1].split(", ")
+        return "\n".join(f"    {stars.get(kinds.get(name) or '', '')}{name}{found[2]}" for name in names)
+
+    return ARGUMENTS.sub(lambda section: ENTRY.sub(entries, section[0]), text)

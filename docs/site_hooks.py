@@ -3,7 +3,8 @@
 A page links to files of the repository as it does on disk (`../minidist/plain/buckets.py`). The site has a
 page for each such file and folder, and the links lead there. A picture stands where a page has a comment like
 `<!-- picture: ring.ring_animation -->`, which names a function of lessons/checks/pictures. It takes the place
-of the image below the comment, a still of docs/pictures.py that code hosts show.
+of the image below the comment, a still of docs/pictures.py that code hosts show. With `playing` instead of
+`picture` it begins to move by itself. `<!-- ladder -->` stands for what the committed measurements say.
 
 The playground's page gets Python itself (Pyodide) in a script, since a page that is a file may fetch no file.
 """
@@ -32,7 +33,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXECUTED = ROOT / "build" / "lessons"
-"""Where `make lessons-check` leaves the lessons with their outputs; without it they are shown without."""
+"""Where docs/run_lessons.py leaves the lessons with their outputs; without it they are shown without."""
 PYODIDE = ROOT / "build" / "node_modules" / "pyodide"
 """Where `make site` installs the npm package of that name."""
 EMBEDDED = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
@@ -43,6 +44,18 @@ UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 """Begins a page of a source: a search that shows whole files hides the pages that explain them."""
 API = {"minidist": "", "comm": "comm.", "schedules": "parallel.schedules.", "kernels": "kernels."}
 """The reference's pages, and where in minidist their names are."""
+WORDS = {6: "six", 7: "seven", 8: "eight", 9: "nine"}
+PLAYING = """<script>
+(() => { // move at once, and again and again, unless the reader wants no motion or has paused it
+  const play = document.querySelector('[aria-label="Play or pause"]');
+  const range = play.parentElement.querySelector("input");
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+  const again = () => { if (play.textContent === "Play" && range.value === range.max) play.click(); };
+  new MutationObserver(() => setTimeout(again, 4000)).observe(play, { childList: true });
+  play.click();
+})();
+</script>"""
+"""Follows a picture that plays by itself."""
 REREAD = {"rung": "rung()"}
 """What docs/reference.py calls a function that a module of the same name hides."""
 
@@ -99,10 +112,11 @@ def text(path: Path) -> str:
     if path.suffix == ".md":
         return path.read_text()
     if path.suffix == ".ipynb":
+        blank = json.loads(path.read_text())["cells"]
         ran = EXECUTED / path.name  # its cells hold the solutions
-        blank, solved = (
-            json.loads(each.read_text())["cells"] for each in (path, ran if ran.exists() else path)
-        )
+        solved = json.loads(ran.read_text())["cells"] if ran.exists() else blank
+        if len(solved) != len(blank):
+            solved = blank  # the lesson has changed since it ran
         return "\n\n".join(
             cell_text(cell, done.get("outputs", [])) for cell, done in zip(blank, solved, strict=True)
         )
@@ -153,8 +167,37 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the pictures and the playground in."""
     html = re.sub(r"<!-- ((?:playground|puzzle_)\w*) -->", lambda found: playground(found[1]), html)
-    moving = r"<!-- picture: (\w+)\.(\w+) -->\s*<p><img [^>]*></p>"
-    return re.sub(moving, lambda found: picture(*found.groups()), html)
+    html = html.replace("<!-- ladder -->", ladder())
+    moving = r"<!-- (picture|playing): (\w+)\.(\w+) -->\s*<p><img [^>]*></p>"
+    return re.sub(
+        moving, lambda found: picture(*found.groups()[1:]) + PLAYING * (found[1] == "playing"), html
+    )
+
+
+def ladder() -> str:
+    """From the first rung of the CPU's ladder to the last, as the newest committed measurements have it."""
+    from minidist.benchmarks.harness import machine, results
+    from minidist.kernels import CPU_LADDER
+
+    names = [rung.name for rung in CPU_LADDER if "float64" in rung.dtypes]  # one more trades digits for speed
+    found = []
+    for each in results.load_all(ROOT / "benchmarks" / "results").values():
+        speeds: dict[str, float] = {}
+        for row in each["benchmarks"]:
+            name = str(row.get("extra_info", {}).get("label", "")).partition(",")[0]
+            if name in names and "gflops" in row["extra_info"]:
+                speeds[name] = max(speeds.get(name, 0.0), row["extra_info"]["gflops"])
+        if {names[0], names[-1]} <= {*speeds}:
+            ends = speeds[names[0]], speeds[names[-1]]
+            found.append((max(each["runs"]), *ends, machine.title(each["machine_info"])))
+    if not found:
+        return ""
+    _, first, last, where = max(found)
+    return (
+        f'<p class="ladder"><strong>From {first:.1g} to {last:.0f} GFLOP/s in {WORDS[len(names)]} '
+        "files.</strong> "
+        f'<a href="report.html">Measured</a> on {where}; <code>make bench</code> measures yours.</p>'
+    )
 
 
 def picture(module: str, function: str) -> str:

@@ -87,3 +87,27 @@ def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
     ]
     assert not missing
     assert "<blockquote" not in page  # what Markdown makes of the `>>>` of an example
+
+
+def test_arguments_in_a_group_have_their_own_defaults(site: Path) -> None:
+    for page in (site / "api").glob("*.html"):
+        names = re.findall(r"<tr[^>]*>\s*<td>\s*<code>([^<]*)</code>", page.read_text())
+        assert [name for name in names if "," in name] == []
+    text = unescape(re.sub(r"<[^>]*>", " ", (site / "api" / "minidist.html").read_text()))
+    words = re.sub(r"\s+", " ", text)
+    assert re.search(r" bias bool of the whole layer\. True ", words)
+
+
+def test_the_first_screen_says_what_was_measured(site: Path) -> None:
+    html = (site / "index.html").read_text()
+    first, last = map(float, re.findall(r"From ([\d.]+) to (\d+) GFLOP/s in seven files", html)[0])
+    found = [
+        row["extra_info"]["gflops"]
+        for each in results.load_all(ROOT / "benchmarks" / "results").values()
+        for row in each["benchmarks"]
+        if "gflops" in row["extra_info"]
+    ]
+    assert any(f"{speed:.1g}" == f"{first:g}" for speed in found)
+    assert any(round(speed) == last for speed in found)
+    assert last > 1000 * first
+    assert html.count("md-button") >= 4
