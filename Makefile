@@ -17,7 +17,7 @@ help:
 	@echo "make test     run the tests (five minutes on a recent CPU)"
 	@echo "make test-more      run the lessons, and more layouts, kernels and killed processes (six minutes)"
 	@echo "make test-versions  run the tests on every Python that is here, with old and new libraries (an hour)"
-	@echo "make lint     check lint, format, types and floors (which package may import which)"
+	@echo "make lint     check lint, format, types and import layers (which package may import which)"
 	@echo "make format   format the code"
 	@echo "make lessons  show progress, and open JupyterLab in lessons/"
 	@echo "make notebooks      make the lessons' .ipynb from their .py"

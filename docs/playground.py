@@ -4,25 +4,29 @@ The page runs this file in the browser, by Pyodide, with the library's own sourc
 what `schedules.simulate` says, which checks it first.
 
 In the page's text each line is a rank's list: F0 is the forward pass of micro-batch 0, and F0.1 that through
-chunk 1. The other letters, and the messages (recv F0, send F0), are those of `str(Instruction)`. Where stages
-are not placed round robin, a first line names those of each rank: "stages 0 3, 1 2".
+chunk 1. The other letters, and the messages (recv F0, send F0), are those of `str(Instruction)`. Commas and
+small letters are read too. Where stages are not placed round robin, a first line names those of each rank:
+"stages 0 3, 1 2".
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from minidist.parallel import schedules
 from minidist.parallel.pipeline.instructions import KINDS, PlacedSchedule, sizes
+from minidist.parallel.pipeline.schedule_proof import Deadlock
 from minidist.parallel.pipeline.simulation import DRAWN
 from minidist.parallel.schedules import Instruction, Schedule, StagePlacement
 
 SHORT = {kind: str(Instruction(kind, 0))[:-1] for kind in KINDS}  # "forward": "F", "recv_forward": "recv F"
 KINDS_BY_SHORT = {short: kind for kind, short in SHORT.items()}
-WORD = re.compile(r"(?:(?:recv|send)\s+)?\S+")
-INSTRUCTION = re.compile(r"((?:recv |send )?[FBIW])(\d+)(?:\.(\d+))?$")
+WORD = re.compile(r"(?:(?:recv|send)\s+)?[^\s,;]+", re.IGNORECASE)
+INSTRUCTION = re.compile(r"((?:recv |send )?[fbiw])(\d+)(?:\.(\d+))?$", re.IGNORECASE)
 
 
 def choices() -> str:
@@ -36,7 +40,8 @@ def answer(request: str) -> str:
 
     The request has "schedule" (a name, or "" to read "text"), "ranks", "micro_batches", "chunks", "times",
     "messages" (whether to write them in the text) and "rewrite" (whether to write a text that was read). The
-    answer has "text" with "error", or with "sizes", "timeline" and the numbers of a `Simulation`.
+    answer has "text" with "error", or with "sizes", "timeline" and the numbers of a `Simulation`. Where ranks
+    wait for ever, it has the "timeline" up to then, and "waiting": rank, instruction and the rank waited for.
     """
     asked = json.loads(request)
     text = asked["text"]
@@ -50,23 +55,30 @@ def answer(request: str) -> str:
                 text = write(read(text), asked["messages"])
             schedule = read(text)
         found = schedules.simulate(schedule, asked["times"])
+    except Deadlock as error:
+        waiting = [[rank, str(each), other] for rank, (each, other) in error.waiting.items()]
+        stuck = {"waiting": waiting, "timeline": drawn(error.timeline), "sizes": sizes(schedule)}
+        return json.dumps({"text": text, "error": str(error), **stuck})
     except ValueError as error:
         return json.dumps({"text": text, "error": str(error)})
-    ranks, micro_batches, chunks = sizes(schedule)
-    timeline = [
-        [[SHORT[each.kind], each.micro_batch, each.chunk, start, end] for each, start, end in events]
-        for events in found.timeline
-    ]
     said = {
         "text": text,
-        "sizes": [ranks, micro_batches, chunks],
+        "sizes": sizes(schedule),
         "seconds": found.seconds,
         "bubble": found.bubble,
         "bubbles": found.bubbles,
         "peak_activations": found.peak_activations,
-        "timeline": timeline,
+        "timeline": drawn(found.timeline),
     }
     return json.dumps(said)
+
+
+def drawn(timeline: Sequence[Sequence[tuple[Instruction, float, float]]]) -> list[list[list[Any]]]:
+    """For each rank its passes: letter, micro-batch, chunk, beginning and end."""
+    return [
+        [[SHORT[each.kind], each.micro_batch, each.chunk, start, end] for each, start, end in events]
+        for events in timeline
+    ]
 
 
 def read(text: str) -> Schedule:
@@ -74,7 +86,7 @@ def read(text: str) -> Schedule:
     schedule: list[list[Instruction]] = []
     first, _, rest = text.partition("\n")
     placement = None
-    if first.startswith("stages"):
+    if first.lower().startswith("stages"):
         placement = StagePlacement([[*map(int, re.findall(r"\d+", own))] for own in first.split(",")])
     for rank, line in enumerate((rest if placement else text).rstrip().split("\n")):
         schedule.append([])
@@ -99,7 +111,9 @@ def instruction(word: str) -> Instruction | None:
     if found is None:
         return None
     short, micro_batch, chunk = found.groups()
-    return Instruction(KINDS_BY_SHORT[short], int(micro_batch), int(chunk or 0))
+    return Instruction(
+        KINDS_BY_SHORT[f"{short[:-1].lower()}{short[-1].upper()}"], int(micro_batch), int(chunk or 0)
+    )
 
 
 def write(schedule: Schedule, messages: bool) -> str:

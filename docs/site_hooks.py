@@ -35,7 +35,9 @@ EXECUTED = ROOT / "build" / "lessons"
 """Where `make lessons-check` leaves the lessons with their outputs; without it they are shown without."""
 PYODIDE = ROOT / "build" / "node_modules" / "pyodide"
 """Where `make site` installs the npm package of that name."""
-EMBEDDED = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+EMBEDDED = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+ASKED = ("playground*.py", "puzzle_*.py")
+"""The files of docs/ that pages ask in the browser."""
 LINK = re.compile(r"(?<=\]\()(?!http|#)([^)#\s]+)(#[^)]*)?(?=\))")
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 """Begins a page of a source: a search that shows whole files hides the pages that explain them."""
@@ -150,7 +152,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the pictures and the playground in."""
-    html = re.sub(r"<!-- (playground\w*) -->", lambda found: playground(found[1]), html)
+    html = re.sub(r"<!-- ((?:playground|puzzle_)\w*) -->", lambda found: playground(found[1]), html)
     moving = r"<!-- picture: (\w+)\.(\w+) -->\s*<p><img [^>]*></p>"
     return re.sub(moving, lambda found: picture(*found.groups()), html)
 
@@ -167,22 +169,23 @@ def picture(module: str, function: str) -> str:
 
 
 def playground(name: str, pyodide: Path = PYODIDE) -> str:
-    """A form of the playground and its scripts; or a sentence, where the npm package is missing."""
+    """A form of the playground or of a puzzle; or a sentence, where the npm package is missing."""
     if pyodide.exists():
         return (DOCS / f"{name}.html").read_text()
     return (
-        "<p><strong>The playground is missing:</strong> <code>make site</code> could not install the npm "
+        "<p><strong>What runs here is missing:</strong> <code>make site</code> could not install the npm "
         "package <code>pyodide</code>, which runs Python in a browser.</p>"
     )
 
 
 def python_script() -> str:
-    """A script that defines `loadPyodide`, and EMBEDDED: the files that it needs, each as base64 of its gzip.
+    """A script that defines EMBEDDED: the files of Pyodide, each as base64 of its gzip.
 
-    Among them is sources.json: the text of docs/playground*.py and of each file of minidist that they import.
+    Among them is sources.json: the text of ASKED, and of each file of minidist that they import.
     """
+    asked = [path for pattern in ASKED for path in sorted(DOCS.glob(pattern))]
     program = (
-        "import json, sys, playground, playground_memory; "
+        f"import json, sys, {', '.join(path.stem for path in asked)}; "
         "print(json.dumps([m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'minidist']))"
     )
     paths = os.pathsep.join([os.fspath(ROOT), os.fspath(DOCS)])
@@ -196,10 +199,10 @@ def python_script() -> str:
     sources = {
         Path(file).relative_to(ROOT).as_posix(): Path(file).read_text() for file in json.loads(done.stdout)
     }
-    sources |= {file.name: file.read_text() for file in DOCS.glob("playground*.py")}
+    sources |= {file.name: file.read_text() for file in asked}
     contents = {name: (PYODIDE / name).read_bytes() for name in EMBEDDED}
     contents["sources.json"] = json.dumps(sources).encode()
     packed = {
         name: base64.b64encode(gzip.compress(each, mtime=0)).decode() for name, each in contents.items()
     }
-    return f"{(PYODIDE / 'pyodide.js').read_text()}\nconst EMBEDDED = {json.dumps(packed)};\n"
+    return f"const EMBEDDED = {json.dumps(packed)};\n"

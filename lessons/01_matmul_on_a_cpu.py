@@ -29,7 +29,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from checks.figures import bars, ladder, said
 from checks.matmul_on_a_cpu import check, hint, or_solution
-from checks.pictures.walks import walks_animation
+from checks.pictures.walks import blocks_animation, register_walk, walks_animation
 from minidist.kernels.cpu.support.caches import caches
 
 threadpool_limits(1)  # one core for all, NumPy's library too
@@ -217,7 +217,11 @@ print(f"{rates['rows']:.2f} GFLOP/s")
 # For each row of `c` the loops go through *all* of `b`. That is fine while `b` fits into a cache. If `b` is larger,
 # every row of `c` fetches all of `b` from memory anew. The remedy is a **block** of `b` that does fit: a few of its
 # rows. Use it for all rows of `a`, and only then go on to the next block.
-#
+
+# %%
+blocks_animation()
+
+# %% [markdown]
 # **Exercise 1.4: matmul_blocks.** As in `matmul_rows`, but take only `size` rows of `b` at a time, and use them
 # for all rows of `a`. The last block may have fewer rows.
 #
@@ -290,7 +294,11 @@ wide_a = wide_b = wide_c = None  # their memory is free again
 # and 4 of its columns: 8 numbers that stay in registers for a whole walk along j. Then 4 elements of `b` serve
 # *two* rows of `c`, and *four* products are added to an element of `c` at a time. That is 6 reads and 2 writes for 8
 # multiply-adds.
-#
+
+# %%
+register_walk()
+
+# %% [markdown]
 # **Exercise 1.5: matmul_tile.** Fill `c` with the product. Take 2 rows and 4 columns of `a` at a time. m is a
 # multiple of 2 and k of 4, so nothing is left over.
 #

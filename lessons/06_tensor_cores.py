@@ -13,12 +13,13 @@
 # %% [markdown]
 # # 6. Tensor cores
 #
-# **Time:** about 2 hours. **Builds on:** lesson 05.
+# **Time:** about 2.5 hours. **Builds on:** lesson 05.
 #
 # Lesson 5 fed the arithmetic units as well as they can be fed. Since 2017 NVIDIA's GPUs have had units of
 # another kind beside them: **tensor cores**, which do nothing but multiply small matrices. In this lesson you
 # put the matrices into a warp's registers by hand, and multiply them with one instruction. Their numbers have
-# only 16 bits. So you also find out how much accuracy that costs.
+# only 16 bits. So you also find out how much accuracy that costs. At the end you do the same on a unit that many
+# CPUs have.
 
 # %%
 import numpy as np
@@ -27,9 +28,16 @@ from numba import cuda, float32, uint16, uint32
 
 from checks.figures import curves, ladder, said
 from checks.kernels import with_constants
-from checks.pictures.fragments import formats, fragments, quarters
+from checks.pictures.fragments import (
+    formats,
+    fragments,
+    quarters,
+    rate_against_error,
+)
 from checks.rungs import counted, on_gpu, speed
 from checks.tensor_cores import check, hint, or_solution
+from checks.tile_units import Tiles, gigaflops, here
+from minidist.kernels.cpu.support.matrix_unit import matrix_unit
 from minidist.kernels.cuda.emulator import launch, profile
 from minidist.kernels.cuda.warp import ldmatrix_x4, mma_m16n8k16_f16
 from minidist.kernels.tpu import tensor_core as units
@@ -534,11 +542,172 @@ for gpu, about in {
 # (NVIDIA's white papers give the multiply-adds of a core in a cycle: 64 for a V100, 256 for an A100, and twice
 # that for an H100. The three sizes in the cell are one way to write that.)
 #
+# ## A tensor core you may own
+#
+# You need no GPU for such a unit. Intel's Xeons since 2023 have one beside each core: **AMX**, *advanced matrix
+# extensions*. Zen 4, Zen 5 and those Xeons also have a smaller relative, an instruction on vectors (VDPBF16PS) that
+# multiplies *pairs* of bfloat16. Which of them can your CPU execute? Flags do not always tell the truth, so minidist
+# tries each instruction once, in a process of its own (the first time this takes some seconds):
+
+# %%
+matrix_unit() or "neither"
+
+# %% [markdown]
+# In AMX a fragment is a **tile**: a register of 16 rows with 64 bytes each. That is 16 x 32 bfloat16, or 16 x 16
+# float32. A core has eight tiles. The program is the one that you know, with other names:
+#
+# | | a GPU's warp, rung 9 | a CPU's thread, AMX |
+# |---|---|---|
+# | a fragment is | some elements in each of 32 lanes | a tile |
+# | configure | no need: the sizes are in the name `m16n8k16` | `ldtilecfg`: the rows of each tile, and the bytes of a row |
+# | load | `ldmatrix`, from shared memory | `tileloadd`: an address, and the bytes from one row to the next |
+# | multiply | `mma.sync`: 16 x 16 by 16 x 8 | `tdpbf16ps`: 16 x 32 by 32 x 16 |
+# | store | each lane writes its own elements | `tilestored` |
+# | at the end | nothing | `tilerelease`: else Linux saves 8 kB more whenever it switches threads |
+#
+# **Why b comes in pairs.** The unit takes a word of 32 bits of a row of A: two neighbours, columns 2 p and 2 p + 1.
+# They have to meet rows 2 p and 2 p + 1 of B, which lie below each other. So a word of B's tile holds such a pair:
+# row p of the tile is B[2p, 0], B[2p + 1, 0], B[2p, 1], B[2p + 1, 1], and so on. (Exercise 6.2 had the same need. It
+# got its pairs by transposing b.)
+
+
+# %%
+def in_pairs(b):
+    """Rows 2 p and 2 p + 1 of b (k, n) become one row of pairs: (k / 2, 2 n)."""
+    k, n = b.shape
+    pairs = b.reshape(k // 2, 2, n).swapaxes(1, 2)  # (k / 2, n, 2)
+    return np.ascontiguousarray(pairs).reshape(k // 2, 2 * n)
+
+
+print(np.arange(12).reshape(4, 3))
+print(in_pairs(np.arange(12).reshape(4, 3)))
+
+# %% [markdown]
+# **Why two by two tiles.** A product keeps the unit busy for 16 cycles, but its sums can be added to again only
+# after 52. So at least four products, on different sums, have to be under way. A load takes 8 cycles. With one tile
+# of sums each product needs two loads; with two by two, four loads serve four products:
+#
+# | | tile 6: columns 0 to 15 of b | tile 7: columns 16 to 31 |
+# |---|---|---|
+# | **tile 4**: rows 0 to 15 of a | tile 0 | tile 1 |
+# | **tile 5**: rows 16 to 31 of a | tile 2 | tile 3 |
+#
+# `Tiles` is a model of the unit, in NumPy. It refuses what the CPU would refuse, and it counts. A method stands for
+# an instruction:
+#
+# - `unit.configure(rows)` sets up all eight tiles, with 64 bytes a row, full of zeros;
+# - `unit.zero(t)` fills tile t with zeros, for t from 0 to 3;
+# - `unit.load(t, x, i, j)` fills tile t, 4 to 7, from array `x`: its first element is `x[i, j]`;
+# - `unit.multiply(t)` adds to tile t, 0 to 3, the product of the two tiles beside its row and above its column in
+#   the table: `multiply(1)` adds tile 4 times tile 7;
+# - `unit.store(t, x, i, j)` writes tile t to array `x`, from `x[i, j]` on;
+# - `unit.release()` gives the tiles back.
+#
+# **Exercise 6.7: tile_matmul.** c = a b. `a` (m, k) and `b` (k, n) hold bfloat16, as their 16 bits (uint16), and `c`
+# (m, n) is float32, full of garbage. m, n and k are multiples of 32. `b` comes as it is: put it into pairs first,
+# with `in_pairs`. Leave the unit as you would on a CPU: with its tiles released.
+#
+# Par: 4 loads for each 32 x 32 x 32 multiply-adds, and 4 stores for each 32 x 32 elements of `c`.
+
+
+# %% tags=["exercise"]
+def tile_matmul(unit, a, b, c):
+    """c = a b by the unit's tiles, two by two; a and b are the bits of bfloat16."""
+    (m, k), n = a.shape, b.shape[1]
+    ...  # about 16 lines
+
+
+# %%
+check(tile_matmul)
+
+# %% [markdown]
+# Now run it on your CPU's own unit, if that is AMX, and on the model otherwise. The model's counts say how busy the
+# unit is. (With one tile of sums, which waits 52 cycles for each product, it would be 31%.)
+
+# %%
+tile_matmul = or_solution(tile_matmul)
+
+
+def bits_of(x):
+    """float32 x, rounded to bfloat16: the upper 16 bits of each."""
+    return (rounded(x, 8).view(np.uint32) >> 16).astype(np.uint16)
+
+
+a, b = (rng.random(shape, dtype=np.float32) for shape in ((32, 512), (512, 32)))
+c, counted_c = (np.full((32, 32), np.nan, np.float32) for _ in range(2))
+unit, model = here(), Tiles()
+tile_matmul(unit, bits_of(a), bits_of(b), c)
+tile_matmul(model, bits_of(a), bits_of(b), counted_c)
+print("by", unit.name + ":", np.allclose(c, rounded(a, 8) @ rounded(b, 8)))
+counts = model.counts
+print(f"{counts.loads} loads, {counts.products} products, {counts.cycles} cycles")
+print(
+    f"the unit multiplies in {16 * counts.products / counts.cycles:.0%} of these cycles"
+)
+
+# %% [markdown]
+# ## float32 from three bfloat16
+#
+# Rounding to 8 bits leaves an error. But that error is a number too, so round *it* to a bfloat16, and keep both. Two
+# parts hold about 16 bits of a float32, and three hold all 24. A product of sums is a sum of products. So with two
+# parts a b becomes a1 b1 + a1 b2 + a2 b1 (a2 b2 is too small to count): three products of bfloat16, **bf16x3**. With
+# three parts it takes six, **bf16x6** (Henry, Tang and Heinecke 2019).
+
+
+# %%
+def parts_of(x, count):
+    """Arrays of bfloat16 whose sum is x, or nearly: the largest first."""
+    parts = []
+    for _ in range(count):
+        parts.append(rounded(x, 8))
+        x = x - parts[-1]
+    return parts
+
+
+def by_parts(a, b, count):
+    """a b in float32, from products of parts; the smallest are added up first."""
+    a, b, total = parts_of(a, count), parts_of(b, count), np.float32(0)
+    for level in range(count - 1, -1, -1):
+        for first in range(level + 1):
+            total = total + a[first] @ b[level - first]
+    return total
+
+
+def rms(result, exact):
+    return np.sqrt(np.mean((result - exact) ** 2) / np.mean(exact**2))
+
+
+# %%
+a, b = (rng.standard_normal((256, 256), dtype=np.float32) for _ in range(2))
+exact = a.astype(np.float64) @ b
+errors = {"float32": rms(a @ b, exact)}
+for mode, count in (("bf16x6", 3), ("bf16x3", 2), ("bf16", 1)):
+    errors[mode] = rms(by_parts(a, b, count), exact)
+for mode, error in errors.items():
+    print(f"{mode:8} relative error {error:.1e}")
+
+# %% [markdown]
+# What do you pay for it? Rung 8 of the CPU's ladder does all three: `matmul(a, b, mode="bf16x3")`. The next cell
+# times it on one core, and rung 6, float32 in vectors, for comparison. (If your CPU has no products of bfloat16,
+# there is nothing to time, and the picture shows the errors alone.)
+
+# %%
+rates = gigaflops(1024)
+rate_against_error(rates, errors, matrix_unit())
+
+# %% [markdown]
+# From bf16 to bf16x3 and on to bf16x6, each step keeps about eight bits more, and takes three times, then twice as
+# many products. Whether bf16x3 beats float32 depends on the unit. VDPBF16PS does twice the work of a float32
+# multiply-add, and bf16x3 has three products: it cannot win. AMX does sixteen times that work in a cycle, and there
+# it does win. NVIDIA's libraries do the same on tensor cores.
+#
 # ## What breaks in practice, and how one sees it
 #
 # - **A wrong map.** Elements in wrong lanes give a result with the right shape and wrong numbers. Multiply by
 #   an identity matrix: each element that comes out in a wrong place shows which register is wrong. Random
 #   matrices show nothing.
+# - **b not in pairs.** On tiles the result has the right shape, and numbers of the right size, all of them wrong.
+#   No error tells you. Compare a small product of whole numbers, which is exact.
 # - **Not all lanes there.** mma and ldmatrix are instructions of the whole warp. In an `if` that only some
 #   lanes take, the result is undefined; the emulator names the lanes.
 # - **Infinities.** float16 ends at 65504. A single larger element turns all results that depend on it into

@@ -151,7 +151,7 @@ numerical_gradient(lambda: (numbers**2).sum(), numbers)
 #
 # **Backpropagation** finds all slopes in one walk back (Rumelhart, Hinton and Williams 1986). Each operation
 # gets `g`, the gradient of the loss with respect to its *result*: how much the loss changes with each element of
-# the result. It returns the gradient with respect to its *inputs*. (For short: the gradient *by* them.) No
+# the result. It returns the gradient with respect to its *inputs*. (For short: the gradient *of* them.) No
 # operation needs to know what comes after it: `g` contains all of that. The question is always the same: if this
 # input rises a little, how much does the result change, and how much does the loss change then?
 #
@@ -162,12 +162,12 @@ there_and_back()
 
 # %% [markdown]
 # **Exercise 7.2: relu_backward.** The forward pass was `np.maximum(x, 0)`. `g` has the same shape, and is the
-# gradient by its result. Return the gradient by `x`. Where `x` is exactly 0, let the slope be 0.
+# gradient of its result. Return the gradient of `x`. Where `x` is exactly 0, let the slope be 0.
 
 
 # %% tags=["exercise"]
 def relu_backward(x, g):
-    """Gradient by x of max(x, 0), from the gradient g by its result."""
+    """Gradient of x in max(x, 0), from the gradient g of its result."""
     ...  # 1 line
 
 
@@ -182,16 +182,16 @@ relu_backward(np.array([-2.0, -1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.3, 0.4]))
 # Now the linear layer. Element (i, j) of y is the sum over p of `x[i, p] * w[p, j]`, plus `b[j]`. How much does
 # the loss change with `w[p, j]`? *Every row* i uses that weight, and multiplies it by `x[i, p]`. So its
 # gradient is the sum over the rows i of `x[i, p] * g[i, j]`. Look at that sum again: it is an element of a
-# matrix product. Which one? The same steps lead to the gradient by x.
+# matrix product. Which one? The same steps lead to the gradient of x.
 #
 # | | shape |
 # |---|---|
-# | `x`, and the gradient by it | m x k |
-# | `w`, and the gradient by it | k x n |
+# | `x`, and the gradient of it | m x k |
+# | `w`, and the gradient of it | k x n |
 # | `y`, and `g` | m x n |
-# | `b`, and the gradient by it | n |
+# | `b`, and the gradient of it | n |
 #
-# **Exercise 7.3: linear_backward.** Return three gradients: by `x`, by `w` and by `b`. Use `matmul(a, b)` for
+# **Exercise 7.3: linear_backward.** Return three gradients: of `x`, of `w` and of `b`. Use `matmul(a, b)` for
 # both products; it also takes transposed views such as `w.T`. There may be 0 rows.
 #
 # Par: 2 products, each with as many FLOPs as the forward product.
@@ -199,7 +199,7 @@ relu_backward(np.array([-2.0, -1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.3, 0.4]))
 
 # %% tags=["exercise"]
 def linear_backward(x, w, g, matmul):
-    """Gradients by x, w and b of y = x w + b, from the gradient g by y."""
+    """Gradients of x, w and b in y = x w + b, from the gradient g of y."""
     ...  # about 4 lines
 
 
@@ -237,17 +237,17 @@ with np.errstate(all="ignore"):
 #
 # -log softmax(z)[t] = log(sum of exp(z - max z)) - (z[t] - max z)
 #
-# The gradient by the logits is simple and worth remembering: **the probabilities, minus 1 at the right digit**.
+# The gradient of the logits is simple and worth remembering: **the probabilities, minus 1 at the right digit**.
 # For the mean over m rows, divide all of it by m.
 #
 # **Exercise 7.4: softmax_cross_entropy.** `logits` is m x c, `targets` has the right class of each row. Return
-# the mean loss over the rows, one number, and its gradient by the logits, in their dtype. Both have to be
+# the mean loss over the rows, one number, and its gradient of the logits, in their dtype. Both have to be
 # finite for any finite logits. (`logits[np.arange(m), targets]` picks one element of each row.)
 
 
 # %% tags=["exercise"]
 def softmax_cross_entropy(logits, targets):
-    """The mean loss over the rows, and its gradient by the logits."""
+    """The mean loss over the rows, and its gradient of the logits."""
     rows = np.arange(len(logits))
     ...  # about 7 lines
 
@@ -390,7 +390,7 @@ digit_pictures(
 # **6 x parameters x rows** in all. This rule works even for the largest models. Llama 3 405B has 405e9
 # parameters, and learned from 15.6e12 tokens, which are its rows: 6 x 405e9 x 15.6e12 = 3.8e25 FLOPs. Its
 # authors give the same number (Grattafiori and others 2024). (Biases cost next to nothing. In the first layer
-# your `linear_backward` also computes the gradient by the pixels, which nothing uses. Libraries leave it out.)
+# your `linear_backward` also computes the gradient of the pixels, which nothing uses. Libraries leave it out.)
 
 # %%
 parameters = sum(each.size for each in network)

@@ -30,6 +30,7 @@ from torch.nn import functional
 import minidist as md
 from checks.buckets_and_overlap import check, hint, or_solution
 from checks.figures import ladder
+from checks.pictures.buckets import buckets_animation
 from checks.pictures.scaling import scaling_picture
 from checks.pictures.steps_in_time import steps_in_time
 from checks.slow_layer import SlowLayer
@@ -90,6 +91,12 @@ def two_together():
 
 
 cluster.run(two_together)[0]
+
+# %% [markdown]
+# Which tensors share a message? Walk the list, and put as many neighbours together as fit:
+
+# %%
+buckets_animation()
 
 # %% [markdown]
 # **Exercise 10.1: all_reduce_in_buckets.** Sum each of `tensors` over all ranks, in place. Walk the list; add a

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 import minidist as md
 from checks.figures import curves, ladder, said
+from checks.pictures.shared_heads import shared_heads, shared_vocabulary
 from checks.pictures.shared_layers import shared_mlp, stream
 from checks.tensor_parallel import check, hint, or_solution
 from minidist import comm
@@ -197,7 +198,11 @@ for forgotten in (False, True):
 #
 # The heads do not depend on each other until that last matrix. So cut query, key and value by columns, *between
 # heads*, and cut the output matrix by rows. It is the MLP's pattern again.
-#
+
+# %%
+shared_heads()
+
+# %% [markdown]
 # **Exercise 13.3: shared_attention.** `x` (tokens, D) is the same on all ranks; `query`, `key` and `value` are
 # this rank's columns, (D, D / n): whole heads of `head_size` columns each. `output` has this rank's rows, (D /
 # n, D). Return the layer's y, (tokens, D), on all ranks. Backward has to be right as well.
@@ -255,10 +260,16 @@ print("two all-reduces:", 2 * 2 * 3 * tokens.nbytes // 4)
 #
 # The gradient of the logits is softmax(z), minus 1 at the target, divided by the number of rows. Each rank can
 # compute its own part without another message.
-#
+
+# %%
+shared_vocabulary()
+
+# %% [markdown]
 # **Exercise 13.4: vocabulary_loss.** `logits` (rows, V / n) are this rank's columns; those of rank r begin at
-# column r V / n. `targets` (rows,) are the right tokens, 0 to V - 1, the same on all ranks. Return the mean
-# loss, the same on all ranks, and its gradient with respect to this rank's logits.
+# column r V / n. `targets` (rows,) are the right tokens, 0 to V - 1, as int64, the same on all ranks. Return the
+# mean loss, the same on all ranks, and its gradient with respect to this rank's logits. Both have the dtype of
+# the logits, float32 or float64 (the check's are float64, to compare ten digits). Leave `logits` and `targets`
+# as they are.
 #
 # Par: all-reduces of three numbers a row.
 
@@ -625,7 +636,7 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor/column_parallel.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/column_parallel.py); parallel/tensor/row_parallel.py: [`RowParallelLinear.forward`](../minidist/parallel/tensor/row_parallel.py) |
+# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor/linear_layers.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/linear_layers.py), [`RowParallelLinear.forward`](../minidist/parallel/tensor/linear_layers.py) |
 # | `enter` (f), `leave` (g) | plain/tensor_parallel.py: [`Enter`](../minidist/plain/tensor_parallel.py), [`Leave`](../minidist/plain/tensor_parallel.py) | parallel/tensor/operators.py: [`copy_to_ranks`](../minidist/parallel/tensor/operators.py), [`reduce_from_ranks`](../minidist/parallel/tensor/operators.py) |
 # | `gather_tokens` | plain/sequence_parallel.py: [`Gather`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`gather_sequence`](../minidist/parallel/tensor/operators.py) |
 # | `scatter_tokens` | plain/sequence_parallel.py: [`Scatter`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`scatter_sequence`](../minidist/parallel/tensor/operators.py) |

@@ -63,49 +63,11 @@ if TYPE_CHECKING:
     from minidist.parallel.sharding.data_parallel import DataParallel as DataParallel
     from minidist.parallel.sharding.fully_shard import FullyShard as FullyShard
     from minidist.parallel.sharding.zero import ZeroOptimizer as ZeroOptimizer
-    from minidist.parallel.tensor.column_parallel import ColumnParallelLinear as ColumnParallelLinear
-    from minidist.parallel.tensor.row_parallel import RowParallelLinear as RowParallelLinear
+    from minidist.parallel.tensor.linear_layers import ColumnParallelLinear as ColumnParallelLinear
+    from minidist.parallel.tensor.linear_layers import RowParallelLinear as RowParallelLinear
     from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
     from minidist.parallel.tensor.vocabulary import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.comm": (),
-        "minidist.kernels": (),
-        "minidist.checkpoint": (
-            "CheckpointError",
-            "DamagedCheckpoint",
-            "export",
-            "load",
-            "load_pretrained",
-            "save",
-        ),
-        "minidist.comm.launching.cluster": ("Cluster",),
-        "minidist.comm.errors": ("CollectiveError", "OutOfSync", "RankDied", "RankError", "RankTimeout"),
-        "minidist.comm.launching.launch": ("launch",),
-        "minidist.comm.world": ("init", "local_rank", "rank", "shutdown", "size"),
-        "minidist.model.loss": ("cross_entropy",),
-        "minidist.parallel.tensor.column_parallel": ("ColumnParallelLinear",),
-        "minidist.parallel.debugging.compare": ("compare",),
-        "minidist.parallel.compression.compressor": ("Cast",),
-        "minidist.parallel.sharding.data_parallel": ("DataParallel",),
-        "minidist.parallel.engine.ema": ("EMA",),
-        "minidist.parallel.engine.training_step": ("Engine",),
-        "minidist.parallel.sharding.fully_shard": ("FullyShard",),
-        "minidist.parallel.debugging.in_sync": ("assert_in_sync",),
-        "minidist.parallel.pipeline.layer_by_layer": ("LayerByLayer",),
-        "minidist.parallel.contract.layout": ("Layout",),
-        "minidist.parallel.averaging.local_sgd": ("LocalSGD",),
-        "minidist.parallel.averaging.parameter_server": ("ParameterServer",),
-        "minidist.parallel.pipeline.execution": ("Pipeline",),
-        "minidist.parallel.compression.power_sgd": ("PowerSGD",),
-        "minidist.parallel.engine.prepare": ("prepare",),
-        "minidist.parallel.tensor.row_parallel": ("RowParallelLinear",),
-        "minidist.parallel.compression.top_k": ("TopK",),
-        "minidist.parallel.tensor.vocabulary": ("VocabParallelEmbedding", "vocab_parallel_cross_entropy"),
-        "minidist.parallel.sharding.zero": ("ZeroOptimizer",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,33 +1,34 @@
 """Import a package's public names when they are first used.
 
 `import minidist` and `minidist --help` take milliseconds, because only the first name that needs torch
-imports it. Type checkers and editors read the imports under `TYPE_CHECKING` next to each call of `lazy`.
+imports it. A package lists its names once, as imports under `TYPE_CHECKING`: type checkers and editors read
+them there, and so does `lazy`, in the package's source.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 
-def lazy(
-    package: str, homes: dict[str, tuple[str, ...]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for a package whose names are defined in other modules.
-
-    homes: maps each module to the public names that it defines; to none if the module itself is the name.
-    """
-    modules = {name: module for module, names in homes.items() for name in names}
-    modules |= {module.rpartition(".")[2]: module for module, names in homes.items() if not names}
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for a package, from the imports in its source."""
+    loader: Any = sys.modules[package].__loader__
+    statements = ast.parse(loader.get_source(package)).body
+    blocks = [node.body for node in statements if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    homes = {each.name: str(node.module) for node in imports for each in node.names}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(modules[name])
-        value = getattr(module, name) if homes[modules[name]] else module
+        if homes[name] == package:  # a module of its own
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted(modules), sorted(modules)
+    return get, lambda: sorted(homes), sorted(homes)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -20,6 +25,9 @@ from minidist.comm.launching.supervisor import PRELOAD
 from minidist.parallel.training import bf16_on_cpu
 from tests.helpers import lost_tests
 from tests.helpers.clocks import HANG
+from tests.helpers.made_once import made_once
+
+ROOT = Path(__file__).parent.parent
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -130,3 +138,31 @@ def start_supervisor(items: list[pytest.Function]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(lost_tests)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """An installed Chromium, without a window."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a site; the build fails at a warning."""
+    pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "site", build)

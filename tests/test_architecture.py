@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -28,6 +29,17 @@ def test_the_map_follows_every_strategy() -> None:
 def test_what_the_map_names_is_there(path: str) -> None:
     assert (ROOT / path).is_file()
     assert {name for name, file in NAMED if file == path} <= names_in(ROOT / path)
+
+
+@pytest.mark.parametrize(
+    "package", ["minidist", "minidist.cli", "minidist.comm", "minidist.comm.algorithms", "minidist.model"]
+)
+def test_every_public_name_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert dir(module) == module.__all__
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = module.nothing
 
 
 def test_every_package_names_its_files() -> None:

@@ -102,4 +102,4 @@ def test_both_commands_are_there() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(PAGES[0].read_text().splitlines()) <= 200
+    assert len(PAGES[0].read_text().splitlines()) <= 120

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
@@ -13,25 +11,10 @@ from urllib.parse import unquote
 import pytest
 
 from minidist.benchmarks.harness import machine, results
-from tests.helpers.clocks import HANG
-from tests.helpers.made_once import made_once
 
 ROOT = Path(__file__).parent.parent
 PICTURES = sorted(each.name for each in (ROOT / "docs" / "pictures").glob("*.svg"))
 pytestmark = pytest.mark.deep
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a site; the build fails at a warning."""
-    pytest.importorskip("mkdocs", reason="the site needs pip install 'minidist[site]'")
-
-    def build(folder: Path) -> None:
-        command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-        assert done.returncode == 0, done.stderr
-
-    return made_once(tmp_path_factory, "site", build)
 
 
 def test_no_page_loads_anything_from_the_network(site: Path) -> None:

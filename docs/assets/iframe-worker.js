@@ -1,8 +1,11 @@
-// Browsers start no Worker from a page that is a file. There an iframe runs the worker's script: the search's.
+// Browsers start no Worker from a page that is a file. There an iframe runs the worker's script: the search's. A
+// data: address is no file, and gets a worker: the playground's.
 if (location.protocol === "file:") {
+  const { Worker } = window;
   window.Worker = class extends EventTarget {
-    constructor(url) {
+    constructor(url, options) {
       super();
+      if (String(url).startsWith("data:")) return new Worker(url, options);
       const frame = document.createElement("iframe");
       frame.hidden = true;
       document.documentElement.append(frame);

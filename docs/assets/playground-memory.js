@@ -7,17 +7,16 @@
   const fields = form.elements;
   const powers = ["dp", "tp", "pp"]; // whose sliders count doublings
   const number = (name) => (powers.includes(name) ? 2 ** fields[name].value : Number(fields[name].value));
-  let python;
+  let choices;
   try {
-    python = (await playgroundPython)("playground_memory");
+    choices = await askPython("playground_memory", "choices");
   } catch {
     return; // the other part says that Python does not start
   }
-  const choices = JSON.parse(python.choices());
-  const answer = (request) => JSON.parse(python.answer(JSON.stringify(request)));
+  const answer = (request) => askPython("playground_memory", "answer", request);
 
   /** Ask about the form's layout, and show the answer. */
-  function update() {
+  const update = latest(async () => {
     const pipeline = number("pp") > 1;
     const schedule = pipeline ? fields.schedule.value : "1f1b";
     const layout = { schedule, chunks: choices.schedules[schedule][1] };
@@ -26,17 +25,18 @@
     for (const name of [...powers, "zero", "micro_batches"]) layout[name] = number(name);
     const asked = { model: fields.model.value, memory: fields.memory.value, layout };
     for (const name of ["rows", "tokens"]) asked[name] = number(name);
-    const found = answer(asked);
+    const found = await answer(asked);
     fields.schedule.disabled = !pipeline;
     for (const slider of form.querySelectorAll("input[type=range]")) {
       slider.parentElement.querySelector("output").textContent = number(slider.name);
+      slider.setAttribute("aria-valuetext", number(slider.name));
     }
     const wrong = "error" in found || found.stages[layout.zero].peak[0] > found.budget;
     part("verdict").classList.toggle("wrong", wrong);
     part("verdict").textContent = found.error ?? summary(found, layout, asked);
     for (const name of ["bars", "legend", "results"]) part(name).hidden = "error" in found;
     if (!found.error) show(found, layout.zero);
-  }
+  });
 
   function summary(found, layout, asked) {
     const [peak, text] = found.stages[layout.zero].peak;
@@ -90,6 +90,11 @@
   fields.recompute.value = "every layer";
   fields.precision.value = "bf16";
   fields.schedule.value = "1f1b";
+  for (const [name, value] of Object.entries(sharedState("layout") ?? {})) fields[name].value = value;
+  fields.share.addEventListener("click", () => {
+    const state = Object.fromEntries([...new FormData(form)]);
+    shareLink("layout", { ...state, schedule: fields.schedule.value }, part("shared"));
+  });
   form.addEventListener("input", ({ target }) => {
     if (target.name === "model") {
       const context = choices.models[target.value][1];
@@ -100,6 +105,6 @@
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   form.hidden = false;
-  update();
+  await update();
   window.playgroundMemory = answer; // for the console, and for tests
 })();

@@ -4,57 +4,50 @@
 const form = document.getElementById("playground-form");
 const part = (name) => form.querySelector(`.${name}`);
 const verdict = part("verdict");
-const rowHeight = 30;
-let python, choices, shown;
+const fields = form.elements;
+const sliders = ["ranks", "micro_batches", "chunks", "forward", "backward_input", "backward_weight", "message"];
+let choices, shown;
+let rewrite = false; // whether to write the text anew, with or without its messages
 
-/** What docs/playground.py answers, as an object. */
-function answer(request) {
-  return JSON.parse(python.answer(JSON.stringify(request)));
-}
+const answer = (request) => askPython("playground", "answer", request);
 
 /** Ask about the form's schedule, and show the answer. Without a name the schedule is what the text says. */
-function update(rewrite = false) {
-  const number = (name) => Number(form.elements[name].value);
-  const own = !form.elements.schedule.value;
+const update = latest(async () => {
+  const number = (name) => Number(fields[name].value);
+  const own = !fields.schedule.value;
   const times = {};
-  for (const name of ["forward", "backward_input", "backward_weight", "message"]) times[name] = number(name);
-  const found = answer({
-    schedule: form.elements.schedule.value,
+  for (const name of sliders.slice(3)) times[name] = number(name);
+  const asked = {
+    schedule: fields.schedule.value,
     ranks: number("ranks"),
     micro_batches: number("micro_batches"),
     chunks: number("chunks"),
     times,
-    text: form.elements.text.value,
-    messages: form.elements.messages.checked,
+    text: fields.text.value,
+    messages: fields.messages.checked,
     rewrite,
-  });
-  for (const name of ["ranks", "micro_batches", "chunks"]) form.elements[name].disabled = own;
+  };
+  rewrite = false;
+  const found = await answer(asked);
+  for (const name of ["ranks", "micro_batches", "chunks"]) fields[name].disabled = own;
   if (own && found.sizes) {
     ["ranks", "micro_batches", "chunks"].forEach((name, i) => {
-      const slider = form.elements[name];
-      slider.max = Math.max(slider.max, found.sizes[i]);
-      slider.value = found.sizes[i];
+      fields[name].max = Math.max(fields[name].max, found.sizes[i]);
+      fields[name].value = found.sizes[i];
     });
   }
-  for (const slider of form.querySelectorAll("label input[type=range]")) {
-    const output = slider.parentElement.querySelector("output");
-    if (output) output.textContent = slider.value;
-  }
-  const text = form.elements.text;
-  if (text.value !== found.text) text.value = found.text; // else the cursor would jump
-  text.rows = 1 + found.text.split("\n").length;
+  for (const name of sliders) fields[name].parentElement.querySelector("output").textContent = fields[name].value;
+  // Else the cursor would jump, or what was typed meanwhile would go.
+  if (fields.text.value !== found.text && fields.text.value === asked.text) fields.text.value = found.text;
+  fields.text.rows = 1 + found.text.split("\n").length;
   shown = found;
   verdict.classList.toggle("wrong", "error" in found);
   verdict.textContent = found.error ?? summary(found);
-  for (const name of ["chart", "pointed", "legend", "results"]) part(name).hidden = "error" in found;
-  if (!found.error) {
-    draw();
-    tabulate(found);
-  }
-}
-
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
-const seconds = (time) => `${Number(time.toFixed(3))} s`;
+  for (const name of ["chart", "pointed", "legend"]) part(name).hidden = !found.timeline;
+  part("results").hidden = "error" in found;
+  if (found.timeline) draw();
+  if (!found.error) tabulate(found);
+});
 
 function summary(found) {
   const peak = Math.max(...found.peak_activations);
@@ -65,77 +58,8 @@ function summary(found) {
   );
 }
 
-/** The colour of a pass: the first of several chunks is pale, the last is strong. */
-function color(short, chunk, chunks) {
-  const strength = chunks === 1 ? 1 : 0.45 + (0.55 * chunk) / (chunks - 1);
-  const own = choices.passes.find((each) => each[0] === short)[2];
-  return `color-mix(in srgb, ${own} ${100 * strength}%, white)`;
-}
-
-/** A rank's row of the chart, as text. The passes of one colour are one path: a browser lays out thousands slowly. */
-function row(events, rank, scale, total, chunks) {
-  const y = rank * rowHeight + 1;
-  const tall = rowHeight - 2;
-  const paths = {};
-  let micros = "";
-  for (const [short, micro, chunk, from, to] of events) {
-    const x = from * scale;
-    const wide = (to - from) * scale;
-    paths[[short, chunk]] = `${paths[[short, chunk]] ?? ""}M${x} ${y}h${wide}v${tall}h${-wide}z`;
-    if (wide >= 1 + 5.6 * String(micro).length) {
-      micros += `<text x="${x + wide / 2}" y="${y + rowHeight / 2 + 3}" class="micro">${micro}</text>`;
-    }
-  }
-  const passes = Object.entries(paths).map(([key, path]) => {
-    const [short, chunk] = key.split(",");
-    return `<path class="pass" fill="${color(short, chunk, chunks)}" d="${path}"/>`;
-  });
-  const behind = `<rect class="row" x="0" y="${y}" width="${total * scale}" height="${tall}"/>`;
-  return behind + passes.join("") + micros;
-}
-
-/** Say which pass is at this place of the chart. */
-function point({ clientX, clientY }) {
-  const { left, top } = part("scroll").firstChild.getBoundingClientRect();
-  const rank = Math.floor((clientY - top) / rowHeight);
-  const time = (clientX - left) / shown.scale;
-  const found = shown.timeline[rank]?.find(([, , , from, to]) => from <= time && time < to);
-  if (!found) return;
-  const [short, micro, chunk, from, to] = found;
-  const which = `${short}${micro}${chunk ? `.${chunk}` : ""}`;
-  part("pointed").textContent = `${which} on rank ${rank}, ${seconds(from)} to ${seconds(to)}`;
-}
-
-/** The Gantt chart: a row for each rank, a box for each pass, an axis of seconds. */
 function draw() {
-  const { timeline, sizes, seconds: total } = shown;
-  const [ranks, , chunks] = sizes;
-  const scroll = part("scroll");
-  const width = Math.max(60, scroll.clientWidth - 2) * Number(form.elements.zoom.value);
-  const height = ranks * rowHeight;
-  const scale = (width - 12) / (total || 1);
-  shown.scale = scale;
-  const made = timeline.map((events, rank) => row(events, rank, scale, total, chunks));
-  const step = [1, 2, 5].flatMap((n) => [0.1, 1, 10, 100].map((ten) => n * ten)).sort((a, b) => a - b);
-  const apart = step.find((each) => each * scale >= 45) ?? 1000;
-  for (let time = 0; time <= total + 1e-9; time += apart) {
-    const x = time * scale;
-    made.push(
-      `<line x1="${x}" x2="${x}" y1="${height}" y2="${height + 5}"/>` +
-        `<text x="${x}" y="${height + 18}" text-anchor="${time ? "middle" : "start"}">${Number(time.toFixed(3))}</text>`,
-    );
-  }
-  const size = `width: ${width}px; height: ${height + 22}px`;
-  scroll.innerHTML = `<svg role="img" aria-label="${summary(shown)}" style="${size}">${made.join("")}</svg>`;
-  part("ranks").replaceChildren(...timeline.map((_, rank) => labelled(`rank ${rank}`)));
-  const drawn = new Set(timeline.flat().map((event) => event[0]));
-  part("legend").replaceChildren(
-    ...choices.passes.filter(([short]) => drawn.has(short)).map(([short, label]) => {
-      const key = labelled(`${short}: ${label}`);
-      key.style.setProperty("--key", color(short, chunks - 1, chunks));
-      return key;
-    }),
-  );
+  drawChart(form, shown, { passes: choices.passes, label: verdict.textContent, zoom: Number(fields.zoom.value) });
 }
 
 /** A table: how long each rank waits, and how much it holds. */
@@ -144,48 +68,63 @@ function tabulate(found) {
   part("results").replaceChildren(tableOf(["Rank", "Waits", "Holds at most"], rows));
 }
 
+/** All that the form's answer depends on, for a link. */
+function state() {
+  const found = { schedule: fields.schedule.value, messages: fields.messages.checked };
+  for (const name of sliders) found[name] = fields[name].value;
+  if (!found.schedule) found.text = fields.text.value;
+  return found;
+}
+
+function restore(found) {
+  for (const [name, value] of Object.entries(found)) {
+    if (name === "messages") fields.messages.checked = value;
+    else if (fields[name]) fields[name].value = value;
+  }
+}
+
 /** Update at every event of the form. An edit of the text makes the schedule one's own. */
 function listen() {
   form.addEventListener("input", ({ target }) => {
     if (target.name === "zoom") {
-      if (!shown.error) draw();
+      if (shown.timeline) draw();
       return;
     }
-    if (target.name === "text") form.elements.schedule.value = "";
+    if (target.name === "text") fields.schedule.value = "";
     if (target.name === "schedule" && target.value) {
-      form.elements.chunks.value = choices.schedules[target.value][1];
+      fields.chunks.value = choices.schedules[target.value][1];
     }
-    update(target.name === "messages");
+    rewrite ||= target.name === "messages";
+    update();
   });
   form.addEventListener("submit", (event) => event.preventDefault());
-  for (const type of ["pointermove", "click"]) part("scroll").addEventListener(type, point);
+  fields.share.addEventListener("click", () => shareLink("schedule", state(), part("shared")));
   for (const button of document.querySelectorAll("button[data-schedule]")) {
     button.addEventListener("click", () => {
-      form.elements.schedule.value = "";
-      form.elements.text.value = button.dataset.schedule;
+      fields.schedule.value = "";
+      fields.text.value = button.dataset.schedule;
       update();
       form.scrollIntoView({ block: "start" });
     });
   }
-  window.addEventListener("resize", () => shown.error || draw());
+  window.addEventListener("resize", () => shown?.timeline && draw());
 }
 
 (async () => {
   const waiting = document.getElementById("playground-status");
   try {
-    python = (await playgroundPython)("playground");
+    choices = await askPython("playground", "choices");
   } catch (error) {
     waiting.textContent = `Python does not start in this browser: ${error}`;
     return;
   }
-  choices = JSON.parse(python.choices());
-  const select = form.elements.schedule;
-  for (const [name, [title]] of Object.entries(choices.schedules)) select.append(new Option(title, name));
-  select.append(new Option("your own", ""));
-  select.value = "1f1b";
+  for (const [name, [title]] of Object.entries(choices.schedules)) fields.schedule.append(new Option(title, name));
+  fields.schedule.append(new Option("your own", ""));
+  fields.schedule.value = "1f1b";
+  restore(sharedState("schedule") ?? {});
   waiting.remove();
   form.hidden = false;
   listen();
-  update();
+  await update();
   window.playgroundAnswer = answer; // for the console, and for tests
 })();

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checks.contributions import whose_parts
 from checks.ranks import Run, says
 from checks.verdicts import Tally, WrongAnswer, compare, wrong
 
@@ -55,9 +56,10 @@ def whole(draw: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(draw.integers(1, 100, shape).astype(np.float32)) if shape else torch.tensor(7.0)
 
 
-def _same_sum(got: Tensor, right: Any, what: str, moved: bool) -> None:
+def _same_sum(got: Tensor, right: Any, own: Tensor, what: str, moved: bool, ranks: int) -> None:
+    is_tidy = ranks > 1 and bool((right == (10**ranks - 1) // 9).all() and (got != own).any())
     try:
-        compare(got, right, what)
+        compare(got, right, what, before=own, story=whose_parts(ranks) if is_tidy else None)
     except WrongAnswer as error:
         story = ""
         if moved:
@@ -80,7 +82,8 @@ def check_buckets(run: Run, tally: Tally) -> None:
     for rank, (got, moved) in enumerate(run.results):
         for place, tensor in enumerate(got):
             right = sum(run.case.args[each][0][place] for each in range(ranks))
-            _same_sum(tensor, right, f"On {says(run.case)}: rank {rank}'s tensor {place}", moved[place])
+            own, what = run.case.args[rank][0][place], f"On {says(run.case)}: rank {rank}'s tensor {place}"
+            _same_sum(tensor, right, own, what, moved[place], ranks)
         sent = [int(np.prod(call.shape)) for call in run.calls[rank]]
         for elements in sent:
             if elements > limit and elements not in lengths:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from checks.bucket_messages import bucket_cases, check_buckets, whole
+from checks.contributions import tens
 from checks.data_parallel import (
     RANKS,
     Rows,
@@ -21,7 +22,11 @@ from checks.data_parallel import (
     gradients,
     lengths_of,
     network,
+    of_means,
     right_gradients,
+    tidy_case,
+    tidy_gradients,
+    tidy_row,
 )
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
@@ -72,6 +77,11 @@ def all_reduce_in_buckets(answer: Answer, draw: np.random.Generator) -> Right:
             f"{ranks} rank{'s' * (ranks > 1)}, tensors of shapes (3, 2), (2,), limit 8, the first transposed"
         )
         cases.append(Case(across, text))
+        if ranks > 1:
+            full = [[torch.full(shape, 10.0**rank) for shape in ((2, 3), (2,))] for rank in range(ranks)]
+            tidy = [(tensors, 8) for tensors in full]
+            text = f"{plural(ranks, 'rank')}, tensors of shapes (2, 3), (2,), full of {tens(ranks)}, limit 8"
+            cases.insert(0, Case(tidy, text))
         for run in driven(answer, _in_buckets, cases, only=("all_reduce",)):
             check_buckets(run, tally)
             tried += 1
@@ -126,6 +136,8 @@ def reduce_in_backward(answer: Answer, draw: np.random.Generator) -> Right:
             args = [(sizes, [draw_rows(draw, sizes, 3) for _ in range(case + 1)]) for _ in range(ranks)]
             text = f"{ranks} rank{'s' * (ranks > 1)} with layers of sizes {sizes}"
             cases.append(Case(args, text))
+        if ranks > 1:
+            cases.insert(0, tidy_case(ranks, tidy_gradients(ranks), lambda rows: ([rows],)))
         for run in driven(answer, _hooked, cases):
             _check_hooks(run, tally)
             tried += 1
@@ -212,15 +224,27 @@ def accumulate_gradients(answer: Answer, draw: np.random.Generator) -> Right:
         # Each part is a run of its own: what goes wrong in the first is told first.
         for part in ([some, equal], [others], [without] if ranks > 1 else []):
             cases = [_micro_batch_case(draw, rows, small=rows is some) for rows in part]
+            if ranks > 1 and some in part:
+                cases.insert(0, tidy_case(ranks, tidy_row(ranks), lambda rows: ([rows],)))
             for run in driven(answer, _of_micro_batches, cases) if cases else ():
                 rows = [pair for args in run.case.args for pair in args[1]]
-                right = right_gradients(run.case.args[0][0], rows)
+                sizes = run.case.args[0][0]
+                right, suspects = right_gradients(sizes, rows), of_means(sizes, rows, "micro-batches")
+                suspects |= _of_last(sizes, run)
                 for rank, (got, held) in enumerate(run.results):
-                    compare_gradients(run, got, right, rank)
+                    compare_gradients(run, got, right, rank, suspects=suspects)
                     _one_at_a_time(run, rank, held)
                     count(tally, run, rank, [1, *lengths_of(right)])
                 tried += 1
     return Right(tried, tally.scores)
+
+
+def _of_last(sizes: Sequence[int], run: Run) -> dict[str, Sequence[Any]]:
+    """A suspect: the gradient that is left where each micro-batch's takes the place of the one before."""
+    last = [args[1][-1] for args in run.case.args if args[1]]
+    part = sum(len(x) for x, _ in last) / sum(len(x) for args in run.case.args for x, _ in args[1])
+    says = "That is the gradient of each rank's last micro-batch alone: backward adds to .grad, so keep it."
+    return {says: [part * each for each in right_gradients(sizes, last)]} if part < 1 else {}
 
 
 def _drawn_rows(draw: np.random.Generator, micro_batches: int) -> list[int]:

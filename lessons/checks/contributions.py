@@ -1,20 +1,20 @@
 """Tensors whose digits say which rank contributed, so that a message can name the rank that is missing.
 
 Rank 0 has ones, rank 1 tens, rank 2 hundreds, rank 3 thousands: in 1101 rank 1's part is missing, and in 1121
-it is there twice. A check of lesson 8 tries them first, and random tensors after that.
+it is there twice. The checks of lessons 8, 9, 10 and 13 try them first, and random tensors after that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from checks.arithmetic import Story
 from checks.ranks import Case, Run
-from checks.verdicts import WrongAnswer, compare, wrong
-from checks.words import as_array, plural
+from checks.words import plural
 
 TYPICAL = "4 ranks with 8 numbers each (all 1 on rank 0, 10 on rank 1, 100 on rank 2, 1000 on rank 3)"
 BY_PART = "4 ranks (rank 0 has 1 1 2 2 3 3 4 4, ranks 1, 2 and 3 have 10, 100 and 1000 times that)"
@@ -51,37 +51,39 @@ def bounds_of(size: int, ranks: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def told(got: Any, right: torch.Tensor, what: str, story: Callable[[int, int], str]) -> None:
-    """`compare`; of the first wrong element the story says, from its place and value, where it comes from."""
-    try:
-        compare(got, right, what)
-    except WrongAnswer as error:
-        text = ""
-        if isinstance(got, torch.Tensor) and got.shape == right.shape:
-            at = int(np.argmax(as_array(got) != as_array(right)))
-            if float(got[at]).is_integer() and 0 <= got[at] < 10**4:
-                text = story(at, int(got[at]))
-        wrong(*([str(error), f"  {text}"] if text else [str(error)]))
+def of_whole(story: Callable[[int, int], str]) -> Story:
+    """For `compare`: what the story says of the first wrong element's place and value, a whole number."""
+
+    def told(got: np.ndarray, first: tuple[int, ...]) -> str:
+        value = float(got[first])
+        whole = abs(value - round(value)) < 1e-9 * max(1, abs(value)) and 0 <= round(value) < 10**4
+        return story(first[0] if first else 0, round(value)) if whole else ""
+
+    return told
 
 
-def whose(value: int) -> str:
-    """In the typical case of 8.1 and 8.3, return the rank that has this number."""
-    return f"{value} is rank {len(str(value)) - 1}'s number." if value in (1, 10, 100, 1000) else ""
+def whose_parts(ranks: int) -> Story:
+    """For `compare`, where the right value is a sum of 1 on rank 0, 10 on rank 1, 100 on rank 2 ..."""
+    return of_whole(lambda _, value: _parts_in(value, ranks))
 
 
 def _contributions(part: int, value: int) -> str:
     """In the typical case, return the ranks that a sum lacks or counts twice."""
-    digits = [value // 10**rank % 10 for rank in range(4)]
-    if len(set(digits)) == 1 and 0 < digits[0] <= 4:
-        return f"{value} is the sum of part {digits[0] - 1}, and this is part {part}."
-    times = [digit / (part + 1) for digit in digits]
-    if not set(times) <= {0, 1, 2}:
+    digits = {value // 10**rank % 10 for rank in range(4)}
+    if len(digits) == 1 and 0 < min(digits) <= 4:
+        return f"{value} is the sum of part {min(digits) - 1}, and this is part {part}."
+    return _parts_in(value, 4, part + 1)
+
+
+def _parts_in(value: int, ranks: int, each: int = 1) -> str:
+    """Whose part is missing in a sum, and whose is in it several times; each rank's digit is to be `each`."""
+    digits = [value // 10**rank % 10 for rank in range(ranks)]
+    if value >= 10**ranks or any(digit % each for digit in digits) or len({*digits}) == 1:
         return ""
     found = []
-    for count, how in ((0, "missing"), (2, "in it twice")):
-        ranks = [rank for rank in range(4) if times[rank] == count]
-        if ranks:
-            found.append(f"{_parts_of(ranks)} {how}")
+    for count in sorted({digit // each for digit in digits} - {1}):
+        how = {0: "missing", 2: "in it twice"}.get(count, f"in it {count} times")
+        found.append(f"{_parts_of([r for r in range(ranks) if digits[r] == count * each])} {how}")
     return f"In {value} {', and '.join(found)}."
 
 
@@ -96,8 +98,39 @@ def is_typical(run: Run) -> bool:
     return run.case.says in (BY_PART, TYPICAL)
 
 
+class Tidy(nn.Module):
+    """Two parameters, each of whose gradients is half of the mean of the inputs, with targets of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Scores of two classes, both 0 at first, so that each is as likely as the other."""
+        second = inputs[:, 0] * (self.weight.sum() + self.bias.sum())
+        return torch.stack([torch.zeros_like(second), second], dim=1)
+
+
+def tidy_rows(rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row for `Tidy`: its part of the ranks' mean gradient is 1 on rank 0, 10 on rank 1 ..."""
+    x = torch.full((1, 1), 2.0 * ranks * 10**rank, dtype=torch.float64)
+    return x, torch.zeros(1, dtype=torch.long)
+
+
+def tens(ranks: int, each: int = 1) -> str:
+    """Of two ranks "1 on rank 0, 10 on rank 1"."""
+    return ", ".join(f"{each * 10**rank} on rank {rank}" for rank in range(ranks))
+
+
+def story_of_one(run: Run) -> Callable[[int, int], str]:
+    """For `of_whole`, in the typical case of 8.1 and 8.3: the rank that has this number."""
+    known = (1, 10, 100, 1000) if is_typical(run) else ()
+    return lambda _, value: f"{value} is rank {known.index(value)}'s number." if value in known else ""
+
+
 def story_of_part(run: Run, part: int) -> Callable[[int, int], str]:
-    """For `told`: where a wrong element of this part of the sum comes from."""
+    """For `of_whole`: where a wrong element of this part of the sum comes from."""
     return lambda _, value: _contributions(part, value) if is_typical(run) else ""
 
 

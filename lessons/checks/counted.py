@@ -104,6 +104,16 @@ class Counted:
             self.writes += 1
             self._touch(i, j)
 
+    def _whole(self, *other: Any, **more: Any) -> Any:
+        """What Python and NumPy call for operations on whole matrices."""
+        wrong(
+            "a @ b and NumPy's functions do the whole product in one call, and that product is the exercise: "
+            "write the loops, with one a[i, p] * b[p, j] at a time."
+        )
+
+    __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __array__ = _whole
+    __array_ufunc__ = __array_function__ = _whole
+
     def _is_element(self, index: Any) -> bool:
         return (
             isinstance(index, tuple)

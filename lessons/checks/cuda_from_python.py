@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from checks.arithmetic import of_product
 from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run
 from checks.verdicts import Right, Score, compare, wrong
@@ -44,7 +45,7 @@ def _many(count: int, what: str) -> str:
 )
 def add(answer: Answer, draw: np.random.Generator) -> Right:
     """A thread adds an element."""
-    cases = [(n, threads) for n in (1, 32, 33, 100, int(draw.integers(200, 900))) for threads in (32, 64)]
+    cases = [(n, threads) for n in (33, 1, 32, 100, int(draw.integers(200, 900))) for threads in (32, 64)]
     counts = None
     for n, threads in [*cases, (1024, 256)]:
         blocks = -(-n // threads)
@@ -52,7 +53,7 @@ def add(answer: Answer, draw: np.random.Generator) -> Right:
         says = _elements(n, blocks, threads)
         inputs = x.copy(), y.copy()
         counts = run(answer, says, blocks, threads, x, y, z)
-        compare(z, inputs[0] + inputs[1], f"With {says}, z")
+        compare(z, inputs[0] + inputs[1], f"With {says}, z", before=np.nan)
         compare(x, inputs[0], f"With {says}, x, which should stay as it was,")
         compare(y, inputs[1], f"With {says}, y, which should stay as it was,")
     assert counts is not None
@@ -103,7 +104,7 @@ def sectors(answer: Answer, draw: np.random.Generator) -> Right:
 )
 def matmul(answer: Answer, draw: np.random.Generator) -> Right:
     """A thread computes an element of the product, and a warp walks along rows."""
-    sizes = [(1, 1, 1), (2, 3, 4), (3, 2, 1), (8, 32, 5), (33, 9, 7), (4, 4, 0)]
+    sizes = [(2, 3, 4), (1, 1, 1), (3, 2, 1), (8, 32, 5), (33, 9, 7), (4, 4, 0)]
     sizes += [tuple(int(s) for s in draw.integers(2, 50, 3)) for _ in range(2)] + [(64, 64, 16)]
     counts = None
     for m, n, k in sizes:
@@ -111,7 +112,7 @@ def matmul(answer: Answer, draw: np.random.Generator) -> Right:
         a, b, c = whole_numbers(draw, m, k), whole_numbers(draw, k, n), unwritten(m, n)
         says = f"a of {m} x {k} and b of {k} x {n}"
         counts = run(answer, says, (-(-side // 32), -(-side // 8)), (32, 8), a, b, c)
-        compare(c, a @ b, f"With {says}, c")
+        compare(c, a @ b, f"With {says}, c", before=np.nan, story=of_product(a, b))
     assert counts is not None
     reads, writes = (asked / 4 / 64**2 for asked in (counts.total.load_bytes, counts.total.store_bytes))
     once = "add up in a variable of your own, and write c[i, j] once"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from checks.arithmetic import suspected
+from checks.contributions import Tidy, tens, tidy_rows, whose_parts
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
 from checks.verdicts import Right, Tally, compare, wrong
+from checks.words import plural
 from minidist.model import MLP
 
 lesson = Lesson(9, "data_parallel")
@@ -26,8 +29,14 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 Rows = tuple[Tensor, Tensor]  # inputs (rows, sizes[0]), targets (rows,)
 
 
-def network(sizes: Sequence[int], frozen: int | None = None) -> MLP:
+TIDY: Sequence[int] = ()
+"""In place of sizes: the network whose gradients are 1, 10, 100, ... on the ranks."""
+
+
+def network(sizes: Sequence[int], frozen: int | None = None) -> nn.Module:
     """The same on all ranks; one of its parameters may be frozen."""
+    if sizes == TIDY:
+        return Tidy()
     model = MLP(sizes, seed=9, dtype=torch.float64)
     if frozen is not None:
         list(model.parameters())[frozen].requires_grad = False
@@ -58,10 +67,38 @@ def right_gradients(sizes: Sequence[int], rows: Sequence[Rows]) -> list[Tensor |
     return gradients(model)
 
 
-def compare_gradients(run: Run, got: Sequence[Any], right: Sequence[Any], rank: int, more: str = "") -> None:
-    """WrongAnswer where one of a rank's gradients is not the right one; names its parameter."""
-    names = [name for name, _ in network(run.case.args[0][0]).named_parameters()]
-    for name, mine, expected in zip(names, got, right, strict=True):
+def tidy_case(ranks: int, text: str, arguments: Callable[[Rows], tuple[Any, ...]]) -> Case:
+    """A case with `Tidy` and one row on each rank, of which `arguments` makes all but the sizes."""
+    args = [(TIDY, *arguments(tidy_rows(rank, ranks))) for rank in range(ranks)]
+    return Case(args, f"{plural(ranks, 'rank')} with {text}")
+
+
+def tidy_gradients(ranks: int) -> str:
+    """What the gradients of `tidy_case` are on each rank, in words."""
+    return f"gradients of {tens(ranks, ranks)}"
+
+
+def tidy_row(ranks: int) -> str:
+    """The same, for their part in the gradient of all rows."""
+    return f"a row each, which adds to the gradient {tens(ranks)}"
+
+
+def compare_gradients(
+    run: Run,
+    got: Sequence[Any],
+    right: Sequence[Any],
+    rank: int,
+    more: str = "",
+    suspects: Mapping[str, Sequence[Any]] | None = None,
+) -> None:
+    """WrongAnswer where one of a rank's gradients is not the right one; names its parameter.
+
+    `suspects` are gradients that wrong answers give, each by the sentence that says what they are.
+    """
+    sizes, ranks = run.case.args[0][0], len(run.results)
+    names = [name for name, _ in network(sizes).named_parameters()]
+    others = whose_parts(ranks) if sizes == TIDY else None
+    for place, (name, mine, expected) in enumerate(zip(names, got, right, strict=True)):
         what = f"On {says(run.case)}, rank {rank}'s gradient of {name}{more}"
         if expected is None and mine is None:
             continue
@@ -69,7 +106,20 @@ def compare_gradients(run: Run, got: Sequence[Any], right: Sequence[Any], rank: 
             wrong(f"{what} should stay None: the parameter is frozen.")
         if mine is None:
             wrong(f"{what} is None: was there a backward pass?")
-        compare(mine, expected, what, **CLOSE)
+        wrongs = {sentence: every[place] for sentence, every in (suspects or {}).items()}
+        compare(mine, expected, what, **CLOSE, story=suspected(wrongs, others))
+
+
+def of_means(sizes: Sequence[int], rows: Sequence[Rows], whose: str = "ranks") -> dict[str, Sequence[Any]]:
+    """Suspects: gradients of means over each one's own rows, put together without their numbers of rows."""
+    means = [right_gradients(sizes, [own]) for own in rows if len(own[0])]
+    sums = [sum(same) for same in zip(*means, strict=True)]  # type: ignore[arg-type]
+    return {
+        f"That is the mean of the {whose}' means: where there are few rows, each counts more.": [
+            each / len(rows) for each in sums
+        ],
+        f"That is the sum of the {whose}' means: divide by the rows of all ranks.": sums,
+    }
 
 
 def count(tally: Tally, run: Run, rank: int, lengths: Sequence[int]) -> None:
@@ -120,6 +170,8 @@ def average_gradients(answer: Answer, draw: np.random.Generator) -> Right:
             text = f"{ranks} rank{'s' * (ranks > 1)} with layers of sizes {sizes}"
             text += f", of whose parameters number {frozen} is frozen" if frozen is not None else ""
             cases.append(Case(args, text))
+        if ranks > 1:
+            cases.insert(0, tidy_case(ranks, tidy_gradients(ranks), lambda rows: (None, rows)))
         for run in driven(answer, _average, cases):
             own = [result[0] for result in run.results]
             right = [None if g[0] is None else sum(g) / ranks for g in zip(*own, strict=True)]
@@ -165,11 +217,13 @@ def batch_gradients(answer: Answer, draw: np.random.Generator) -> Right:
             args = [(sizes, draw_rows(draw, sizes, each)) for each in rows]
             text = f"{ranks} rank{'s' * (ranks > 1)} with {', '.join(map(str, rows))} rows"
             cases.append(Case(args, text))
+        if ranks > 1:
+            cases.insert(0, tidy_case(ranks, tidy_row(ranks), lambda rows: (rows,)))
         for run in driven(answer, _of_batch, cases):
-            sizes = run.case.args[0][0]
-            right = right_gradients(sizes, [args[1] for args in run.case.args])
+            sizes, rows = run.case.args[0][0], [args[1] for args in run.case.args]
+            right, suspects = right_gradients(sizes, rows), of_means(sizes, rows)
             for rank, got in enumerate(run.results):
-                compare_gradients(run, got, right, rank)
+                compare_gradients(run, got, right, rank, suspects=suspects)
                 count(tally, run, rank, [1, *lengths_of(right)])
             tried += 1
     return Right(tried, tally.scores)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from checks.answers import as_python
+from checks.arithmetic import of_product
 from checks.counted import Cache, Counted
 from checks.exercises import Answer, Lesson
 from checks.verdicts import Right, Tally, compare, wrong
@@ -17,8 +18,10 @@ check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 LINES = 24
 """Of the cache that counts: far fewer than the rows of the matrices that it is tried with."""
-SHAPES = ((1, 1, 1), (1, 3, 2), (2, 1, 5), (3, 4, 2), (0, 2, 3), (2, 0, 3), (2, 3, 0))
+SHAPES = ((2, 3, 2), (1, 3, 2), (2, 1, 5), (3, 4, 2), (1, 1, 1), (0, 2, 3), (2, 0, 3), (2, 3, 0))
 """m, k and n; sums of nothing are 0."""
+GARBAGE = 777
+"""What c holds before."""
 Shape = tuple[int, int, int]
 
 
@@ -58,7 +61,14 @@ def matmul_loops(answer: Answer, draw: np.random.Generator) -> Right:
 def intensity(answer: Answer, draw: np.random.Generator) -> Right:
     """FLOPs for each byte that has to be moved at the least."""
     tried = 0
-    shapes = [(1, 1, 1), (1, 8, 1), (4, 1, 4), (64, 64, 64), *(ragged(draw, 2000) for _ in range(8))]
+    shapes = [
+        (2, 3, 4),
+        (1, 1, 1),
+        (1, 8, 1),
+        (4, 1, 4),
+        (64, 64, 64),
+        *(ragged(draw, 2000) for _ in range(8)),
+    ]
     for m, k, n in shapes:
         for itemsize in (2, 4, 8):
             right = 2 * m * k * n / (itemsize * (m * k + k * n + m * n))
@@ -131,7 +141,7 @@ def matmul_blocks(answer: Answer, draw: np.random.Generator) -> Right:
 def matmul_tile(answer: Answer, draw: np.random.Generator) -> Right:
     """The product with 2 x 4 elements of a in registers."""
     tally = Tally()
-    shapes = [(2, 4, 1), (2, 4, 3), (4, 4, 0), (2, 8, 2), (4, 8, 5)]
+    shapes = [(2, 4, 3), (2, 4, 1), (4, 4, 0), (2, 8, 2), (4, 8, 5)]
     shapes += [(2 * int(draw.integers(1, 5)), 4 * int(draw.integers(2, 4)), int(draw.integers(9, 20)))]
     for m, k, n in shapes:
         a, b, c, _ = product(answer, draw, (m, k, n))
@@ -154,7 +164,7 @@ def matrices(draw: np.random.Generator, shape: Shape) -> tuple[np.ndarray, np.nd
     """Two random matrices without a 0, and one for the product that is full of something else."""
     m, k, n = shape
     a, b = (draw.integers(1, 10, size).astype(np.float32) for size in ((m, k), (k, n)))
-    return a, b, np.full((m, n), 777, np.float32)
+    return a, b, np.full((m, n), GARBAGE, np.float32)
 
 
 def product(
@@ -174,7 +184,8 @@ def product(
     a, b, c = (Counted(each, cache) for each in values)
     answer(a, b, c, *more)
     sizes = "".join(f", size {each}" for each in more)
-    compare(c.values, kept[0] @ kept[1], f"The product of {m} x {k} and {k} x {n}{sizes}, in c,")
+    what = f"The product of {m} x {k} and {k} x {n}{sizes}, in c,"
+    compare(c.values, kept[0] @ kept[1], what, before=GARBAGE, story=of_product(*kept))
     for letter, before, after in zip("ab", kept, values[:2], strict=True):
         compare(after, before, f"{letter}, which should stay as it was,")
     return a, b, c, cache
@@ -232,4 +243,5 @@ def compiles(answer: Answer, draw: np.random.Generator, shape: Shape, more: Sequ
         c,
         a @ b,
         f"Compiled by Numba, the product of {shape[0]} x {shape[1]} and {shape[1]} x {shape[2]}, in c,",
+        before=GARBAGE,
     )

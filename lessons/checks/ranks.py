@@ -35,7 +35,7 @@ MOST = 1 << 30
 RULE = re.compile(
     r"; (all ranks of a group have to make the same calls.*|look there, or give a longer timeout=)$"
 )
-"""What the door adds where ranks wait for each other; the lesson says it in its own words."""
+"""What comm adds where ranks wait for each other; the lesson says it in its own words."""
 _MEETING = r"barrier with ranks [\d, ]+ at \S*checks/ranks\.py:\d+"
 MET = (
     (re.compile(rf"(rank \d+) waits for rank \d+ in {_MEETING}"), r"\1 has returned from its function"),
@@ -66,7 +66,7 @@ class Run:
     case: Case
     results: list[Any]  # each rank's
     args: list[tuple[Any, ...]]  # each rank's, as the answer left them
-    calls: list[list[Call]]  # each rank's calls through the door
+    calls: list[list[Call]]  # each rank's calls of comm
     left: list[list[str]]  # the names of those that each rank began and never waited for
 
     def sent(self, rank: int) -> int:
@@ -103,7 +103,7 @@ def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) ->
     Args:
         answer: the reader's function; each rank calls it with its own arguments.
         cases: the smallest first, so that the first that fails is the one to tell of.
-        only: the calls through the door that the exercise allows: ("send", "recv"); any where it is empty.
+        only: the calls of comm that the exercise allows: ("send", "recv"); any where it is empty.
 
     Raises:
         WrongAnswer: a rank raised, waits for what never comes, or died.
@@ -135,8 +135,8 @@ def on_ranks(answer: Answer, cases: Sequence[Case], only: Sequence[str] = ()) ->
             if left:
                 wrong(
                     f"On {says(run.case)}, rank {rank} begins comm.{left[0]} and never waits for it.",
-                    f"  work = comm.{left[0]}(..., async_op=True) is to be followed by work.wait(): until "
-                    "then its tensor is on its way, and must be neither changed nor read.",
+                    f"  work = comm.{left[0]}(..., async_op=True) needs a work.wait(): until then its "
+                    "tensor is on its way, and must be neither changed nor read.",
                 )
     return runs
 
@@ -160,7 +160,7 @@ def _all_cases(function: Callable[..., Any], cases: Sequence[Sequence[tuple[Any,
         left = [call.name for call in ledger.calls if call.seconds == 0]  # known once a call was waited for
         done.append((result, mine, ledger.calls, left))
         try:
-            comm.barrier()  # so that who makes a call too few or too many is found in the same case
+            comm.barrier()  # finds a rank that makes a call too few or too many in the same case
         except comm.CollectiveError as error:
             raise InCase(index, md.rank(), type(error).__name__, str(error), []) from None
     return done

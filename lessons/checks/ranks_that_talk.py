@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from checks.contributions import bounds_of, cases_for, is_typical, story_of_part, story_of_whole, told, whose
+from checks.contributions import bounds_of, cases_for, of_whole, story_of_one, story_of_part, story_of_whole
 from checks.exercises import Answer, Lesson
 from checks.ranks import Run, says
 from checks.rounds import in_order, rounds_of
@@ -43,7 +43,7 @@ def shift(answer: Answer, draw: np.random.Generator) -> Right:
                 own, before = (run.case.args[each][0] for each in (rank, (rank - 1) % ranks))
                 got, is_x, _ = run.results[rank]
                 what = f"On {where}, rank {rank}'s result"
-                told(got, before, what, lambda _, value, run=run: whose(value) if is_typical(run) else "")
+                compare(got, before, what, story=of_whole(story_of_one(run)))
                 compare(
                     run.args[rank][0], own, f"On {where}, rank {rank}'s own x, which should stay as it was,"
                 )
@@ -77,7 +77,9 @@ def ring_reduce_scatter(answer: Answer, draw: np.random.Generator) -> Right:
             total = sum(args[0] for args in run.case.args)
             for rank, (start, stop) in enumerate(bounds_of(len(total), ranks)):
                 what = f"On {says(run.case)}, rank {rank}'s part of the sum"
-                told(run.results[rank][0], total[start:stop], what, story_of_part(run, rank))
+                compare(
+                    run.results[rank][0], total[start:stop], what, story=of_whole(story_of_part(run, rank))
+                )
             _in_a_ring(run)
             for rank, (start, stop) in enumerate(bounds_of(len(total), ranks)):
                 _count(tally, run, rank, ranks - 1, len(total) - (stop - start))
@@ -104,7 +106,7 @@ def ring_all_gather(answer: Answer, draw: np.random.Generator) -> Right:
             bounds = bounds_of(len(run.case.args[0][0]), ranks)
             whole = torch.cat([run.case.args[rank][0][a:b] for rank, (a, b) in enumerate(bounds)])
             for rank in range(ranks):
-                _all_of(run, rank, whole, lambda _, value, run=run: whose(value) if is_typical(run) else "")
+                _all_of(run, rank, whole, story_of_one(run))
             _in_a_ring(run)
             for rank in range(ranks):
                 start, stop = bounds[_next(run, rank)]  # the only part that it never passes on
@@ -166,8 +168,10 @@ def ring_seconds(answer: Answer, draw: np.random.Generator) -> Right:
 
 def _all_of(run: Run, rank: int, whole: torch.Tensor, story: Callable[[int, int], str]) -> None:
     """A rank returned the whole, and has it in its x."""
-    told(run.results[rank][0], whole, f"On {says(run.case)}, rank {rank}'s result", story)
-    compare(run.args[rank][0], whole, f"On {says(run.case)}, rank {rank}'s x, which is filled in place,")
+    where = f"On {says(run.case)}, rank {rank}'s"
+    compare(run.results[rank][0], whole, f"{where} result", story=of_whole(story))
+    before = run.case.args[rank][0]
+    compare(run.args[rank][0], whole, f"{where} x, which is filled in place,", before=before)
 
 
 def _receivers(run: Run, rank: int) -> list[int]:

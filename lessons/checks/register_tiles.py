@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 
+from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten, whole_numbers
 from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run, with_constants
@@ -34,7 +35,7 @@ PIECE = 512  # elements, in `ring_backwards`
 )
 def loads_per_multiply_add(answer: Answer, draw: np.random.Generator) -> Right:
     """Loads from shared memory, as a formula."""
-    shapes = [(1, 1), (2, 2), (1, 2), (3, 1), (2, 3), (4, 4), (8, 8), (8, 1)]
+    shapes = [(2, 3), (1, 1), (2, 2), (1, 2), (3, 1), (4, 4), (8, 8), (8, 1)]
     shapes += [(int(r), int(c)) for r, c in draw.integers(1, 20, (10, 2))]
     for rows, columns in shapes:
         answer.expect(1 / rows + 1 / columns, rows, columns, rtol=1e-9, atol=0)
@@ -56,7 +57,7 @@ def loads_per_multiply_add(answer: Answer, draw: np.random.Generator) -> Right:
 )
 def register_tile(answer: Answer, draw: np.random.Generator) -> Right:
     """The product, with OWN x OWN sums in each thread."""
-    sizes = [(4, 1, 1, 1), (4, 2, 3, 4), (4, 64, 64, 16), (4, 17, 20, 33), (4, 5, 5, 0)]
+    sizes = [(4, 2, 3, 4), (4, 1, 1, 1), (4, 64, 64, 16), (4, 17, 20, 33), (4, 5, 5, 0)]
     sizes += [(4, *(int(s) for s in draw.integers(2, 100, 3))), (2, 33, 50, 17), (4, 64, 64, 64)]
     kernels: dict[int, Answer] = {}
     for own, m, n, k in sizes:
@@ -66,7 +67,7 @@ def register_tile(answer: Answer, draw: np.random.Generator) -> Right:
         a, b, c = whole_numbers(draw, m, k), whole_numbers(draw, k, n), unwritten(m, n)
         says = f"a of {m} x {k}, b of {k} x {n} and OWN = {own}"
         counts = run(kernels[own], says, (-(-n // side), -(-m // side)), (16, 16), a, b, c)
-        compare(c, a @ b, f"With {says}, c")
+        compare(c, a @ b, f"With {says}, c", before=np.nan, story=of_product(a, b))
     multiply_adds = m * n * k / 32  # of warps, in the last of the sizes
     kinds = counts.instructions
     in_registers = (
@@ -164,7 +165,7 @@ def ring_backwards(answer: Answer, draw: np.random.Generator) -> Right:
         right = x.reshape(pieces, PIECE)[:, ::-1].reshape(-1)
         with _waits() as allowed:
             counts = run(kernels[slots], says, 1, 128, x, y)
-        compare(y, right, f"With {says}, y")
+        compare(y, right, f"With {says}, y", before=np.nan)
     if counts.counts.copied_bytes < x.nbytes:
         wrong(
             f"With {says}, {counts.counts.copied_bytes} bytes went to the ring by cp_async_16, of {x.nbytes} "

@@ -1,4 +1,4 @@
-"""Checks of lesson 6: where a fragment's elements lie, mma.sync, ldmatrix, rounding, an error bound."""
+"""Checks of lesson 6: where a fragment's elements lie, mma.sync, ldmatrix, rounding, a bound, tiles."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import operator
 
 import numpy as np
 
+from checks.arithmetic import of_product, suspected
 from checks.cuda_from_python import unwritten
 from checks.exercises import Answer, Lesson
 from checks.kernels import run
+from checks.tile_units import Tiles
 from checks.verdicts import Right, Score, compare, wrong
 from minidist.kernels.emulator.arithmetic.fragments import MMA
 
@@ -92,7 +94,8 @@ def tensor_matmul(answer: Answer, draw: np.random.Generator) -> Right:
         c = unwritten(m, n)
         says = f"a of {m} x {k} and b of {k} x {n}"
         counts = run(answer, says, (across, down), LANES, a.view(np.uint32), b.view(np.uint32), c)
-        compare(c, (a.astype(np.float32) @ b.astype(np.float32).T), f"With {says}, c")
+        right = a.astype(np.float32) @ b.astype(np.float32).T
+        compare(c, right, f"With {says}, c", before=np.nan, story=of_product(a, b.T))
     products = down * across * deep
     scores = (
         Score(
@@ -215,3 +218,63 @@ def tensor_core_peak(answer: Answer, draw: np.random.Generator) -> Right:
         right = 2.0 * m * n * k * cores * multiprocessors * clock
         answer.expect(right, multiprocessors, cores, m, n, k, clock, rtol=1e-9, atol=0)
     return Right(len(cases))
+
+
+@lesson.exercise(
+    "6.7",
+    hints=(
+        "Begin with m = n = k = 32: configure, four loads, four products, four stores, release. Where in "
+        "a, in b in pairs and in c does each of the tiles begin?",
+        "Rows p to p + 31 of b are rows p / 2 to p / 2 + 15 in pairs, and column j is at 2 j there. So "
+        "tile 6 is loaded from [p // 2, 2 * j], and tile 7 from [p // 2, 2 * j + 32]. Tile t of the sums "
+        "goes to c from row i + 16 * (t // 2) and column j + 16 * (t % 2) on. For larger sizes: loops over"
+        " i and j in steps of 32; zero the sums; a loop over p; stores.",
+        "b = in_pairs(b); unit.configure(16); for i in range(0, m, 32): for j in range(0, n, 32): [zero 0 "
+        "to 3; for p in range(0, k, 32): load(4, a, i, p), load(5, a, i + 16, p), load(6, b, p // 2, 2 * "
+        "j), load(7, b, p // 2, 2 * j + 32), multiply 0 to 3; store(t, c, i + 16 * (t // 2), j + 16 * (t %"
+        " 2)) for t from 0 to 3]; unit.release()",
+    ),
+)
+def tile_matmul(answer: Answer, draw: np.random.Generator) -> Right:
+    """A product by the tiles of a model of AMX."""
+    sizes = [(32, 32, 32), (32, 32, 64), (32, 64, 32), (64, 32, 32), (64, 96, 64)]
+    for m, n, k in sizes:
+        a, b = (draw.integers(1, 10, shape).astype(np.float32) for shape in ((m, k), (k, n)))
+        given = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in (a, b)]
+        kept, c, unit = [each.copy() for each in given], np.full((m, n), np.nan, np.float32), Tiles()
+        answer(unit, *given, c)
+        where = f"With a of {m} x {k} and b of {k} x {n}"
+        _compare_tiles(c, a, b, f"{where}, c")
+        answer.unchanged(f"{where} it", [unit, *kept], [unit, *given])
+        if not unit.counts.released:
+            wrong(
+                f"{where}, c is right, but the tiles are not released.",
+                "  Until then Linux saves 8 kB more whenever it switches threads: end with unit.release().",
+            )
+    blocks = m * n / 32**2  # of the last
+    twice = "load tiles 4 to 7, then multiply four times: each loaded tile serves two products"
+    scores = (
+        Score("Loads for each 32 x 32 x 32", unit.counts.loads / (blocks * k / 32), 4, twice),
+        Score(
+            "Stores for each 32 x 32 of c",
+            unit.counts.stores / blocks,
+            4,
+            "keep the sums in tiles 0 to 3 for the whole loop over p, and store them after it",
+        ),
+    )
+    return Right(len(sizes), scores)
+
+
+def _compare_tiles(c: np.ndarray, a: np.ndarray, b: np.ndarray, what: str) -> None:
+    """`compare`, with what sums that go on, pairs that are none, and exchanged tiles give."""
+    right, (m, k), n = a @ b, a.shape, b.shape[1]
+    blocks = right.reshape(m // 32, 32, n // 32, 32).swapaxes(1, 2)
+    on = blocks.reshape(-1, 32, 32).cumsum(0).reshape(blocks.shape).swapaxes(1, 2).reshape(m, n)
+    rows = b.reshape(k // 2, n, 2).swapaxes(1, 2).reshape(k, n)  # what rows side by side stand for as pairs
+    crossed = right.reshape(m // 32, 2, 16, n // 32, 2, 16).swapaxes(1, 4).reshape(m, n)
+    wrongs = {
+        "Each block of c has the sums of the blocks before it: zero tiles 0 to 3 before each.": on,
+        "b is not in pairs: a word of its tile has neighbours of a row, not of a column.": a @ rows,
+        "Tiles 1 and 2 are exchanged: tile t is row t // 2 and column t % 2 of the four.": crossed,
+    }
+    compare(c, right, what, before=np.nan, story=suspected(wrongs, of_product(a, b)))

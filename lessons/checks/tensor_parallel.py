@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from checks.arithmetic import suspected
+from checks.contributions import tens, whose_parts
 from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
@@ -20,6 +23,9 @@ lesson = Lesson(13, "tensor_parallel")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 RANKS = (2, 3, 4, 1)
+NO_GELU = "That is x @ a @ b: gelu is missing between the two products."
+LATE_GELU = "That is gelu(x @ a @ b): gelu belongs between the two products."
+NOT_CAUSAL = "That is attention without is_causal=True: a token sees the tokens that come after it."
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
@@ -27,9 +33,12 @@ def all_reduce_bytes(size: int, ranks: int) -> int:
     return 2 * (ranks - 1) * size // ranks
 
 
-def same(got: Any, right: torch.Tensor, what: str) -> None:
-    """`compare`, as closely as float64 allows."""
-    compare(got, right, what, rtol=1e-9, atol=1e-11)
+def same(
+    got: Any, right: torch.Tensor, what: str, tidy: int = 0, wrongs: Mapping[str, Any] | None = None
+) -> None:
+    """`compare`, as closely as float64 allows; `tidy` ranks have made a sum of 1, 10, 100, ..."""
+    story = suspected(wrongs or {}, whose_parts(tidy) if tidy else None)
+    compare(got, right, what, rtol=1e-9, atol=1e-11, story=story)
 
 
 @lesson.exercise(
@@ -46,20 +55,27 @@ def shared_mlp_forward(answer: Answer, draw: np.random.Generator) -> Right:
     tally, tried = Tally(), 0
     for ranks in RANKS:
         cases, rights = [], []
-        for tokens, width, middle in ((1, 1, ranks), (2, 3, 2 * ranks), (5, 4, 3 * ranks), (0, 2, ranks)):
+        sizes_of = ((2, 2, ranks), (2, 3, 2 * ranks), (5, 4, 3 * ranks), (1, 1, ranks), (0, 2, ranks))
+        for number, (tokens, width, middle) in enumerate(sizes_of):
             x, a, b = (
                 normal(draw, tokens, width),
                 normal(draw, width, middle),
                 normal(draw, middle, width),
             )
+            if not number:  # gelu(16) is 16
+                x[...], a[...], b[...] = 8, 1, shared.tens(middle)[:, None] / 16
             args = list(zip([x] * ranks, parts(a, ranks, 1), parts(b, ranks, 0), strict=True))
             sizes = f"x {(tokens, width)}, a {(width, middle)} and b {(middle, width)}"
-            cases.append(Case(args, f"{plural(ranks, 'rank')} with {sizes}"))
-            rights.append(functional.gelu(x @ a) @ b)
-        for run, right in zip(driven(answer, shared.plain, cases), rights, strict=True):
+            summands = f", and summands of {tens(ranks)}" * (not number)
+            cases.append(Case(args, f"{plural(ranks, 'rank')} with {sizes}{summands}"))
+            gelu = functional.gelu
+            wrongs = {NO_GELU: x @ a @ b, LATE_GELU: gelu(x @ a @ b)}
+            rights.append((gelu(x @ a) @ b, wrongs))
+        for run, (right, wrongs) in zip(driven(answer, shared.plain, cases), rights, strict=True):
             for rank in range(ranks):
                 y, x_after = run.results[rank]
-                same(y, right, f"On {says(run.case)}, rank {rank}'s y")
+                tidy = ranks if "summands" in says(run.case) else 0
+                same(y, right, f"On {says(run.case)}, rank {rank}'s y", tidy, wrongs)
                 own = run.case.args[rank][0]
                 same(x_after, own, f"On {says(run.case)}, rank {rank}'s x, which should stay as it was,")
                 _bytes(tally, run, rank, all_reduce_bytes(right.nbytes, ranks))
@@ -72,7 +88,7 @@ def _bytes(
     run: Run,
     rank: int,
     par: int,
-    idea: str = "one all-reduce of y is all that has to be said",
+    idea: str = "one all-reduce of y is all that has to be sent",
 ) -> None:
     tally.add("Bytes sent by a rank", run.sent(rank), par, idea)
 
@@ -91,21 +107,25 @@ def enter(answer: Answer, draw: np.random.Generator) -> Right:
     tally, tried = Tally(), 0
     for ranks in RANKS:
         cases = []
-        for shape in ((1,), (3,), (4, 2), (0,)):
+        for number, shape in enumerate(((2, 3), (1,), (4, 2), (0,))):
             x, w = normal(draw, *shape), normal(draw, *shape)
             args = [(x, w, normal(draw, *shape)) for _ in range(ranks)]
-            cases.append(Case(args, f"{plural(ranks, 'rank')} with x of shape {shape}"))
+            text = f"{plural(ranks, 'rank')} with x of shape {shape}"
+            if not number:
+                args = [(x, w, torch.full(shape, 10.0**rank, dtype=x.dtype)) for rank in range(ranks)]
+                text += f" and gradients of {tens(ranks)}"
+            cases.append(Case(args, text))
         for run in driven(answer, shared.there_and_back, cases):
             total = sum(args[2] for args in run.case.args)
             for rank, (x, _, c) in enumerate(run.case.args):
                 y, gradient, beside, forward, after = run.results[rank]
                 where = f"On {says(run.case)}, rank {rank}'s"
                 same(y, x, f"{where} result")
-                same(gradient, total, f"{where} gradient of x")
+                same(gradient, total, f"{where} gradient of x", ranks if "gradients" in says(run.case) else 0)
                 hint = "your backward changed the gradient it was given; all-reduce a clone"
                 same(beside, 2 * c, f"On {says(run.case)}, {hint}: rank {rank}'s gradient of another tensor")
                 same(after, x, f"{where} x, which should stay as it was,")
-                tally.add("Bytes sent forward", forward, 0, "forward has nothing to say")
+                tally.add("Bytes sent forward", forward, 0, "forward sends nothing")
                 tally.add("Bytes sent backward", run.sent(rank) - forward, all_reduce_bytes(x.nbytes, ranks))
             tried += 1
     return Right(tried, tally.scores)
@@ -128,27 +148,33 @@ def shared_attention(answer: Answer, draw: np.random.Generator) -> Right:
     tally, tried = Tally(), 0
     for ranks in RANKS:
         cases, rights = [], []
-        for tokens, heads, head_size in ((1, 1, 1), (3, 1, 2), (4, 2, 3), (int(draw.integers(5, 9)), 3, 2)):
+        sizes = ((2, 1, 2), (3, 1, 2), (4, 2, 3), (1, 1, 1), (int(draw.integers(5, 9)), 3, 2))
+        for number, (tokens, heads, head_size) in enumerate(sizes):
             width = ranks * heads * head_size
             x, c = normal(draw, tokens, width), normal(draw, tokens, width)
             matrices = [normal(draw, width, width) / width**0.5 for _ in range(4)]
+            if not number:
+                shared.make_tidy(x, c, matrices, ranks)
             cut = [parts(w, ranks, 1) for w in matrices[:3]] + [parts(matrices[3], ranks, 0)]
             args = [(x, *own, head_size, c) for own in zip(*cut, strict=True)]
             text = (
                 f"{plural(ranks, 'rank')} with {plural(tokens, 'token')} and {ranks * heads} heads "
-                f"of size {head_size}"
+                f"of size {head_size}" + f", and summands of {tens(ranks)}" * (not number)
             )
             cases.append(Case(args, text))
-            rights.append(shared.whole_attention(x, matrices, head_size, c))
-        for run, (y, of_x, of_query) in zip(driven(answer, shared.attention, cases), rights, strict=True):
+            free = shared.whole_attention(x, matrices, head_size, c, causal=False)[0]
+            rights.append((*shared.whole_attention(x, matrices, head_size, c), free))
+        runs = driven(answer, shared.attention, cases)
+        for run, (y, of_x, of_query, free) in zip(runs, rights, strict=True):
             for rank in range(ranks):
                 where = f"On {says(run.case)}, rank {rank}'s"
-                same(run.results[rank][0], y, f"{where} y")
+                tidy = ranks if "summands" in says(run.case) else 0
+                same(run.results[rank][0], y, f"{where} y", tidy, {NOT_CAUSAL: free})
                 own = parts(of_query, ranks, 1)[rank]
                 for name, got, right in zip(("x", "query"), run.results[rank][1:], (of_x, own), strict=True):
                     if got is None:
                         wrong(f"{where} gradient of {name} is None: backward does not come to it.")
-                    same(got, right, f"{where} gradient of {name}")
+                    same(got, right, f"{where} gradient of {name}", tidy if name == "x" else 0)
                 par = 2 * all_reduce_bytes(y.nbytes, ranks)
                 _bytes(tally, run, rank, par, "enter x once, and use it three times")
             tried += 1
@@ -176,7 +202,8 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
     tally, tried = Tally(), 0
     for ranks in RANKS:
         cases, rights = [], []
-        for rows, columns, shift in ((1, 1, 0), (1, 2, 0), (4, 3, 0), (int(draw.integers(5, 20)), 5, 1000)):
+        last = int(draw.integers(5, 20))
+        for rows, columns, shift in ((2, 2, 0), (1, 1, 0), (1, 2, 0), (4, 3, 0), (last, 5, 1000)):
             vocabulary = ranks * columns
             # Far from 0 the exponentials of the bare logits are infinite, or all 0: in turns, row by row.
             sign = 1 - 2 * (torch.arange(rows)[:, None] % 2)
@@ -224,14 +251,15 @@ def gather_tokens(answer: Answer, draw: np.random.Generator) -> Right:
     tally, tried = Tally(), 0
     for ranks in RANKS:
         cases = []
-        for tokens, width in ((1, 1), (2, 3), (3, 2), (int(draw.integers(4, 8)), 5)):
+        for number, (tokens, width) in enumerate(((2, 3), (1, 1), (3, 2), (int(draw.integers(4, 8)), 5))):
             args = [(normal(draw, tokens, width), normal(draw, tokens * ranks, width)) for _ in range(ranks)]
-            cases.append(
-                Case(
-                    args,
-                    f"{plural(ranks, 'rank')} with {tokens} of {tokens * ranks} tokens each, {width} wide",
-                )
-            )
+            text = f"{plural(ranks, 'rank')} with {tokens} of {tokens * ranks} tokens each, {width} wide"
+            if not number:
+                for rank, pair in enumerate(args):
+                    for each in pair:
+                        each[...] = 10.0**rank
+                text += f", all numbers and gradients {tens(ranks)}"
+            cases.append(Case(args, text))
         for run in driven(answer, shared.gathered, cases):
             whole = torch.cat([args[0] for args in run.case.args])
             total = sum(args[1] for args in run.case.args)
@@ -239,7 +267,8 @@ def gather_tokens(answer: Answer, draw: np.random.Generator) -> Right:
                 y, gradient, forward = run.results[rank]
                 where = f"On {says(run.case)}, rank {rank}'s"
                 same(y, whole, f"{where} result")
-                same(gradient, parts(total, ranks, 0)[rank], f"{where} gradient of x")
+                tidy = ranks if "gradients" in says(run.case) else 0
+                same(gradient, parts(total, ranks, 0)[rank], f"{where} gradient of x", tidy)
                 par = (ranks - 1) * x.nbytes
                 tally.add("Bytes sent forward", forward, par)
                 idea = "each rank needs the sum for its own tokens only, which is a reduce-scatter"

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from checks.arithmetic import Story, in_common
 from checks.words import a_kind_of, around, as_array, digits_for, number
 
 SLACK = 1.5
@@ -127,9 +128,9 @@ def wrong(*lines: str) -> NoReturn:
     raise WrongAnswer("\n".join(lines))
 
 
-def unlike(says: str, expected: Any, got: Any) -> NoReturn:
-    """End a check: a value is wrong; below the sentence stand the right one and what came."""
-    wrong(says, f"  expected {expected}", f"  got      {got}")
+def unlike(says: str, expected: Any, got: Any, how: str = "") -> NoReturn:
+    """End a check: a value is wrong; below the sentence stand the right one, what came, and how."""
+    wrong(says, f"  expected {expected}", f"  got      {got}", *([f"  {how}"] if how else []))
 
 
 def not_none(got: Any, what: str) -> None:
@@ -138,14 +139,26 @@ def not_none(got: Any, what: str) -> None:
         wrong(f"{what} is None: does the function end with return?")
 
 
-def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def compare(
+    got: Any,
+    expected: Any,
+    what: str,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    before: Any = None,
+    story: Story | None = None,
+) -> None:
     """WrongAnswer where `got` is not `expected`: of another kind, shape or dtype, or with another element.
+
+    Of elements that are wrong it says what they have in common (`checks/arithmetic.py`).
 
     Args:
         got: what the reader's function gave: a number, an array or a tensor.
         expected: the same, right.
         what: names it in the message: "rank 1's result", "the product".
         rtol, atol: as numpy.testing.assert_allclose; NaN equals nothing.
+        before: what an array held before the answer wrote to it: a number, or an array.
+        story: says why, from all that came and the place of the first wrong element, where it knows.
     """
     not_none(got, what)
     right = as_array(expected)
@@ -167,15 +180,16 @@ def compare(got: Any, expected: Any, what: str, rtol: float = 1e-5, atol: float 
         return
     first = tuple(int(i) for i in np.argwhere(~good)[0])
     wanted, found = right[first].item(), mine[first].item()
+    how = (story(mine, first) if story else "") or in_common(mine, right, good, before, what)
     if right.ndim == 0:
         digits = digits_for(wanted, found, least=4)
-        unlike(f"{what} is wrong.", number(wanted, digits), number(found, digits))
+        unlike(f"{what} is wrong.", number(wanted, digits), number(found, digits), how)
     digits = digits_for(wanted, found)
     place = f"element {first[0]}" if right.ndim == 1 else f"element {list(first)}"
     what = f"{what} is wrong from {place} on ({int((~good).sum())} of {right.size} elements)."
     if right.ndim == 1:
-        unlike(what, around(right, first[0], digits), around(mine, first[0], digits))
-    unlike(what, f"{wanted:.{digits}g} there", f"{found:.{digits}g}")
+        unlike(what, around(right, first[0], digits), around(mine, first[0], digits), how)
+    unlike(what, f"{wanted:.{digits}g} there", f"{found:.{digits}g}", how)
 
 
 def same(one: Any, other: Any) -> bool:

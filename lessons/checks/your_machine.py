@@ -26,7 +26,7 @@ check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 )
 def add_cost(answer: Answer, draw: np.random.Generator) -> Right:
     """FLOPs and bytes of y += x."""
-    cases = [(1, 4), (1, 8), (2, 4), (0, 4)]
+    cases = [(5, 4), (1, 8), (1, 4), (0, 4)]
     cases += [(int(draw.integers(3, 10**6)), int(draw.choice([2, 4, 8]))) for _ in range(8)]
     for n, itemsize in cases:
         both(answer, (n, 3 * n * itemsize), n, itemsize)
@@ -45,7 +45,7 @@ def add_cost(answer: Answer, draw: np.random.Generator) -> Right:
 )
 def matmul_cost(answer: Answer, draw: np.random.Generator) -> Right:
     """FLOPs and bytes of a matrix product, each element moved once."""
-    cases = [(1, 1, 1, 4), (1, 5, 1, 4), (3, 1, 2, 8), (4, 6, 1, 4), (64, 64, 64, 4)]
+    cases = [(2, 3, 4, 8), (1, 1, 1, 4), (1, 5, 1, 4), (3, 1, 2, 8), (4, 6, 1, 4), (64, 64, 64, 4)]
     cases += [
         (*(int(size) for size in draw.integers(2, 3000, 3)), int(draw.choice([2, 4, 8]))) for _ in range(8)
     ]

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from checks.arithmetic import suspected
 from checks.exercises import Answer, Lesson
 from checks.verdicts import Right, Tally, compare, wrong
+from checks.words import plural
 
 lesson = Lesson(7, "your_own_network")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
@@ -30,7 +32,7 @@ Array = np.ndarray[Any, Any]
 def numerical_gradient(answer: Answer, draw: np.random.Generator) -> Right:
     """Central differences, in place, at two evaluations an element."""
     tally, tried = Tally(), 0
-    for shape in ((1,), (3,), (2, 3), (0,), (5, 7), (2, 2, 3)):
+    for shape in ((3,), (1,), (2, 3), (0,), (5, 7), (2, 2, 3)):
         a, x = draw.uniform(1, 2, shape), draw.standard_normal(shape)
         for kind, value, slope in (
             ("the sum of a x", lambda x, a: (a * x).sum(), lambda x, a: a),
@@ -82,7 +84,7 @@ def _try_slopes(answer: Answer, tally: Tally, kind: str, x: Array, a: Array, val
 def relu_backward(answer: Answer, draw: np.random.Generator) -> Right:
     """The gradient passes where x was positive."""
     tried = 0
-    for shape in ((1,), (4,), (0, 3), (2, 5), (7, 3)):
+    for shape in ((4,), (1,), (0, 3), (2, 5), (7, 3)):
         for dtype in (np.float64, np.float32):
             x, g = (draw.uniform(0.1, 1, shape) * draw.choice([-1, 1], shape) for _ in range(2))
             if x.size >= 4:
@@ -116,10 +118,10 @@ class Counting:
 @lesson.exercise(
     "7.3",
     hints=(
-        "Write the shapes beside the letters: x (m, k), w (k, n), g (m, n). The gradient by w has w's "
+        "Write the shapes beside the letters: x (m, k), w (k, n), g (m, n). The gradient of w has w's "
         "shape, and is made of x and g. In which order, and with which of the two transposed, do they give "
         "(k, n)?",
-        "The gradient by x is g times w transposed: (m, n) times (n, k). The gradient by w is x transposed "
+        "The gradient of x is g times w transposed: (m, n) times (n, k). The gradient of w is x transposed "
         "times g: (k, m) times (m, n). b was added to every row, so its gradient is the sum over the rows "
         "of g.",
         "return matmul(g, w.T), matmul(x.T, g), g.sum(axis=0)",
@@ -128,18 +130,16 @@ class Counting:
 def linear_backward(answer: Answer, draw: np.random.Generator) -> Right:
     """Two products and a sum."""
     tally, tried = Tally(), 0
-    for m, k, n in ((1, 1, 1), (1, 3, 2), (4, 3, 2), (2, 3, 3), (3, 3, 3), (5, 1, 4), (0, 2, 3), (8, 6, 10)):
+    for m, k, n in ((4, 3, 2), (1, 1, 1), (1, 3, 2), (2, 3, 3), (3, 3, 3), (5, 1, 4), (0, 2, 3), (8, 6, 10)):
         x, w, g = (draw.standard_normal(shape) for shape in ((m, k), (k, n), (m, n)))
         matmul = Counting()
         where = f"With x {m} x {k}, w {k} x {n} and g {m} x {n}"
         given = x.copy(), w.copy(), g.copy()
         got = answer(*given, matmul)
         if not isinstance(got, (tuple, list)) or len(got) != 3:
-            wrong(
-                f"{where} it returns {type(got).__name__}, and should return three arrays: by x, by w, by b."
-            )
+            wrong(f"{where} it returns {type(got).__name__}, and should return three: of x, of w, of b.")
         for of, mine, right in zip("xwb", got, (g @ w.T, x.T @ g, g.sum(0)), strict=True):
-            compare(mine, right, f"{where}, the gradient by {of}")
+            compare(mine, right, f"{where}, the gradient of {of}")
         answer.unchanged(f"{where} it", (x, w, g), given)
         if matmul.calls < 2:
             wrong(
@@ -147,7 +147,7 @@ def linear_backward(answer: Answer, draw: np.random.Generator) -> Right:
                 f"it is "
                 "what is changed later."
             )
-        tally.add("Products", matmul.calls, 2, "one for x and one for w; the gradient by b is a sum")
+        tally.add("Products", matmul.calls, 2, "one for x and one for w; the gradient of b is a sum")
         tally.add("Their FLOPs", matmul.flops, 4 * m * k * n, "as many for each as forward has")
         tried += 1
     return Right(tried, tally.scores)
@@ -170,7 +170,7 @@ def softmax_cross_entropy(answer: Answer, draw: np.random.Generator) -> Right:
     """The loss and its gradient, also for logits whose exp no float can hold."""
     tried = 0
     for size, dtype in ((1.0, np.float64), (1.0, np.float32), (1e3, np.float64), (1e4, np.float32)):
-        for rows, classes in ((1, 2), (1, 1), (3, 4), (8, 10)):
+        for rows, classes in ((3, 4), (1, 2), (1, 1), (8, 10)):
             logits = (size * draw.uniform(-1, 1, (rows, classes))).astype(dtype)
             targets = draw.integers(0, classes, rows)
             if size > 1:
@@ -189,7 +189,9 @@ def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
     share = np.exp(exact) / np.exp(exact).sum(axis=1, keepdims=True)
     right = float(np.mean(np.log(np.exp(exact).sum(axis=1)) - exact[np.arange(rows), targets]))
     gradient = (share - np.eye(classes)[targets]) / rows
-    where = f"With {rows} x {classes} logits between {logits.min():.3g} and {logits.max():.3g}"
+    where = (
+        f"With {plural(rows, 'row')} of {classes} logits between {logits.min():.3g} and {logits.max():.3g}"
+    )
     given = logits.copy(), targets.copy()
     with np.errstate(all="ignore"):
         got = answer(*given)
@@ -215,7 +217,7 @@ def _try_loss(answer: Answer, logits: Array, targets: Array) -> None:
 def sgd_step(answer: Answer, draw: np.random.Generator) -> Right:
     """Parameters change in place."""
     tried = 0
-    for shapes in ([(1,)], [(3,)], [(2, 3), (3,)], [(4, 2), (2,), (2, 5), (5,)]):
+    for shapes in ([(3,)], [(1,)], [(2, 3), (3,)], [(4, 2), (2,), (2, 5), (5,)]):
         for rate, order in ((1.0, "C"), (0.5, "C"), (0.0, "C"), (float(draw.uniform(0.01, 2)), "F")):
             old = [draw.standard_normal(shape).astype(np.float32) for shape in shapes]
             gradients = [draw.uniform(0.5, 1, shape).astype(np.float32) for shape in shapes]
@@ -225,7 +227,13 @@ def sgd_step(answer: Answer, draw: np.random.Generator) -> Right:
             answer(given, gradients, rate)
             for place, (now, before, gradient) in enumerate(zip(parameters, old, kept, strict=True)):
                 where = f"With a rate of {rate:.3g} and arrays of shapes {', '.join(map(str, shapes))}"
-                compare(now, before - np.float32(rate) * gradient, f"{where}, parameter {place} afterwards")
+                right = before - np.float32(rate) * gradient
+                wrongs = {
+                    "That goes uphill: subtract.": 2 * before - right,
+                    "That is a step with a rate of 1: multiply the gradient by rate.": before - gradient,
+                }
+                what = f"{where}, parameter {place} afterwards"
+                compare(now, right, what, before=before, story=suspected(wrongs))
                 compare(
                     gradients[place], gradient, f"{where}, gradient {place}, which should stay as it was,"
                 )

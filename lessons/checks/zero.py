@@ -68,7 +68,7 @@ def state_bytes(answer: Answer, draw: np.random.Generator) -> Right:
 def scaled_step(answer: Answer, draw: np.random.Generator) -> Right:
     """A step in float16 with a master copy, or none where the gradient overflowed."""
     # The first step is large enough for a float16: who forgets to give weight its new values is told at once.
-    master, gradient = (torch.from_numpy(draw.uniform(*ends, 1)) for ends in ((0.5, 1), (200, 400)))
+    master, gradient = (torch.from_numpy(draw.uniform(*ends, 3)) for ends in ((0.5, 1), (200, 400)))
     _one_scaled(answer, master.float(), gradient.half(), scale=4096.0, lr=0.1, bad=None)
     tried = 1
     for size in (1, 1, 1, 5, 5, int(draw.integers(6, 40)), 0):

@@ -1,7 +1,8 @@
 """Solutions of lesson 6.
 
 Where the elements lie is from NVIDIA's PTX ISA, "Matrix Fragments for mma.m16n8k16"; the bound on errors is
-that of Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1.
+that of Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1; tiles two by two are from
+Intel's Optimization Reference Manual, chapter 20.
 """
 
 from __future__ import annotations
@@ -59,3 +60,31 @@ def error_bound(bits, k):
 def tensor_core_peak(multiprocessors, cores, m, n, k, clock):
     """FLOP/s of all tensor cores together: two for each of m n k multiply-adds."""
     return 2 * m * n * k * cores * multiprocessors * clock
+
+
+def in_pairs(b):
+    """Rows 2 p and 2 p + 1 of b (k, n) become one row of pairs: (k / 2, 2 n). The lesson gives it."""
+    k, n = b.shape
+    pairs = b.reshape(k // 2, 2, n).swapaxes(1, 2)  # (k / 2, n, 2)
+    return np.ascontiguousarray(pairs).reshape(k // 2, 2 * n)
+
+
+def tile_matmul(unit, a, b, c):
+    """c = a b by the unit's tiles, two by two; a and b are the bits of bfloat16."""
+    (m, k), n = a.shape, b.shape[1]
+    b = in_pairs(b)
+    unit.configure(16)
+    for i in range(0, m, 32):
+        for j in range(0, n, 32):
+            for t in range(4):
+                unit.zero(t)
+            for p in range(0, k, 32):
+                unit.load(4, a, i, p)
+                unit.load(5, a, i + 16, p)
+                unit.load(6, b, p // 2, 2 * j)
+                unit.load(7, b, p // 2, 2 * j + 32)
+                for t in range(4):
+                    unit.multiply(t)
+            for t in range(4):
+                unit.store(t, c, i + 16 * (t // 2), j + 16 * (t % 2))
+    unit.release()

@@ -23,17 +23,17 @@ def numerical_gradient(loss, x, h=1e-5):
 
 
 def relu_backward(x, g):
-    """Gradient by x of max(x, 0), from the gradient g by its result."""
+    """Gradient of x in max(x, 0), from the gradient g of its result."""
     return g * (x > 0)
 
 
 def linear_backward(x, w, g, matmul):
-    """Gradients by x, w and b of y = x w + b, from the gradient g by y: two products."""
+    """Gradients of x, w and b in y = x w + b, from the gradient g of y: two products."""
     return matmul(g, w.T), matmul(x.T, g), g.sum(axis=0)
 
 
 def softmax_cross_entropy(logits, targets):
-    """The mean loss over the rows, and its gradient by the logits; finite for finite logits."""
+    """The mean loss over the rows, and its gradient of the logits; finite for finite logits."""
     rows = np.arange(len(logits))
     shifted = logits - logits.max(axis=1, keepdims=True)  # the largest is 0: exp is at most 1
     exp = np.exp(shifted)

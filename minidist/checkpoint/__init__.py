@@ -16,7 +16,7 @@ any moment a path holds a whole checkpoint, or what was there before.
 - `saving.py`: `save`, in the foreground or in a thread
 - `writing.py`: who writes which box; the files; the index
 - `loading.py`: `load`: check the files, compare them with the model, optimizer and sampler, fill the engine
-- `state.py`: what a rank contributes: chunks, settings, random states
+- `state.py`: what a rank contributes: boxes of tensors, settings, random states
 - `values.py`: settings as JSON and back
 - `index.py`: write, read and verify the index; read tensors from the files, in another cut
 - `folders.py`: names in a folder; how a directory gets its name in one step; what is kept

@@ -266,33 +266,33 @@ def read_whole(index: Index, name: str) -> Tensor:
     return whole
 
 
-def overlaps(index: Index, chunks: Iterable[TensorBox]) -> list[tuple[Tensor, Stored, Box, list[int]]]:
-    """Find what to read for chunks, without reading or changing anything.
+def overlaps(index: Index, boxes: Iterable[TensorBox]) -> list[tuple[Tensor, Stored, Box, list[int]]]:
+    """Find what to read for boxes, without reading or changing anything.
 
-    Each overlap of a chunk with a stored box gives the part of the chunk to fill, the stored tensor and box,
+    Each overlap of one of `boxes` with a stored box gives the part of it to fill, the stored tensor and box,
     and the offsets of the overlap in the box. A tensor's boxes hold all of it, as `read_index` has checked.
-    Raises CheckpointError if a chunk's tensor is not there, or has another shape.
+    Raises CheckpointError if a box's tensor is not there, or has another shape.
     """
     found = []
-    for chunk in chunks:
-        if not chunk.tensor.numel():
+    for ours in boxes:
+        if not ours.tensor.numel():
             continue
-        stored = index.tensors.get(chunk.name)
-        if stored is None or stored.shape != chunk.shape:
+        stored = index.tensors.get(ours.name)
+        if stored is None or stored.shape != ours.shape:
             saved = "nothing of that name" if stored is None else f"shape {stored.shape}"
             raise CheckpointError(
-                f"{chunk.name} has shape {chunk.shape} here, and {index.path} has {saved}; load the "
+                f"{ours.name} has shape {ours.shape} here, and {index.path} has {saved}; load the "
                 "checkpoint of this model and optimizer"
             )
         for box in stored.boxes:
-            starts = [max(a, b) for a, b in zip(chunk.offsets, box.offsets, strict=True)]
+            starts = [max(a, b) for a, b in zip(ours.offsets, box.offsets, strict=True)]
             ends = [
                 min(a + n, b + m)
-                for a, n, b, m in zip(chunk.offsets, chunk.tensor.shape, box.offsets, box.sizes, strict=True)
+                for a, n, b, m in zip(ours.offsets, ours.tensor.shape, box.offsets, box.sizes, strict=True)
             ]
             sizes = [max(0, end - start) for start, end in zip(starts, ends, strict=True)]
             if math.prod(sizes):
-                in_chunk = [start - offset for start, offset in zip(starts, chunk.offsets, strict=True)]
+                in_ours = [start - offset for start, offset in zip(starts, ours.offsets, strict=True)]
                 in_box = [start - offset for start, offset in zip(starts, box.offsets, strict=True)]
-                found.append((narrowed(chunk.tensor, in_chunk, sizes), stored, box, in_box))
+                found.append((narrowed(ours.tensor, in_ours, sizes), stored, box, in_box))
     return found

@@ -176,9 +176,7 @@ def _load(engine: Engine, index: Index, scheduler: Scheduler | None, sampler: Sa
 def _model_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the model's tensors of which this rank holds a part, by name."""
     return {
-        chunk.name.partition(".")[2]: chunk.shape
-        for chunk in engine.chunks()
-        if chunk.name.startswith("model.")
+        box.name.partition(".")[2]: box.shape for box in engine.state_boxes() if box.name.startswith("model.")
     }
 
 
@@ -244,16 +242,16 @@ def _fill(engine: Engine, index: Index, doing: str) -> Tensor | None:
     parts: list[Any] = []
 
     def find() -> None:
-        chunks, buffers = [*engine.chunks()], buffer_names(engine)
+        boxes, buffers = [*engine.state_boxes()], buffer_names(engine)
         if comm.size() == index.facts["ranks"]:  # a rank takes its own buffers again
             own = {each: own_name(rank, each) for each in buffers}
-            chunks = [
-                chunk._replace(name=own[chunk.name]) if own.get(chunk.name) in index.tensors else chunk
-                for chunk in chunks
+            boxes = [
+                box._replace(name=own[box.name]) if own.get(box.name) in index.tensors else box
+                for box in boxes
             ]
         if drawn is not None:
-            chunks.append(TensorBox(name, tuple(drawn.shape), (0,), drawn))
-        parts.extend(overlaps(index, chunks))
+            boxes.append(TensorBox(name, tuple(drawn.shape), (0,), drawn))
+        parts.extend(overlaps(index, boxes))
 
     def copy() -> None:
         for target, tensor, box, offsets in parts:

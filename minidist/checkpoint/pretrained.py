@@ -71,17 +71,17 @@ def load_pretrained(
             raise CheckpointError(_different(path, *differences))
         _check_shapes(engine, path, sources)
         boxes = [
-            (chunk, sources[name])
-            for chunk in engine.chunks()
-            for kind, _, name in [chunk.name.partition(".")]
-            if kind == "model" and name in sources and chunk.tensor.numel()
+            (box, sources[name])
+            for box in engine.state_boxes()
+            for kind, _, name in [box.name.partition(".")]
+            if kind == "model" and name in sources and box.tensor.numel()
         ]
         found.append((differences, boxes))
 
     @torch.no_grad()
     def fill() -> None:
-        for chunk, source in found[0][1]:
-            chunk.tensor.copy_(source.read(chunk.offsets, chunk.tensor.shape))
+        for box, source in found[0][1]:
+            box.tensor.copy_(source.read(box.offsets, box.tensor.shape))
 
     agree(find, doing)
     agree(fill, doing)

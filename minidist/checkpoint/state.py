@@ -1,6 +1,6 @@
-"""A rank's contribution to a checkpoint: chunks of tensors, and settings.
+"""A rank's contribution to a checkpoint: boxes of tensors, and settings.
 
-The strategy gives the chunks of the training state. A rank adds two of its own. One is its random states. The
+The strategy gives the boxes of the training state. A rank adds two of its own. One is its random states. The
 others are its buffers, because training changes some of them, such as a BatchNorm's statistics, on each rank
 alone. Those that differ from rank 0's are kept under the rank's name, for a load on as many ranks.
 """
@@ -36,8 +36,8 @@ Shaped = tuple[tuple[int, ...], torch.dtype]
 class CheckpointState(NamedTuple):
     """One rank's part of a checkpoint."""
 
-    chunks: list[TensorBox]
-    own: dict[str, tuple[str, int]]  # its own buffers: chunk name -> (buffer name, CRC-32)
+    boxes: list[TensorBox]
+    own: dict[str, tuple[str, int]]  # its own buffers: box name -> (buffer name, CRC-32)
     facts: dict[str, Any]  # settings as JSON can hold them; the optimizer's may differ between ranks
 
 
@@ -61,16 +61,16 @@ def collect_state(
 ) -> CheckpointState:
     """Return this rank's state. copied: copy it to the CPU's memory, so that training may go on."""
     rank = comm.rank()
-    chunks, own = [chunk for chunk in engine.chunks() if not engine.placement.is_copy(chunk.name)], {}
+    boxes, own = [box for box in engine.state_boxes() if not engine.placement.is_copy(box.name)], {}
     buffers = buffer_names(engine)
-    for chunk in [chunk for chunk in chunks if chunk.name in buffers]:
-        mine = chunk._replace(name=own_name(rank, chunk.name))
-        own[mine.name] = (chunk.name, zlib.crc32(as_bytes(chunk.tensor)))
-        chunks.append(mine)
+    for box in [box for box in boxes if box.name in buffers]:
+        mine = box._replace(name=own_name(rank, box.name))
+        own[mine.name] = (box.name, zlib.crc32(as_bytes(box.tensor)))
+        boxes.append(mine)
     drawn = random_state()
-    chunks.append(TensorBox(random_name(rank), tuple(drawn.shape), (0,), drawn))
+    boxes.append(TensorBox(random_name(rank), tuple(drawn.shape), (0,), drawn))
     if copied:
-        chunks = [chunk._replace(tensor=_copy(chunk.tensor)) for chunk in chunks]
+        boxes = [box._replace(tensor=_copy(box.tensor)) for box in boxes]
     facts = {
         "extra_state": extra_state(engine.model),
         "step": step,
@@ -85,7 +85,7 @@ def collect_state(
         "ties": ties(engine),
         "config": config_files(engine.model) if rank == 0 else {},
     }
-    return CheckpointState(chunks, own, {name: encode(value, name) for name, value in facts.items()})
+    return CheckpointState(boxes, own, {name: encode(value, name) for name, value in facts.items()})
 
 
 def classes(engine: Engine, scheduler: Scheduler | None) -> dict[str, str | None]:
@@ -118,7 +118,7 @@ def config_files(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def buffer_names(engine: Engine) -> set[str]:
-    """Return the names of the chunks that are buffers."""
+    """Return the names of the boxes that are buffers."""
     return {"model." + name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
 
 

@@ -68,11 +68,11 @@ def write(state: CheckpointState, target: Path, keep: int | None, group: dist.Pr
     keep: how many checkpoints of its folder to keep; None for all. group: all ranks, for the collectives.
     """
     rank, doing, aside = comm.rank(), f"write {target}", folders.written_aside(target)
-    tensors = {(chunk.name, chunk.offsets): chunk.tensor for chunk in state.chunks}
+    tensors = {(box.name, box.offsets): box.tensor for box in state.boxes}
     boxes = [
-        HeldBox(chunk.name, chunk.offsets, tuple(chunk.tensor.shape), chunk.shape, chunk.tensor.dtype)
-        for chunk in state.chunks
-        if chunk.tensor.numel() or 0 in chunk.shape  # else an empty share of a tensor
+        HeldBox(box.name, box.offsets, tuple(box.tensor.shape), box.shape, box.tensor.dtype)
+        for box in state.boxes
+        if box.tensor.numel() or 0 in box.shape  # else an empty share of a tensor
     ]
     lock: int | None = None
 
@@ -166,7 +166,7 @@ def plan_writes(contents: Sequence[RankContents]) -> list[dict[BoxKey, HeldBox]]
         try:
             check_boxes(name, parts[0].shape, [(part.offsets, part.sizes) for part in parts])
         except ValueError as error:
-            raise CheckpointError(f"the strategy's chunks do not make up the state: {error}") from None
+            raise CheckpointError(f"the strategy's boxes do not make up the state: {error}") from None
     return writes
 
 

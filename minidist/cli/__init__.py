@@ -27,7 +27,7 @@ from minidist._lazy import lazy
 if TYPE_CHECKING:
     from minidist.cli.commands import app as app
 
-__getattr__, __dir__, __all__ = lazy(__name__, {"minidist.cli.commands": ("app",)})
+__getattr__, __dir__, __all__ = lazy(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

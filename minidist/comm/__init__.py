@@ -5,10 +5,11 @@
 ...     comm.all_reduce(x)
 >>> ledger.bytes_sent
 
-collectives     all_reduce, reduce_scatter, all_gather, broadcast and all_to_all
-messages        send, recv, gather, scatter and barrier
+collectives     all_reduce, reduce_scatter, all_gather, broadcast, all_to_all and barrier
+differentiable  an all-to-all whose gradients travel back
+messages        send, recv, gather and scatter
 tensor_checks   which tensors, ranks and reductions they accept
-work            a call under way: started, counted, waited for; the groups that make calls
+work            a call under way: started, counted, waited for; groups, `using`, the thread that runs calls
 stream_times    when a call on CUDA tensors ran, by the GPU's clock
 opaque          torch.compile leaves these functions as they are; the types of one that takes async_op
 returned_ranks  which ranks have returned from the function that all run, and join no more calls
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from minidist.comm.collectives import all_gather as all_gather
     from minidist.comm.collectives import all_reduce as all_reduce
     from minidist.comm.collectives import all_to_all as all_to_all
+    from minidist.comm.collectives import barrier as barrier
     from minidist.comm.collectives import broadcast as broadcast
     from minidist.comm.collectives import reduce_scatter as reduce_scatter
     from minidist.comm.errors import CollectiveError as CollectiveError
@@ -46,14 +48,13 @@ if TYPE_CHECKING:
     from minidist.comm.ledgers import Ledger as Ledger
     from minidist.comm.ledgers import ledger as ledger
     from minidist.comm.mesh import Mesh as Mesh
-    from minidist.comm.messages import barrier as barrier
     from minidist.comm.messages import gather as gather
     from minidist.comm.messages import recv as recv
     from minidist.comm.messages import scatter as scatter
     from minidist.comm.messages import send as send
-    from minidist.comm.transport.algorithm_choice import empty_shared as empty_shared
-    from minidist.comm.transport.algorithm_choice import using as using
+    from minidist.comm.transport.shared_memory import empty_shared as empty_shared
     from minidist.comm.work import Work as Work
+    from minidist.comm.work import using as using
     from minidist.comm.world import device as device
     from minidist.comm.world import init as init
     from minidist.comm.world import local_rank as local_rank
@@ -61,24 +62,4 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.comm.launching.cluster": ("Cluster",),
-        "minidist.comm.checking": ("unordered",),
-        "minidist.comm.collectives": (
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "broadcast",
-            "reduce_scatter",
-        ),
-        "minidist.comm.errors": ("CollectiveError", "RankDied", "RankError", "RankTimeout"),
-        "minidist.comm.ledgers": ("Ledger", "ledger"),
-        "minidist.comm.mesh": ("Mesh",),
-        "minidist.comm.messages": ("barrier", "gather", "recv", "scatter", "send"),
-        "minidist.comm.transport.algorithm_choice": ("empty_shared", "using"),
-        "minidist.comm.work": ("Work",),
-        "minidist.comm.world": ("device", "init", "local_rank", "rank", "shutdown", "size"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -6,7 +6,8 @@ same shapes and dtypes. With `async_op=True` a function returns a `Work` at once
 its `wait()`. Either raises CollectiveError when a peer is gone, late, or makes another call.
 
 `algorithm="auto"` takes what `comm.using` names, else shared memory where all ranks are CPU ranks of one
-host, else "torch": torch.distributed over gloo or NCCL. The others send messages; see `comm.algorithms`.
+host, else "torch": torch.distributed over gloo or NCCL. The others send messages; see `comm.algorithms`. A
+function says what each of the three ways does and sends; the end of this file chooses the way.
 
 In the formulas n is the number of ranks in the group, and S the bytes of the tensor passed. Bytes sent are
 the payload that other ranks get from this one, through sockets (`Ledger.bytes_on_wire`) or from its memory.
@@ -16,18 +17,41 @@ one named here, which NCCL uses for large tensors. In a world of one nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minidist.comm import tensor_checks
+from minidist._names import unknown
+from minidist.comm import checking, tensor_checks
+from minidist.comm.algorithms.execute import execute
+from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
+from minidist.comm.algorithms.ring import all_gather_among, reduce_scatter_among
+from minidist.comm.algorithms.steps import bytes_sent, offsets
+from minidist.comm.errors import described
 from minidist.comm.opaque import may_be_async
-from minidist.comm.transport import algorithm_choice, gloo_workarounds
-from minidist.comm.transport.algorithm_choice import choose
+from minidist.comm.transport import gloo_workarounds, shared_memory
 from minidist.comm.transport.gloo_workarounds import movable
-from minidist.comm.work import Group, by_torch, bytes_of, copy_back, rank_in, ranks_of, run
+from minidist.comm.transport.shared_memory import SharedMemory, group_memory, memories
+from minidist.comm.work import (
+    ALGORITHMS,
+    CallPlan,
+    Group,
+    background,
+    by_minidist,
+    by_torch,
+    bytes_of,
+    call_of,
+    copy_back,
+    preferred,
+    process_group,
+    rank_in,
+    ranks_of,
+    run,
+)
 
 # Renamed in torch 2.13, where the former names warn.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +73,7 @@ def all_reduce(
         algorithm: "auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "hierarchical"
             (shared memory inside a host, a ring between hosts) or "naive".
         group: the ranks that take part; None for all.
-        async_op: return a `Work` at once. The same on all ranks in a group's first call.
+        async_op: return a `Work` at once. Only a group's first call waits, to make the ranks' shared memory.
 
     Returns:
         `x`, or the `Work` whose `wait()` returns it.
@@ -59,19 +83,23 @@ def all_reduce(
         TypeError: not a dense tensor with values, or a reduction of `tensor_checks.REFUSALS`: a mean of ints.
     """
     buffer = tensor_checks.check_reducible("all_reduce", x, op, algorithm, in_place=True).contiguous()
-    ranks, how = len(ranks_of(group)), choose("all_reduce", algorithm, group, x, async_op, op)
+    ranks, how = len(ranks_of(group)), choose("all_reduce", algorithm, group, x, op)
+    flat, sent = buffer.view(-1), 2 * (ranks - 1) * bytes_of(x) // ranks
 
     def result() -> torch.Tensor:
-        if op == "mean" and ranks > 1 and how == "torch":
+        if op == "mean" and ranks > 1 and how != "shared_memory":
             buffer.div_(ranks)
         return copy_back(buffer, x)
 
     if how == "torch":
         operation, _ = tensor_checks.OPERATIONS[op]
-        start = partial(dist.all_reduce, buffer, operation, group=group, async_op=True)
-        plan = by_torch(start, 2 * (ranks - 1) * bytes_of(x) // ranks)
+        plan = by_torch(partial(dist.all_reduce, buffer, operation, group=group, async_op=True), sent)
+    elif how == "shared_memory":
+        plan = by_minidist(group, partial(shared_memory.all_reduce, _memory(group), flat, op), sent)
+    elif how == "hierarchical" and (memory := group_memory(group).memory) is not None:
+        plan = _over_hosts(memory, flat, _summed(op), group)
     else:
-        plan = algorithm_choice.all_reduce(how, buffer.view(-1), op, group)
+        plan = _by_messages("all_reduce", how, flat, flat, group, op)
     return run("all_reduce", x, group, plan, result, async_op)
 
 
@@ -102,34 +130,40 @@ def reduce_scatter(
         TypeError: as for `all_reduce`.
     """
     data = tensor_checks.check_reducible("reduce_scatter", x, op, algorithm, in_place=False).contiguous()
-    ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, async_op, op)
+    ranks, how = len(ranks_of(group)), choose("reduce_scatter", algorithm, group, x, op)
     rows = tensor_checks.rows_per_rank("reduce_scatter", x, ranks)
     shard = tensor_checks.output("reduce_scatter", out, data, (rows, *x.shape[1:]))
-    if how != "torch":
-        plan = algorithm_choice.reduce_scatter(how, data.view(-1), shard.view(-1), op, group)
-        return run("reduce_scatter", x, group, plan, lambda: shard if out is None else out, async_op)
+    parts, sent = data.view(ranks, *shard.shape), (ranks - 1) * bytes_of(shard)  # row r is rank r's
     operation, reduce = tensor_checks.OPERATIONS[op]
-    by_library = x.is_cuda and ranks > 1  # NCCL's own sends no more than it must
-    by_chunks = not by_library and not async_op and ranks > 1 and bytes_of(x) > gloo_workarounds.CHUNK
-    # Row r of what arrives is rank r's contribution to this rank's shard.
-    arrived = shard if by_library or by_chunks else torch.empty_like(data)
+    arrived: Callable[[], torch.Tensor] | None = None  # returns the sum, if it is not in the shard by itself
 
     def result() -> torch.Tensor:
-        if not by_library and not by_chunks:
-            shard.copy_(reduce(arrived.view(ranks, *shard.shape), dim=0))
-        if op == "mean" and ranks > 1:
+        if arrived is not None and ranks > 1:
+            shard.copy_(arrived())
+        if op == "mean" and ranks > 1 and how != "shared_memory":
             shard.div_(ranks)
         return shard if out is None else out
 
-    if by_library:
+    if how == "shared_memory":
+        bounds = [i * shard.numel() for i in range(ranks + 1)]
+        flat, into = data.view(-1), shard.view(-1)
+        call = partial(shared_memory.reduce_scatter, _memory(group), flat, into, op, bounds)
+        plan = by_minidist(group, call, sent)
+    elif how != "torch":
+        scratch, rank = parts.clone(), rank_in(group)
+        plan = _by_messages("reduce_scatter", how, scratch.view(-1), scratch.view(-1), group, op)
+        arrived = partial(scratch.__getitem__, rank)
+    elif x.is_cuda:  # NCCL's own sends no more than it must
         start = partial(_reduce_scatter_single, shard, data, operation, group=group, async_op=True)
-    elif by_chunks:
-        parts = data.view(ranks, -1)
-        start = partial(gloo_workarounds.scatter_by_chunks, parts, shard.view(-1), reduce, group)
+        plan = by_torch(start, sent)
+    elif not async_op and bytes_of(x) > gloo_workarounds.CHUNK:
+        start = partial(gloo_workarounds.scatter_by_chunks, parts.flatten(1), shard.view(-1), reduce, group)
+        plan = by_torch(start, sent)
     else:
-        start = partial(dist.all_to_all_single, movable(arrived), movable(data), group=group, async_op=True)
-    plan = by_torch(start, (ranks - 1) * bytes_of(x) // ranks)
-    return run("reduce_scatter", x, group, plan, result, async_op, partial(arrived.copy_, data))
+        buffer = torch.empty_like(parts)  # row r is rank r's contribution to this rank's shard
+        start = partial(dist.all_to_all_single, movable(buffer), movable(parts), group=group, async_op=True)
+        plan, arrived = by_torch(start, sent), partial(reduce, buffer, dim=0)
+    return run("reduce_scatter", x, group, plan, result, async_op, partial(shard.copy_, data))
 
 
 @may_be_async
@@ -158,12 +192,19 @@ def all_gather(
     data, ranks = tensor_checks.check_tensor("all_gather", x).contiguous(), len(ranks_of(group))
     rows = tensor_checks.rows_per_rank("all_gather", x, 1)
     gathered = tensor_checks.output("all_gather", out, data, (ranks * rows, *x.shape[1:]))
-    how = choose("all_gather", algorithm, group, x, async_op)
+    how, flat, sent = choose("all_gather", algorithm, group, x), gathered.view(-1), (ranks - 1) * bytes_of(x)
     if how == "torch":
         start = partial(_all_gather_single, movable(gathered), movable(data), group=group, async_op=True)
-        plan = by_torch(start, (ranks - 1) * bytes_of(x))
+        plan = by_torch(start, sent)
+    elif how == "shared_memory":
+        bounds = [i * data.numel() for i in range(ranks + 1)]
+        call = partial(shared_memory.all_gather, _memory(group), data.view(-1), flat, bounds)
+        plan = by_minidist(group, call, sent)
     else:
-        plan = algorithm_choice.all_gather(how, data.view(-1), gathered.view(-1), group)
+        own = gathered.narrow(0, rank_in(group) * rows, rows)
+        if own.data_ptr() != data.data_ptr():
+            own.copy_(data)
+        plan = _by_messages("all_gather", how, flat, flat, group)
     result, alone = gathered if out is None else out, partial(gathered.copy_, data)
     return run("all_gather", x, group, plan, lambda: result, async_op, alone)
 
@@ -190,13 +231,16 @@ def broadcast(
     """
     buffer, ranks = tensor_checks.check_in_place("broadcast", x).contiguous(), len(ranks_of(group))
     tensor_checks.check_member("source", source, ranks)
-    how = choose("broadcast", algorithm, group, x, async_op)
+    how, flat = choose("broadcast", algorithm, group, x), buffer.view(-1)
     if how == "torch":
         start = partial(dist.broadcast, movable(buffer), group=group, async_op=True, group_src=source)
         children = gloo_workarounds.tree_children((rank_in(group) - source) % ranks, ranks)
         plan = by_torch(start, children * bytes_of(x))
+    elif how == "shared_memory":
+        sent = (ranks - 1) * bytes_of(x) if rank_in(group) == source else 0
+        plan = by_minidist(group, partial(shared_memory.broadcast, _memory(group), flat, source), sent)
     else:
-        plan = algorithm_choice.broadcast(how, buffer.view(-1), source, group)
+        plan = _by_messages("broadcast", how, flat, flat, group, source=source)
     return run("broadcast", x, group, plan, partial(copy_back, buffer, x), async_op)
 
 
@@ -235,11 +279,131 @@ def all_to_all(
         )
     received = data.new_empty((sum(comes), *x.shape[1:]))
     width = x.shape[1:].numel()  # also where x has no rows
-    how, flat, into = choose("all_to_all", algorithm, group, x, async_op), data.view(-1), received.view(-1)
+    how, flat, into = choose("all_to_all", algorithm, group, x), data.view(-1), received.view(-1)
     outgoing, incoming = ([rows * width for rows in parts] for parts in (sends, comes))
+    sent = bytes_of(x) - outgoing[rank_in(group)] * x.element_size()
     if how == "torch":
-        start = partial(gloo_workarounds.all_to_all, into, flat, incoming, outgoing, group)
-        plan = by_torch(start, bytes_of(x) - outgoing[rank_in(group)] * x.element_size())
+        plan = by_torch(partial(gloo_workarounds.all_to_all, into, flat, incoming, outgoing, group), sent)
+    elif how == "shared_memory":
+        call = partial(shared_memory.all_to_all, _memory(group), flat, into, outgoing, incoming)
+        plan = by_minidist(group, call, sent)
     else:
-        plan = algorithm_choice.all_to_all(how, flat, into, outgoing, incoming, group)
+        bounds = [[0, *accumulate(lengths)] for lengths in (outgoing, incoming)]
+        options = {"input_offsets": bounds[0], "output_offsets": bounds[1]}
+        plan = _by_messages("all_to_all", how, flat, into, group, "sum", **options)
     return run("all_to_all", x, group, plan, lambda: received, async_op, partial(received.copy_, data))
+
+
+@may_be_async
+def barrier(group: Group = None, async_op: bool = False) -> None:
+    """Wait until every rank of the group has come here. Sends no payload.
+
+    Returns:
+        None, or the `Work` whose `wait()` returns when all have come.
+    """
+    nothing = torch.empty(0)
+    if choose("barrier", "auto", group, nothing) == "torch":
+        plan = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
+    else:
+        plan = by_minidist(group, partial(shared_memory.barrier, _memory(group)), 0)
+    return run("barrier", nothing, group, plan, lambda: None, async_op)
+
+
+# How a call is carried out
+
+
+def choose(operation: str, algorithm: str, group: Group, x: torch.Tensor, op: str = "") -> str:
+    """Return the algorithm of a call, the same on all ranks.
+
+    A group's first call that may use shared memory waits for all its ranks and makes that memory, even if the
+    call is asynchronous: a rank that did not wait could not know what the others chose. x is the call's
+    tensor, or any other on its device. "torch" becomes "ring" if torch cannot reduce this dtype by `op`.
+    Raises ValueError if the algorithm is unknown, or it is "shared_memory" and the group has none.
+    """
+    known = ALGORITHMS[operation]
+    if algorithm not in known and algorithm != "auto":
+        raise unknown(f"algorithm of {operation}", algorithm, ("auto", *known))
+    if len(ranks_of(group)) == 1:
+        return "torch"
+    how = preferred(operation) if algorithm == "auto" else algorithm
+    if how == "shared_memory" and (why_not := _why_no_memory(operation, group, x)):
+        if algorithm == how:
+            raise ValueError(f"{operation} cannot go through shared memory: {why_not}; give algorithm='auto'")
+        how = "torch"
+    return "ring" if how == "torch" and op and tensor_checks.refusal(operation, op, x.dtype, how) else how
+
+
+def _why_no_memory(operation: str, group: Group, x: torch.Tensor) -> str:
+    """Return why a call cannot go through shared memory, or "". A group's first call makes its memory."""
+    if x.device.type != "cpu":
+        return f"its tensor is on {x.device}"
+    found = memories.get(process_group(group))
+    if found is None:  # making it is a collective, which the ranks' other calls must not mix with
+        if checking.checker is not None:
+            compared = checking.checker.enter(call_of(operation, "shared_memory", x, group))
+            if compared is not None:
+                compared()
+        found = group_memory(group, f"{operation} of {described(x)}")
+    return found.why_not
+
+
+def _memory(group: Group) -> SharedMemory:
+    memory = group_memory(group).memory
+    assert memory is not None  # `choose` has checked it
+    return memory
+
+
+def _summed(op: str) -> str:
+    """Return how the ranks' elements are combined: a mean is divided after."""
+    return "sum" if op == "mean" else op
+
+
+def _by_messages(
+    operation: str,
+    algorithm: str,
+    data: torch.Tensor,
+    target: torch.Tensor,
+    group: Group,
+    op: str = "sum",
+    **options: Any,
+) -> CallPlan:
+    """Run an algorithm's steps, which send from `data` and receive into `target`. Both are flat."""
+    rank, generator = rank_in(group), MESSAGE_ALGORITHMS[operation][algorithm]
+    steps = list(generator(rank, len(ranks_of(group)), len(data), **options))
+    sent, runner = bytes_sent(steps, data.element_size(), rank), background(group)
+
+    def call() -> None:
+        with runner.call():  # a message of a failed call could still arrive and be taken for the next one's
+            execute(steps, data, target, _summed(op), group)
+
+    return by_minidist(group, call, sent, sent, algorithm)
+
+
+def _over_hosts(memory: SharedMemory, x: torch.Tensor, op: str, group: Group) -> CallPlan:
+    """Reduce in shared memory inside each host, and by a ring of messages between hosts.
+
+    The phases are those of `algorithms/hierarchical.py`. There are as many parts as the smallest host has
+    ranks, so that every ring passes through every host. With m hosts the network carries 2 (m - 1) / m S for
+    each host, however many ranks it has.
+
+    Source: Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision", 3.3.
+    """
+    own, members, rings = memory.own, len(memory.members), min(map(len, memory.hosts))
+    bounds = [*offsets(len(x), rings), *[len(x)] * (members - rings)]  # further ranks have an empty part
+    part, steps = x[bounds[own] : bounds[own + 1]], []
+    if own < rings:
+        ring, here = [host[own] for host in memory.hosts], memory.hosts.index(memory.members)
+        within = offsets(len(part), len(ring))
+        steps = [*reduce_scatter_among(ring, here, within), *all_gather_among(ring, here, within)]
+
+    def call() -> None:
+        if members > 1:
+            shared_memory.reduce_scatter(memory, x, part, op, bounds)
+        with memory.call():
+            execute(steps, part, part, op, group)
+        if members > 1:
+            shared_memory.all_gather(memory, part, x, bounds)
+
+    inside = (len(x) - len(part)) + (members - 1) * len(part)
+    on_wire = bytes_sent(steps, x.element_size())
+    return by_minidist(group, call, inside * x.element_size() + on_wire, on_wire, "hierarchical")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a program that only launches ranks imports no torch
@@ -89,16 +88,6 @@ def note_out_of_step(text: str) -> None:
     """Note that the ranks are out of step from now on."""
     if not out_of_step:
         out_of_step.append(text)
-
-
-@contextmanager
-def noted() -> Iterator[None]:
-    """Note a CollectiveError of a call that has begun."""
-    try:
-        yield
-    except CollectiveError as error:
-        note_out_of_step(str(error))
-        raise
 
 
 def failed(

@@ -98,7 +98,7 @@ class Ledger:
         return "\n".join(lines)
 
 
-_open: list[Ledger] = []
+opened: list[Ledger] = []
 """The ledgers that are open in this process. Not a context variable, because hooks of a backward pass run in
 autograd's threads, and their calls count too."""
 
@@ -123,20 +123,14 @@ watchers: list[Watcher] = []
 def ledger() -> Iterator[Ledger]:
     """Count the calls inside the `with`. Ledgers nest, and each of them counts."""
     new = Ledger()
-    _open.append(new)
+    opened.append(new)
     try:
         yield new
     finally:
         for call in new.calls:
             call.settle()
         # By identity: two ledgers with the same calls are equal.
-        del _open[next(i for i, opened in enumerate(_open) if opened is new)]
-
-
-def enter(call: Call) -> None:
-    """Write a call that starts into every open ledger."""
-    for opened in _open:
-        opened.calls.append(call)
+        del opened[next(i for i, one in enumerate(opened) if one is new)]
 
 
 class HeldBack(Ledger):
@@ -144,16 +138,16 @@ class HeldBack(Ledger):
 
     def release(self) -> None:
         """Write the calls into every open ledger."""
-        for opened in _open:
-            opened.calls += self.calls
+        for ledger in opened:
+            ledger.calls += self.calls
 
 
 @contextmanager
 def held_back() -> Iterator[HeldBack]:
     """Keep the calls inside from the ledgers that are open."""
-    outside, calls = [*_open], HeldBack()
-    _open[:] = [calls]
+    outside, calls = [*opened], HeldBack()
+    opened[:] = [calls]
     try:
         yield calls
     finally:
-        _open[:] = outside
+        opened[:] = outside

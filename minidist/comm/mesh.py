@@ -77,17 +77,18 @@ class Mesh:
         self.ranks(axis)  # an error for an unknown axis
         return self._groups[axis]
 
-    def blocks(self, axis: str, size: int) -> tuple[Group, Group]:
+    def blocks(self, axis: str, size: int, again: bool = False) -> tuple[Group, Group]:
         """Cut an axis into blocks of neighbours; every rank of the world calls it.
 
         Returns this rank's block, of `size` ranks, and the ranks with the same place in the other blocks.
+        again: other groups of these ranks, as for `duplicate`.
         """
         blocks, copies = [], []
         for row in self._rows(axis):
             inside = torch.tensor(row).view(-1, size)
             blocks += inside.tolist()
             copies += inside.t().tolist()
-        return self._made(blocks), self._made(copies)
+        return self._made(blocks, again), self._made(copies, again)
 
     def duplicate(self, axis: str) -> Group:
         """Another group of the ranks along an axis, for messages that must not wait for each other's.

@@ -1,4 +1,4 @@
-"""Messages: from one rank to another, from one to all, from all to one; and waiting for each other.
+"""Messages: from one rank to another, from one to all, from all to one.
 
 The same rules hold as in `collectives.py`: `group` is None for all ranks, and with `async_op=True` a function
 returns a `Work` at once. Ranks are counted inside the group.
@@ -20,7 +20,7 @@ from minidist.comm.tensor_checks import (
     check_tensor,
     rows_per_rank,
 )
-from minidist.comm.transport import algorithm_choice, mailbox_registry
+from minidist.comm.transport import mailbox
 from minidist.comm.transport.gloo_workarounds import movable
 from minidist.comm.work import (
     Group,
@@ -54,8 +54,8 @@ def send(
     data = check_tensor("send", x).contiguous()
     _check_peer("destination", destination, group)
     by_library = partial(dist.isend, data, group=group, group_dst=destination)
-    message = mailbox_registry.identity(rank_in(group), destination, tag, group)
-    box = mailbox_registry.outgoing(message.destination, data)
+    message = mailbox.identity(rank_in(group), destination, tag, group)
+    box = mailbox.outgoing(message.destination, data)
     if box is None:
         plan = by_torch(partial(by_library, tag=tag), bytes_of(x))
         return run("send", x, group, plan, lambda: x, async_op, message=message)
@@ -64,7 +64,7 @@ def send(
         if box.put((message.group, tag), data, partial(limit_of, group)):
             return None
         call.bytes_on_wire = bytes_of(x)
-        return by_library(tag=mailbox_registry.tag_elsewhere(tag))
+        return by_library(tag=mailbox.tag_elsewhere(tag))
 
     call = call_of("send", "shared_memory", x, group, bytes_of(x), message=message)
     work = Work(call, start, lambda: x, async_op)
@@ -85,8 +85,8 @@ def recv(
     """
     buffer = check_in_place("recv", x).contiguous()
     _check_peer("source", source, group)
-    message = mailbox_registry.identity(source, rank_in(group), tag, group)
-    by_mailbox = mailbox_registry.incoming(source, buffer, tag, group)
+    message = mailbox.identity(source, rank_in(group), tag, group)
+    by_mailbox = mailbox.incoming(source, buffer, tag, group)
     plan = by_torch(by_mailbox or partial(dist.irecv, buffer, group=group, tag=tag, group_src=source), 0)
     if by_mailbox:
         plan = plan._replace(algorithm="shared_memory")
@@ -103,9 +103,9 @@ def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
         ValueError: `destination` is not another rank of the group.
     """
     _check_peer("destination", destination, group)
-    box = mailbox_registry.outgoing(ranks_of(group)[destination], torch.empty(0))
+    box = mailbox.outgoing(ranks_of(group)[destination], torch.empty(0))
     if box is not None:
-        box.fail((mailbox_registry.number_of(group), tag), partial(limit_of, group))
+        box.fail((mailbox.number_of(group), tag), partial(limit_of, group))
 
 
 @may_be_async
@@ -187,22 +187,6 @@ def scatter(
             part.copy_(parts[0])
 
     return run("scatter", out, group, plan, lambda: out, async_op, alone)
-
-
-@may_be_async
-def barrier(group: Group = None, async_op: bool = False) -> None:
-    """Wait until every rank of the group has come here. Sends no payload.
-
-    Returns:
-        None, or the `Work` whose `wait()` returns when all have come.
-    """
-    nothing = torch.empty(0)
-    how = algorithm_choice.choose("barrier", "auto", group, nothing, async_op)
-    if how == "torch":
-        plan = by_torch(partial(dist.barrier, group=group, async_op=True), 0)
-    else:
-        plan = algorithm_choice.barrier(group)
-    return run("barrier", nothing, group, plan, lambda: None, async_op)
 
 
 def _check_peer(what: str, peer: int, group: Group) -> None:

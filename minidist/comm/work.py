@@ -1,11 +1,16 @@
-"""A call of the communication API: counted, started and waited for. And the groups that make calls.
+"""A call of the communication API: counted, started and waited for.
 
 `run` takes every call through here: it makes the ledger's entry, lets the ranks of a checked world compare
-the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed.
+the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed. A `CallPlan` says how:
+by torch.distributed, or by minidist itself, at once or in the group's thread (`Background`).
+
+First come the groups that make calls, and the algorithms that they may ask for.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,8 +20,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from minidist._names import unknown
 from minidist.comm import checking, ledgers, returned_ranks
-from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step, noted
+from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
+from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step
 from minidist.comm.stream_times import StreamTimes
 
 Result = TypeVar("Result")
@@ -32,8 +39,8 @@ class GroupTable(Generic[Value]):
     """A dictionary by process group that keeps no group alive: an entry goes when its group does.
 
     A group that was destroyed would otherwise keep its threads, sockets and memory. A value must not hold its
-    group. Like `weakref.WeakKeyDictionary`, but every call looks here several times, and this takes a quarter
-    of the time.
+    group. Like `weakref.WeakKeyDictionary`, but a lookup takes a quarter of the time, and every call makes
+    several.
     """
 
     def __init__(self) -> None:
@@ -134,7 +141,51 @@ def limit_of(group: Group) -> float:
 
 def forget_groups() -> None:
     """Forget what is known of groups, because their world has ended."""
+    for running in _backgrounds.values():
+        running.stop()
+    _backgrounds.clear()
     _memberships.clear()
+
+
+# Algorithms
+
+_OF_MESSAGES = {**MESSAGE_ALGORITHMS, "barrier": {}, "send": {}}
+ALGORITHMS = {operation: ("torch", "shared_memory", *names) for operation, names in _OF_MESSAGES.items()}
+"""The names that each operation's `algorithm` takes, besides "auto". `send` and `recv` take none, and follow
+`using` alone."""
+
+_preferred: list[str] = []
+"""The algorithms that `using` names, the innermost last. Not a context variable: backward passes run in other
+threads."""
+
+
+@contextmanager
+def using(algorithm: str) -> Iterator[None]:
+    """Run every collective inside by this algorithm, including those of strategies.
+
+    A collective that names an algorithm itself keeps it, and an operation that lacks this algorithm runs as
+    before. All ranks of a group have to use the same algorithm.
+
+    >>> with comm.using("ring"):
+    ...     engine.step(inputs, targets)
+
+    Raises:
+        ValueError: no operation has an algorithm of that name.
+    """
+    known = sorted({name for names in ALGORITHMS.values() for name in names})
+    if algorithm not in known:
+        raise unknown("algorithm", algorithm, known)
+    _preferred.append(algorithm)
+    try:
+        yield
+    finally:
+        _preferred.remove(algorithm)
+
+
+def preferred(operation: str) -> str:
+    """Return the algorithm that "auto" tries first."""
+    known = ALGORITHMS[operation]
+    return next((name for name in reversed(_preferred) if name in known), "shared_memory")
 
 
 # Calls
@@ -152,6 +203,14 @@ class CallPlan(NamedTuple):
 def by_torch(start: Callable[[], Any], bytes_sent: int) -> CallPlan:
     """Plan a call of torch.distributed, which always returns at once."""
     return CallPlan("torch", lambda at_once: start(), bytes_sent, bytes_sent)
+
+
+def by_minidist(
+    group: Group, call: Callable[[], None], sent: int, wire: int = 0, algorithm: str = "shared_memory"
+) -> CallPlan:
+    """Plan a call that minidist runs itself: at once, or in the group's thread."""
+    runner = background(group)
+    return CallPlan(algorithm, lambda at_once: (runner.start if at_once else runner.here)(call), sent, wire)
 
 
 MANY = 64
@@ -176,7 +235,8 @@ class Work:
         self._waited = False
         self._stream = StreamTimes() if call.on_gpu else None
         self._started = time.perf_counter()
-        ledgers.enter(call)
+        for ledger in ledgers.opened:
+            ledger.calls.append(call)
         try:
             self._handle = start(at_once)
         except RuntimeError as error:
@@ -199,8 +259,11 @@ class Work:
         if not self._waited:
             under_way.discard(self)
             if self._check is not None:
-                with noted():
+                try:
                     self._check()
+                except CollectiveError as error:
+                    note_out_of_step(str(error))
+                    raise
             begun = time.perf_counter()
             handle, began, completed = self._handle, None, None
             try:
@@ -230,7 +293,7 @@ class Work:
         return self._waited or handle is None or bool(handle.is_completed())
 
     def forget(self) -> None:
-        """Give up on a call whose peer is dead: a send that was under way then may never complete."""
+        """Give up on a call whose peer is dead, because a send to it may never complete."""
         under_way.discard(self)
         cancel = getattr(self._handle, "cancel", None)
         if cancel is not None:
@@ -332,3 +395,125 @@ def copy_back(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def bytes_of(x: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
+
+
+# The thread that runs calls
+
+
+class Failed(RuntimeError):
+    """A collective failed here; the communication API adds to it what and where."""
+
+
+class InStep:
+    """Calls in which all ranks of a group take part; none runs after one that has failed halfway."""
+
+    def __init__(self) -> None:
+        self._broken = ""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run a collective inside. After one has failed halfway, no other can run.
+
+        Raises:
+            Failed: a peer is gone, late, or makes another call; or an earlier call failed.
+        """
+        if self._broken:
+            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
+        try:
+            yield
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
+
+
+class Task:
+    """A collective to run, with `wait` and `is_completed` like torch's handles."""
+
+    def __init__(self, run: Callable[[], object], event: threading.Event | None = None) -> None:
+        self._run = run
+        self._error: BaseException | None = None
+        self._event = event  # set at the end; None if it runs before anybody can wait
+        self.began: float | None = None  # `time.perf_counter()` at its begin
+        self.completed: float | None = None  # and at its end
+
+    def run(self) -> None:
+        """Run it now. `wait` raises its error."""
+        self.began = time.perf_counter()
+        try:
+            # Only in inference mode may all tensors be written to, those made in it included.
+            with torch.inference_mode():
+                self._run()
+        except BaseException as error:
+            self._error = error
+        del self._run  # it holds tensors
+        self.completed = time.perf_counter()
+        if self._event is not None:
+            self._event.set()
+
+    def wait(self) -> None:
+        """Wait until it is complete. The collective's own time limit bounds the wait."""
+        if self._event is not None:
+            self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.completed is not None
+
+
+class Background(InStep):
+    """Runs a group's collectives in order: asynchronous ones in its thread, others in the caller's.
+
+    A group has one for all algorithms, since the hierarchical all-reduce sends messages as well: two
+    collectives at once would mix them up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Task | None = None
+
+    def start(self, run: Callable[[], object]) -> Task:
+        """Run a collective in the thread, after all earlier ones."""
+        task = Task(run, threading.Event())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="minidist collectives", daemon=True)
+            self._thread.start()
+        self._last = task
+        self._queue.put(task)
+        return task
+
+    def here(self, run: Callable[[], object]) -> Task:
+        """Run a collective after all earlier ones; in the caller's thread if none is under way."""
+        if self._last is not None and not self._last.is_completed():
+            return self.start(run)
+        task = Task(run)
+        task.run()
+        return task
+
+    def stop(self) -> None:
+        """End the thread when it has run what it was given."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+            del task  # frees its tensors while the thread waits
+
+
+_backgrounds: GroupTable[Background] = GroupTable()
+
+
+def background(group: Group) -> Background:
+    """Return what runs a group's collectives, except torch's own, in the order of their calls."""
+    group = process_group(group)
+    found = _backgrounds.get(group)
+    if found is None:
+        own = getattr(group, "background", None)
+        found = _backgrounds.put(group, Background() if own is None else own())
+        weakref.finalize(group, found.stop).atexit = False
+    return found

@@ -91,9 +91,9 @@ def join(store: Store, own: int, ranks: int, limit: timedelta, check: bool = Fal
     import torch.distributed as dist
 
     from minidist.comm import returned_ranks
-    from minidist.comm.transport import mailbox_registry as mailboxes
+    from minidist.comm.transport import mailbox
 
-    mailboxes.start(store, own, ranks)
+    mailbox.start(store, own, ranks)
     gpus = torch.cuda.device_count()
     local_ranks = number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else ranks
     joined_by_nccl = dist.is_nccl_available() and gpus >= local_ranks
@@ -159,13 +159,12 @@ def shutdown() -> None:
         import torch.distributed as dist
 
         from minidist.comm import checking, returned_ranks
-        from minidist.comm.transport import algorithm_choice
-        from minidist.comm.transport import mailbox_registry as mailboxes
+        from minidist.comm.transport import mailbox, shared_memory
 
         _joined_here = False
         checking.stop()
-        algorithm_choice.forget()
-        mailboxes.stop()
+        shared_memory.forget()
+        mailbox.stop()
         returned_ranks.stop()
         dist.destroy_process_group()
 

@@ -7,6 +7,7 @@
 | configs.py | the shapes of GPT and BERT by name, with their parameter counts |
 | mlp.py, gpt.py, bert.py | an MLP, a GPT and a BERT, each a chain of layers |
 | blocks.py | the layers of a GPT |
+| mixture_of_experts.py | many MLPs, and a router that picks some for each token |
 | seeding.py | first weights that depend only on a seed and a name |
 | loss.py | cross-entropy and accuracy, also of masked tokens alone |
 | matmul.py | a linear layer that runs on any rung of the matmul ladders |
@@ -45,25 +46,4 @@ if TYPE_CHECKING:
     from minidist.model.mlp import MLP as MLP
     from minidist.model.sampler import Sampler as Sampler
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "minidist.model.bert": ("BERT",),
-        "minidist.model.configs": ("CONFIGS", "BERTConfig", "GPTConfig", "TransformerConfig", "config"),
-        "minidist.model.data": (
-            "DATASETS",
-            "Corpus",
-            "Dataset",
-            "Rows",
-            "dataset",
-            "digits",
-            "masked",
-            "stdlib_bytes",
-            "windows",
-        ),
-        "minidist.model.gpt": ("GPT", "gpt_layers"),
-        "minidist.model.loss": ("accuracy", "cross_entropy", "masked_accuracy", "masked_cross_entropy"),
-        "minidist.model.mlp": ("MLP",),
-        "minidist.model.sampler": ("Sampler",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

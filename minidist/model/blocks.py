@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minidist.model.configs import GPTConfig
+from minidist.model.mixture_of_experts import MixtureOfExperts
 
 
 class Embedding(nn.Module):
@@ -96,7 +97,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = FeedForward(config)
+        self.mlp = MixtureOfExperts(config) if config.experts else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)

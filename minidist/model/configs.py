@@ -69,9 +69,25 @@ class GPTConfig(TransformerConfig):
     vocabulary: int = 256
     tied: bool = True  # the output matrix is the token embedding
     dropout: float = 0.0  # share of activations dropped while training
+    experts: int = 0  # MLPs in a block, of which a router picks some for each token; 0 for one and no router
+    experts_per_token: int = 2  # k: how many it picks
+    capacity: float | None = None  # an expert takes at most this times the mean number of tokens
+    balance_rate: float = 0.0  # how far a step moves the bias that balances the experts' load; 0 for no bias
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_whole("experts", self.experts, 0)
+        if self.experts:
+            check_whole("experts_per_token", self.experts_per_token, 1)
+            if self.experts_per_token > self.experts:
+                raise ValueError(
+                    f"experts_per_token is {self.experts_per_token}, but a block has {self.experts} experts; "
+                    "give as many at most"
+                )
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(f"capacity is {self.capacity}; give a positive factor, or None for no limit")
+        if not self.balance_rate >= 0:
+            raise ValueError(f"balance_rate is {self.balance_rate}; give at least 0")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; give at least 0 and less than 1")
 
@@ -79,6 +95,12 @@ class GPTConfig(TransformerConfig):
     def shares_matrix(self) -> bool:
         """Whether the output matrix is the token embedding."""
         return self.tied
+
+    def block_parameters(self) -> int:
+        """As for one MLP, which E experts of 8 D^2 (without biases) and a router of E D replace."""
+        mlp = 8 * self.width**2 + 5 * self.width
+        experts = self.experts * (8 * self.width**2 + self.width)
+        return super().block_parameters() + (experts - mlp if self.experts else 0)
 
     def parameters(self) -> int:
         """(V + context) D in embeddings, the blocks, 2 D in the last norm, and V D more if not tied."""

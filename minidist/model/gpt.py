@@ -64,7 +64,7 @@ def _fill_gpt(parameters: Iterable[tuple[str, Tensor]], config: GPTConfig, seed:
 
     def deviation(name: str, _: Tensor) -> float:
         # Each block adds twice to the stream; this scale keeps the sum's variance from growing with layers.
-        residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        residual = name.endswith(("attention.output.weight", "mlp.down.weight", "mlp.experts.down"))
         return 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
 
     fill(((renamed.get(name, name), parameter) for name, parameter in parameters), deviation, seed=seed)

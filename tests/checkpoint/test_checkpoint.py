@@ -19,7 +19,7 @@ import minidist as md
 from minidist.checkpoint import state_dict
 from minidist.cli import train
 from minidist.model import MLP
-from minidist.parallel.sharding import gradient_rounds
+from minidist.parallel.sharding import parameter_set
 from minidist.parallel.sharding.units import Unit
 from tests.helpers import contract
 
@@ -161,19 +161,19 @@ def train_backwards(
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Three steps, saved at `stop` or resumed there; and the most buckets beyond the two that have memory."""
     more = 0
-    view = gradient_rounds.GradientRounds.view
+    view = parameter_set.ParameterSet.view
 
     def watched(self: Any, param_index: int) -> Tensor:
         nonlocal more
         found = view(self, param_index)
-        more = max(more, sum(bucket.holds for bucket in self.buckets) - gradient_rounds.TRANSIENT)
+        more = max(more, sum(bucket.holds for bucket in self.buckets) - parameter_set.TRANSIENT)
         return found
 
     buckets = {"bucket_mb": 0.009}  # of two layers
     engine = md.prepare(Backwards(9 * resume), contract.ADAMW, layout, data_parallel=buckets)
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_rounds.GradientRounds, "view", watched)
+        patch.setattr(parameter_set.ParameterSet, "view", watched)
         if resume:
             md.load(engine, path)
         for step in range(3):

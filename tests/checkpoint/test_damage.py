@@ -485,8 +485,8 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
             if fault == "full":  # like a full disk: a file cannot grow
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
             elif fault == "missing":
-                chunks = Sharded.chunks
-                patch.setattr(Sharded, "chunks", lambda self: list(moved(chunks(self))))
+                state_boxes = Sharded.state_boxes
+                patch.setattr(Sharded, "state_boxes", lambda self: list(moved(state_boxes(self))))
             elif fault == "forgotten":
                 write = writing.write_boxes
 
@@ -510,11 +510,11 @@ def failing_save(folder: Path, fault: str, asynchronous: bool) -> str:
     return said
 
 
-def moved(chunks: Iterator[TensorBox]) -> Iterator[TensorBox]:
-    """The chunks, with a wrong offset for the first."""
-    first = next(chunks)
+def moved(boxes: Iterator[TensorBox]) -> Iterator[TensorBox]:
+    """The boxes, with a wrong offset for the first."""
+    first = next(boxes)
     yield TensorBox(first.name, (first.shape[0] + 1, *first.shape[1:]), (1, *first.offsets[1:]), first.tensor)
-    yield from chunks
+    yield from boxes
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -581,12 +581,12 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_whole(
     assert not list(tmp_path.glob("*.writing"))
 
 
-def test_a_strategy_that_forgets_a_chunk_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_strategy_that_forgets_a_box_is_found(tmp_path: Path, monkeypatch: Any) -> None:
     made = trained()
-    chunks = [*made.strategy.chunks()]
-    half = chunks[0].tensor[:2]
-    short = [TensorBox(chunks[0].name, chunks[0].shape, chunks[0].offsets, half), *chunks[1:]]
-    monkeypatch.setattr(made.strategy, "chunks", lambda: iter(short))
+    boxes = [*made.strategy.state_boxes()]
+    half = boxes[0].tensor[:2]
+    short = [TensorBox(boxes[0].name, boxes[0].shape, boxes[0].offsets, half), *boxes[1:]]
+    monkeypatch.setattr(made.strategy, "state_boxes", lambda: iter(short))
     with pytest.raises(md.CheckpointError, match=r"hold 12 elements, and the tensor of shape .5, 6. has 30"):
         md.save(made, tmp_path / "one")
 

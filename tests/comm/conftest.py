@@ -8,7 +8,7 @@ import pytest
 
 import minidist as md
 from minidist import comm
-from minidist.comm.transport import algorithm_choice, shared_memory
+from minidist.comm.transport import shared_memory
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def small_buffers(cluster_of: Callable[[int], md.Cluster]) -> Iterator[Callable[
 
     def resize(stage: int, piece: int) -> None:
         shared_memory.STAGE, shared_memory.PIECE = stage, piece
-        algorithm_choice.forget()
-        comm.barrier()  # makes the memory: asynchronous first calls would not
+        shared_memory.forget()
+        comm.barrier()  # makes the memory
 
     def get(ranks: int) -> md.Cluster:
         cluster = cluster_of(ranks)

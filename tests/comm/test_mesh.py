@@ -54,17 +54,6 @@ def test_the_whole_world_is_no_new_group(cluster_of: Clusters) -> None:
     assert Mesh().device_mesh is None
 
 
-def test_a_group_of_one_sends_nothing(cluster_of: Clusters) -> None:
-    def send() -> tuple[float, int]:
-        group = Mesh(dp=2).group("pp")
-        with comm.ledger() as ledger:
-            total = comm.all_reduce(torch.tensor(3.0), group=group)
-            gathered = comm.all_gather(torch.ones(2), group=group)
-        return float(total + gathered.sum()), ledger.bytes_sent
-
-    assert cluster_of(2).run(send) == [(5.0, 0)] * 2
-
-
 def test_groups_are_made_once(cluster_of: Clusters) -> None:
     def count() -> tuple[int, bool]:
         made = []
@@ -76,18 +65,6 @@ def test_groups_are_made_once(cluster_of: Clusters) -> None:
         return made[1] - made[0], group is Mesh(pp=2, tp=2).group("tp")
 
     assert cluster_of(4).run(count) == [(0, True)] * 4
-
-
-def test_it_is_torchs_mesh_too(cluster_of: Clusters) -> None:
-    def look() -> tuple[tuple[str, ...], list[int], bool]:
-        mesh = Mesh(pp=2, tp=2)
-        theirs = mesh.device_mesh
-        assert theirs is not None
-        same = theirs["tp"].get_group() is mesh.group("tp")
-        return theirs.mesh_dim_names, theirs.get_coordinate(), same
-
-    expected = [(AXES, [rank // 2, 0, 0, rank % 2], True) for rank in range(4)]
-    assert [(names, [*place], same) for names, place, same in cluster_of(4).run(look)] == expected
 
 
 @pytest.mark.parametrize(

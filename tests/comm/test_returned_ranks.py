@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -121,11 +120,3 @@ def test_a_store_that_never_answers_holds_nobody_up() -> None:
     world.end_run()
     store.ended.set()
     assert time.monotonic() - begun < SECONDS
-
-
-def test_threads_of_a_rank_may_look_at_once() -> None:
-    store = GoneStore()
-    store.ended.set()  # it answers at once
-    world = ReturnedRanks(store, 1, True)  # type: ignore[arg-type] # a double
-    with ThreadPoolExecutor(8) as pool:
-        assert not any(pool.map(world.has, range(400)))

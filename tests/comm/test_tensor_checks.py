@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
 from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, refusal
-from minidist.comm.transport.algorithm_choice import ALGORITHMS
+from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import REDUCE
 
 Clusters = Callable[[int], md.Cluster]
@@ -161,24 +160,6 @@ def test_all_calls(ranks: int) -> None:
     random.Random(0).shuffle(drawn)
     with md.Cluster(ranks, timeout=500.0) as cluster:
         assert cluster.run(attempt, drawn[ranks - 2 :: 3]) == [[]] * ranks
-
-
-def test_a_groups_first_call_may_be_asynchronous(cluster_of: Clusters) -> None:
-    """Nothing has made shared memory then, so the call goes through torch or a ring."""
-    chosen = [
-        case
-        for case in cases()
-        if case.asynchronous and case.form == "plain" and case.rows == 1
-        if case.algorithm == ("torch" if case.operation in ("gather", "scatter", "send") else "auto")
-    ]
-
-    def first() -> list[str]:
-        group = dist.new_group([0, 1, 2])
-        problems = attempt(chosen, group)
-        dist.destroy_process_group(group)
-        return problems
-
-    assert cluster_of(3).run(first) == [[]] * 3
 
 
 def table() -> str:

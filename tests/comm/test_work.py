@@ -18,7 +18,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm import ledgers, work
-from minidist.comm.transport import algorithm_choice
+from minidist.comm.transport import shared_memory
 from tests.comm.programs import run_script
 from tests.helpers.clocks import HANG, Clock
 
@@ -46,7 +46,7 @@ def make_and_destroy(groups: int) -> tuple[tuple[int, int, int], tuple[int, int,
         )
         dist.destroy_process_group(group)
         del group
-    return before, holdings(), len(algorithm_choice.memories)
+    return before, holdings(), len(shared_memory.memories)
 
 
 @READS_PROC
@@ -139,26 +139,6 @@ def test_two_threads_in_one_group_both_get_an_error() -> None:
         assert sums == [2.0]
 
 
-def test_threads_may_have_a_group_each(cluster_of: Clusters) -> None:
-    def run() -> tuple[list[str], list[float]]:
-        mesh = comm.Mesh(dp=2)
-        return in_two_threads(mesh.group("dp"), mesh.duplicate("dp"))
-
-    for errors, sums in cluster_of(2).run(run):
-        assert errors == []
-        assert sums == [2.0, 2.0]
-
-
-def test_a_call_under_way_does_not_count(cluster_of: Clusters) -> None:
-    def overlapped() -> float:
-        comm.barrier()
-        works = [comm.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]
-        total = comm.all_reduce(torch.ones(()))
-        return float(total) + sum(float(work.wait()[0]) for work in works)
-
-    assert cluster_of(2).run(overlapped) == [42.0, 42.0]
-
-
 def test_the_ledger_times_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call takes 1 s, and its message 5 s more, during which the rank works for 2 s."""
     clock = Clock()
@@ -170,21 +150,6 @@ def test_the_ledger_times_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.sleep(2.0)
         under_way.wait()
     assert (ledger.calls[0].seconds, ledger.calls[0].waited) == (6.0, 4.0)
-
-
-def test_works_that_nobody_waits_for_are_not_kept(cluster_of: Clusters) -> None:
-    def drop() -> int:
-        for _ in range(200):
-            last = comm.all_reduce(torch.ones(2), async_op=True)
-        last.wait()
-        comm.all_reduce(torch.ones(2), async_op=True)
-        return len(work.under_way)
-
-    def left() -> int:
-        return len(work.under_way)
-
-    assert all(count <= 64 for count in cluster_of(2).run(drop))
-    assert cluster_of(2).run(left) == [0, 0]
 
 
 def test_a_send_that_nobody_waits_for_still_arrives(cluster_of: Clusters) -> None:

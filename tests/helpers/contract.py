@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows, rows_of
+from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 
 TOLERANCE = 1e-10
 """Float64 holds 16 digits; sums in another order, over a few steps, cost fewer than 6 of them."""
@@ -79,6 +80,8 @@ def plain_steps(
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
+        if routers := balanced_routers(model):
+            balance_experts(routers)
         losses.append(float(found.detach()))
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from minidist.parallel import schedules
 from minidist.parallel.pipeline.instructions import PlacedSchedule, only
+from minidist.parallel.pipeline.schedule_proof import Deadlock
 from minidist.parallel.schedules import Instruction, Schedule
 
 
@@ -72,14 +73,22 @@ def library(schedule: Schedule, times: dict[str, float]) -> dict[str, Any]:
     """What the library says of a schedule."""
     try:
         found = schedules.simulate(schedule, times)
+    except Deadlock as error:
+        waiting = [[rank, str(each), source] for rank, (each, source) in error.waiting.items()]
+        return {"error": str(error), "waiting": waiting, "timeline": drawn(error.timeline)}
     except ValueError as error:
         return {"error": str(error)}
-    timeline = [
-        [[str(each)[0], each.micro_batch, each.chunk, start, end] for each, start, end in events]
-        for events in found.timeline
-    ]
+    timeline = drawn(found.timeline)
     numbers = ("seconds", "bubble", "bubbles", "peak_activations")
     return rounded({**{name: getattr(found, name) for name in numbers}, "timeline": timeline})
+
+
+def drawn(timeline: Any) -> list[list[list[Any]]]:
+    """A timeline as the playground writes it."""
+    return [
+        [[str(each)[0], each.micro_batch, each.chunk, start, end] for each, start, end in events]
+        for events in timeline
+    ]
 
 
 def rounded(said: dict[str, Any]) -> dict[str, Any]:

@@ -353,6 +353,46 @@ def test_what_differs_is_named(got: object, expected: object, says: str) -> None
     told(says, compare, got, expected, "x", rtol=1e-12, atol=0)
 
 
+A_SQUARE = np.array([[1.0, 2], [3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("got", "says"),
+    [
+        (3 * A_ROW, "Every element is 3 times too large, and there are 3 ranks."),
+        (A_ROW / 4, "Every element is 4 times too small."),
+        (1.25 * A_ROW, "Every element is 1.25 times too large."),
+        (-A_ROW, "Every element has the wrong sign."),
+        (-2 * A_ROW, "Every element is 2 times too large and has the wrong sign."),
+        (A_ROW + 5, "Every element is 5 too large."),
+        (0 * A_ROW, "Every element is 0."),
+        (A_ROW + 777, "777 was there before, and the result is added to it: begin with 0."),
+        (0 * A_ROW + 777, "777 was there before: nothing is written there."),
+        (A_ROW[[0, 2, 1]], None),
+        (A_ROW[[2, 0, 1]], "The numbers are right, and in other places."),
+        (A_ROW * [1, 3, 3], "Each of these is 3 times too large, and there are 3 ranks."),
+        (A_ROW * [1, 1, 3], "It is 3 times too large, and there are 3 ranks."),
+        (A_ROW * [1, 1, 1.1], None),
+        (A_ROW + np.array([1, 2, 1]), None),
+        (A_ROW * [1, np.nan, 3], None),
+        (A_SQUARE.T, "Rows and columns are exchanged: it is the transpose."),
+        (np.float64(14), "It is 2 times too large."),
+        (np.float64(8), None),
+    ],
+)
+def test_what_wrong_elements_have_in_common_is_told(got: np.ndarray, says: str | None) -> None:
+    expected = {(3,): A_ROW, (2, 2): A_SQUARE, (): 7.0}[got.shape]
+    got = got.astype(np.asarray(expected).dtype)
+    with pytest.raises(WrongAnswer) as found:
+        compare(got, expected, "On 3 ranks, x", before=777)
+    assert str(found.value).split("\n  ")[3:] == ([says] if says else [])
+
+
+def test_an_array_that_nothing_was_written_to_is_told() -> None:
+    nan = np.full(3, np.nan, np.float32)
+    told("nan was there before: nothing is written there", compare, nan, A_ROW, "x", before=nan)
+
+
 def test_a_number_is_right_in_any_width() -> None:
     for third in (np.float32(1 / 3), np.float64(1 / 3)):
         compare(third, 1 / 3, "x", rtol=1e-9, atol=0)

@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-import time
 
 import pytest
 import torch
@@ -73,15 +72,6 @@ def test_without_scikit_learn_the_remedy_is_named(monkeypatch):
         digits()
 
 
-def test_the_corpus_is_the_same_twice_and_comes_soon(corpus):
-    start = time.process_time()  # which other people's work does not lengthen
-    again = stdlib_bytes()
-    assert time.process_time() - start < 2  # 0.1 s of a core of an AMD EPYC (Zen 4)
-    assert torch.equal(again.train, corpus.train)
-    assert torch.equal(again.validation, corpus.validation)
-    assert (again.train_files, again.validation_files) == (corpus.train_files, corpus.validation_files)
-
-
 def test_the_corpus_is_split_by_file_and_holds_library_source_only(corpus):
     assert corpus.train.dtype == corpus.validation.dtype == torch.uint8
     assert not set(corpus.train_files) & set(corpus.validation_files)
@@ -137,13 +127,6 @@ def test_a_library_with_nothing_to_read_is_one_sentence(tmp_path, files):
         stdlib_bytes(tmp_path / "nowhere")
 
 
-def test_a_limited_corpus_is_the_start_of_the_whole(corpus):
-    few = stdlib_bytes(limit=1000)
-    assert torch.equal(few.train, corpus.train[:1000])
-    assert torch.equal(few.validation, corpus.validation[:1000])
-    assert len(few.train_files) < 10
-
-
 @pytest.mark.parametrize(
     ("tokens", "length", "rows"), [(2, 1, 1), (9, 4, 2), (10, 4, 2), (13, 4, 3), (5, 4, 1)]
 )
@@ -154,16 +137,6 @@ def test_windows_follow_one_another_with_targets_one_token_on(tokens, length, ro
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.flatten().tolist() == text[: rows * length].tolist()
     assert targets.flatten().tolist() == text[1 : rows * length + 1].tolist()
-
-
-def test_windows_are_views_of_the_corpus():
-    text = torch.zeros(1001, dtype=torch.uint8)
-    rows = windows(text, 10, limit=3)
-    assert len(rows) == 3
-    assert rows.inputs.untyped_storage().data_ptr() == text.untyped_storage().data_ptr()
-    assert rows.targets.untyped_storage().data_ptr() == text.untyped_storage().data_ptr()
-    inputs, targets = rows[torch.tensor([2, 0])]
-    assert inputs.shape == targets.shape == (2, 10)
 
 
 def test_windows_refuse_what_makes_no_row():

@@ -9,11 +9,8 @@ import torch
 from torch import nn
 
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig, config
-from minidist.model.data import dataset
 from minidist.model.gpt import GPT, gpt_layers
-from minidist.model.loss import accuracy, cross_entropy
 from minidist.model.mlp import MLP
-from minidist.model.sampler import Sampler
 
 TINY = GPTConfig(vocabulary=11, context=8, layers=4, heads=2, width=12)
 
@@ -88,15 +85,6 @@ def test_seeds_are_the_models_own(build):
         assert a.dim() == 1 or not torch.equal(a, c), name
 
 
-@pytest.mark.parametrize("build", [functools.partial(GPT, TINY), MLP])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_weights_are_the_wide_ones_rounded(build, dtype):
-    wide, narrow = build(dtype=torch.float64), build(dtype=dtype)
-    for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
-        assert b.dtype == dtype
-        assert torch.equal(a.to(dtype), b)
-
-
 def test_defaults_of_torch_are_heeded():
     with torch.device("meta"):
         assert all(p.is_meta for model in (GPT(TINY), MLP()) for p in model.parameters())
@@ -141,33 +129,11 @@ def test_a_later_token_does_not_change_earlier_logits(dtype):
     assert not torch.allclose(after[:, 6:], before[:, 6:])
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 7), (2, 0)])
-def test_any_batch_and_length_up_to_the_context(shape):
-    assert GPT(TINY)(draw_tokens(shape)).shape == (*shape, TINY.vocabulary)
-
-
 def test_tokens_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"tokens are \(1, 9\); give \(B, T\) with T at most 8"):
         GPT(TINY)(draw_tokens((1, 9)))
     with pytest.raises(ValueError, match="tokens are"):
         GPT(TINY)(draw_tokens((4,)))
-
-
-def test_attention_runs_with_a_part_of_the_heads():
-    # What tensor parallelism does: each rank holds the rows of some heads, and the parts add up.
-    shape = GPTConfig(vocabulary=11, context=8, layers=1, heads=3, width=12)
-    whole = GPT(shape, dtype=torch.float64).layers[1].attention
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    for each in (whole.query, whole.key, whole.value, whole.output):
-        nn.init.normal_(each.bias)
-    total = whole.output.bias.clone()
-    for rows in (slice(0, 4), slice(4, 12)):  # one head, and two
-        part = copy.deepcopy(whole)
-        for each in (part.query, part.key, part.value):
-            each.weight, each.bias = nn.Parameter(each.weight[rows]), nn.Parameter(each.bias[rows])
-        part.output.weight, part.output.bias = nn.Parameter(part.output.weight[:, rows]), None
-        total = total + part(x)
-    torch.testing.assert_close(total, whole(x))
 
 
 def test_dropout_acts_in_training_alone():
@@ -177,23 +143,6 @@ def test_dropout_acts_in_training_alone():
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
     assert torch.equal(model(tokens), GPT(GPTConfig(**{**vars(shape), "dropout": 0.0}))(tokens))
-
-
-def test_a_gpt_starts_from_a_guess_and_learns_a_batch_by_heart():
-    model = GPT(config("byte-tiny"))
-    text = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
-    inputs, targets = text[:, :-1], text[:, 1:]
-    losses = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = cross_entropy(model(inputs), targets)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
-    assert losses[-1] < 0.1
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Transposed(nn.Module):
@@ -221,19 +170,6 @@ def test_an_mlp_has_the_same_weights_on_any_linear():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (64, 128, 10), (5, 1, 1, 4)])
-def test_an_mlp_is_a_chain_with_relu_between(sizes):
-    model = MLP(sizes, dtype=torch.float64)
-    assert len(model.layers) == len(sizes) - 1
-    x = torch.randn(7, sizes[0], dtype=torch.float64)
-    expected = x
-    for number, layer in enumerate(model.layers, start=1):
-        expected = expected @ layer.linear.weight.T + layer.linear.bias
-        expected = expected if number == len(model.layers) else expected.clamp(min=0)
-    torch.testing.assert_close(model(x), expected)
-    assert model(x[:0]).shape == (0, sizes[-1])
-
-
 @pytest.mark.parametrize("sizes", [(), (64,), (64, 0, 10)])
 def test_an_mlp_checks_its_sizes(sizes):
     with pytest.raises(ValueError, match="give two or more, each at least 1"):
@@ -243,16 +179,3 @@ def test_an_mlp_checks_its_sizes(sizes):
 def test_an_mlp_checks_its_inputs():
     with pytest.raises(ValueError, match=r"inputs are \(2, 8\); give \(\.\.\., 64\)"):
         MLP()(torch.rand(2, 8))
-
-
-def test_an_mlp_learns_the_digits():
-    data, model = dataset("digits"), MLP()
-    sampler = Sampler(len(data.train), 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(10 * len(sampler)):
-        inputs, targets = data.train[sampler.share(step)]
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    inputs, targets = data.test[:]
-    assert accuracy(model(inputs), targets).item() > 0.95

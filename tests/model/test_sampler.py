@@ -53,16 +53,6 @@ def test_an_epoch_visits_each_row_once(case, epoch):
     assert all(len(batch) == global_batch for batch in full)
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "ranks", "sizes"),
-    [(512, 8, [64] * 8), (13, 4, [4, 3, 3, 3]), (5, 5, [1] * 5), (7, 1, [7])],
-)
-def test_shares_differ_by_at_most_one_row(global_batch, ranks, sizes):
-    rows = 10 * global_batch
-    deal = [Sampler(rows, global_batch, rank=rank, ranks=ranks) for rank in range(ranks)]
-    assert [len(sampler.share(0)) for sampler in deal] == sizes
-
-
 def test_order_depends_on_seed_and_epoch_alone_and_leaves_the_global_state():
     before = torch.random.get_rng_state()
     sampler = Sampler(100, 10, seed=3)
@@ -76,19 +66,6 @@ def test_order_depends_on_seed_and_epoch_alone_and_leaves_the_global_state():
     epochs = [torch.cat(list(sampler.epoch(number))).tolist() for number in range(3)]
     assert len({tuple(order) for order in epochs}) == 3
     assert epochs[0] != sorted(epochs[0])
-
-
-def test_a_batch_is_the_callers_own():
-    sampler = Sampler(10, 10)
-    before = sampler.batch(0).tolist()
-    sampler.batch(0).zero_()
-    sampler.share(0).zero_()
-    assert sampler.batch(0).tolist() == before
-
-
-def test_one_row_is_an_epoch():
-    sampler = Sampler(1, 64)
-    assert [sampler.share(step).tolist() for step in range(3)] == [[0], [0], [0]]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +94,6 @@ def test_one_row_is_an_epoch():
 def test_what_leaves_a_rank_without_rows_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Sampler(**arguments)
-
-
-def test_drop_last_is_the_remedy_for_a_ragged_end():
-    assert len(Sampler(1437, 718, ranks=2, drop_last=True)) == 2
 
 
 def test_steps_and_sizes_are_whole_numbers_from_zero():

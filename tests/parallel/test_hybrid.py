@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.contract.memory_report import Memory
-from minidist.parallel.engine import parameter_placement
-from minidist.parallel.flat.gradient_comm import Done, GradientComm
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.flat.buckets import Done, GradientComm
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
+from minidist.parallel.training import clipping
 from minidist.parallel.training.clipping import global_norm
 from tests.helpers import contract
-from tests.parallel.test_layouts import SGD, gpt, tokens
+from tests.helpers.models import tokens
+from tests.parallel.test_layouts import SGD, gpt
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -284,13 +285,11 @@ def without_the_sum_over_the_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_every_copys_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        parameter_placement, "global_norm", lambda gradients, sharded, _: global_norm(gradients, sharded)
-    )
+    patch.setattr(clipping, "global_norm", lambda gradients, sharded, *_: global_norm(gradients, sharded))
 
 
 def with_every_copys_norm_on_a_mesh(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sharded, "owners", property(lambda _: 99, lambda *_: None))
+    patch.setattr(ParameterSet, "counts_here", True)
 
 
 def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from minidist import comm
 from minidist.parallel.context.ring_attention import ring_bytes
 from minidist.parallel.tensor.plans import bytes_per_pass
 from minidist.parallel.tensor.shares import share_of
-from tests.parallel.test_layouts import SGD, gpt, tokens
+from tests.helpers.models import tokens
+from tests.parallel.test_layouts import SGD, gpt
 
 Clusters = Callable[[int], md.Cluster]
 ROWS, LENGTH, BLOCKS, WIDTH, HEADS, VOCABULARY, F64 = 4, 8, 2, 16, 8, 11, 8

@@ -35,17 +35,13 @@ from minidist.parallel.engine import (
     training_step,
 )
 from minidist.parallel.sharding import sharded
-from minidist.parallel.tensor import column_parallel
+from minidist.parallel.tensor import linear_layers
 from tests.helpers import contract
+from tests.helpers.models import tokens
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 """Unlike Adam's, its steps grow with the gradients: a sum that counts twice shows."""
-
-
-def tokens(generator: torch.Generator, count: int, length: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, length + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
 
 
 def gpt(seed: int, layers: int) -> GPT:
@@ -80,6 +76,8 @@ def layouts(ranks: int) -> Iterator[md.Layout]:
             more |= {"schedule": schedule, "chunks": kind.least_chunks}
             policy = [*POLICIES][number // 5 % len(POLICIES)]
             more["recompute"] = policy if number % 5 == 0 and kind.allows_recompute else False
+            if cp > 1 and cp * tp <= 8:  # heads
+                more["cp_kind"] = ("ring", "ulysses", f"2x{cp // 2}" if cp % 2 == 0 else "ring")[number % 3]
             yield md.Layout(dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, **more)
 
 
@@ -160,7 +158,7 @@ def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:
 
 def without_a_tensor_parallel_sum(patch: pytest.MonkeyPatch) -> None:
     """The gradient of a cut layer's input stays this rank's part of it."""
-    patch.setattr(column_parallel, "start_all_reduce", lambda x, *_: lambda: x)
+    patch.setattr(linear_layers, "start_all_reduce", lambda x, *_: lambda: x)
 
 
 def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """A matrix: eight models that people have, times the layouts, each equal to one process or refused.
 
 A pair trains three steps, on batches whose rows the ranks share unequally and whose labels are partly
-ignored, and evaluates. The losses, every parameter and buffer, and the evaluation are those of a plain loop
-in one process, in float64. `REFUSED` lists all other pairs. `cases` says which pairs run every day.
+ignored, evaluates and predicts. The losses, every parameter and buffer, the evaluation and the outputs are
+those of a plain loop in one process, in float64. `REFUSED` lists all other pairs. `cases` says which pairs
+run every day.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.parallel.engine import step_executor
+from tests.helpers.contract import TOLERANCE, Trained, compare, own_rows, plain_steps
+from tests.helpers.models import FusedAttention, hugging_face, images
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "functorch.compile", "torch._inductor.pattern_matcher"]
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 """Its steps grow with the gradients, so that a sum that counts twice shows."""
-EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
 @dataclass(frozen=True)
@@ -135,22 +137,6 @@ class Encoder(nn.Module):
         return y
 
 
-class FusedAttention(nn.Module):
-    """As in timm: one matrix, and heads that are counted."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = heads, width // heads
-        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(x).reshape(rows, length, 3, self.num_heads, self.head_dim)
-        mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
-        y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-        return y
-
-
 class TimmViT(nn.Module):
     """Patches, a class token, and a Sequential called `blocks`."""
 
@@ -159,7 +145,7 @@ class TimmViT(nn.Module):
         self.patch_embed = nn.Conv2d(3, 16, 4, 4)
         self.cls_token = nn.Parameter(torch.randn(1, 1, 16))
         self.pos_embed = nn.Parameter(torch.randn(1, 5, 16))
-        self.blocks = nn.Sequential(*(Block(16, FusedAttention(16, 2)) for _ in range(2)))
+        self.blocks = nn.Sequential(*(Block(16, FusedAttention(16, 2, bias=False)) for _ in range(2)))
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 3, 8, 8) -> (B, 4)
@@ -167,52 +153,6 @@ class TimmViT(nn.Module):
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), patches], 1) + self.pos_embed
         y: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
         return y
-
-
-# Models of transformers, with their own loss.
-
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
-TEXT = {**SIZES, "vocab_size": 13, "max_position_embeddings": 16}
-BERT = {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2 = {"vocab_size": 13, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-GPT2_PDROP = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    model = LlamaForCausalLM(LlamaConfig(**TEXT, **heads, use_cache=False))
-    for name, part in [*model.named_modules()]:
-        if name.endswith("norm"):  # its own rounds to float32
-            model.set_submodule(name, nn.RMSNorm(part.weight.shape, eps=part.variance_epsilon))
-    model.loss_function = next_token
-    return model
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(**GPT2, **GPT2_PDROP, use_cache=False))
-    model.loss_function = next_token
-    return model
-
-
-def next_token(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    """The loss of the next token as transformers computes it, but without rounding to float32."""
-    return functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**TEXT, **BERT))
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(**SIZES, **BERT, image_size=8, patch_size=4, num_labels=4))
 
 
 # Batches. Padding, ignored labels and classes are drawn anew, so that ranks have other numbers of them.
@@ -238,11 +178,6 @@ def sequences(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
     return tokens * seen, torch.randint(0, 4, (rows,), generator=generator)
 
 
-def images(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
-    pixels = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return pixels, torch.randint(0, 4, (rows,), generator=generator)
-
-
 def pixel_values(generator: torch.Generator, rows: int) -> tuple[dict[str, Tensor]]:
     pixels, labels = images(generator, rows)
     return ({"pixel_values": pixels, "labels": labels},)
@@ -255,10 +190,10 @@ def counted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 MODELS = {
     "own GPT": Model(OwnGPT, tokens_and_labels, counted),
-    "Llama": Model(llama, padded),
-    "GPT-2": Model(gpt2, padded),
-    "BERT": Model(bert, padded),
-    "ViT": Model(vit, pixel_values),
+    "Llama": Model(partial(hugging_face, "Llama with one table", use_cache=False), padded),
+    "GPT-2": Model(partial(hugging_face, "GPT-2", use_cache=False), padded),
+    "BERT": Model(partial(hugging_face, "BERT"), padded),
+    "ViT": Model(partial(hugging_face, "ViT"), pixel_values),
     "ResNet": Model(ResNet, images, md.cross_entropy, {"batch_norm": "synchronized"}),
     "encoder": Model(Encoder, sequences, md.cross_entropy),
     "timm ViT": Model(TimmViT, images, md.cross_entropy),
@@ -296,8 +231,6 @@ REFUSED = {
 
 
 def built(name: str, seed: int) -> nn.Module:
-    if name in ("Llama", "GPT-2", "BERT", "ViT"):
-        pytest.importorskip("transformers", reason="the model is that of transformers")
     torch.manual_seed(seed)
     return MODELS[name].make().double()
 
@@ -308,39 +241,33 @@ def batches(name: str, compiled: bool) -> list[tuple[Any, ...]]:
     return [MODELS[name].batch(generator, rows) for rows in ((4, 4, 4) if compiled else (5, 4, 5))]
 
 
-@dataclass(frozen=True)
-class Trained:
-    losses: list[float]  # and the evaluation's
-    state: dict[str, Tensor]
+def inputs_of(batch: tuple[Any, ...]) -> Any:
+    """What a prediction takes of a batch."""
+    first = batch[0]
+    return {key: x for key, x in first.items() if key != "labels"} if isinstance(first, dict) else first
+
+
+def loss_of(name: str, model: Any, batch: tuple[Any, ...]) -> Tensor:
+    loss = MODELS[name].loss
+    found = model(**batch[0]).loss if loss is None else loss(model(batch[0]), batch[1])
+    value: Tensor = found[0] if isinstance(found, tuple) else found
+    return value
 
 
 @cache
-def in_one_process(name: str, compiled: bool = False) -> Trained:
+def in_one_process(name: str, compiled: bool = False) -> tuple[Trained, Tensor]:
     """The reference: a plain loop, uncompiled, from rank 0's weights. compiled: which batches."""
-    model, losses = built(name, 0), []
-    optimizer = SGD(model.parameters())
-
-    def loss_of(batch: tuple[Any, ...]) -> Tensor:
-        loss = MODELS[name].loss
-        if loss is None:
-            own: Tensor = model(**batch[0]).loss
-            return own
-        found = loss(model(batch[0]), batch[1])
-        return found[0] if isinstance(found, tuple) else found
-
-    for batch in batches(name, compiled):
-        optimizer.zero_grad()
-        loss = loss_of(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
+    model, given = built(name, 0), batches(name, compiled)
+    trained = plain_steps(model, SGD(model.parameters()), given, partial(loss_of, name))
     model.eval()
+    inputs = inputs_of(given[-1])
     with torch.no_grad():
-        losses.append(loss_of(batch).item())
-    return Trained(losses, model.state_dict())
+        outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        last = loss_of(name, model, given[-1]).item()
+    return Trained([*trained.losses, last], trained.state), getattr(outputs, "logits", outputs)
 
 
-def train(name: str, text: str) -> Trained | str:
+def train(name: str, text: str) -> tuple[Trained, Any] | str:
     """The same on this rank; or the sentence with which `prepare`, or a step, refuses a pair in the table."""
     try:
         return train_on_this_rank(name, text)
@@ -350,7 +277,7 @@ def train(name: str, text: str) -> Trained | str:
         return str(error)
 
 
-def train_on_this_rank(name: str, text: str, **more: Any) -> Trained:
+def train_on_this_rank(name: str, text: str, **more: Any) -> tuple[Trained, Any]:
     model: Any = built(name, md.rank())
     layout, options = md.Layout.parse(text.removesuffix(", compiled")), {**MODELS[name].options, **more}
     if text == COMPILED:
@@ -360,22 +287,16 @@ def train_on_this_rank(name: str, text: str, **more: Any) -> Trained:
     if layout.pp > 1:
         (options["example"], *_) = MODELS[name].batch(torch.Generator(), 1)
     engine = md.prepare(model, SGD, layout, MODELS[name].loss, **options)
-
-    def own(x: Tensor) -> Tensor:
-        return x[slice(*(len(x) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))]
-
-    losses = []
-    for batch in batches(name, text == COMPILED):
-        mine = [
-            {k: own(x) for k, x in each.items()} if isinstance(each, dict) else own(each) for each in batch
-        ]
-        losses.append(engine.step(*mine))
-    return Trained([*losses, engine.evaluate(*mine)], engine.full_state_dict())
+    own = [own_rows(engine, batch) for batch in batches(name, text == COMPILED)]
+    losses = [engine.step(*batch) for batch in own]
+    losses.append(engine.evaluate(*own[-1]))
+    outputs = engine.predict(inputs_of(own[-1]))
+    return Trained(losses, engine.full_state_dict()), getattr(outputs, "logits", outputs)
 
 
 def check(found: list[Any], name: str, layout: str) -> None:
     """Fail unless all ranks have trained as one process does, or refused as the table says."""
-    expected, sentence = in_one_process(name, layout == COMPILED), REFUSED.get((name, layout))
+    (expected, outputs), sentence = in_one_process(name, layout == COMPILED), REFUSED.get((name, layout))
     for each in found:
         if sentence is not None:
             assert isinstance(each, str), (
@@ -383,10 +304,8 @@ def check(found: list[Any], name: str, layout: str) -> None:
             )
             assert sentence in each
             continue
-        torch.testing.assert_close(each.losses, expected.losses, **EXACT)
-        assert each.state.keys() == expected.state.keys()
-        for key, value in expected.state.items():
-            torch.testing.assert_close(each.state[key], value, **EXACT, msg=lambda m, k=key: f"{k}: {m}")
+        compare(each[0], expected)
+        torch.testing.assert_close(each[1], outputs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +332,33 @@ def cases(layouts: list[str]) -> list[Any]:
     return pairs
 
 
-@pytest.mark.parametrize(("name", "layout"), cases([layout for layout in LAYOUTS if layout != COMPILED]))
+MORE = [
+    ("Llama", "dp=2,zero=1,recompute=true"),
+    ("Llama", "tp=2,micro_batches=2"),
+    ("Llama", "tp=2,pp=2,micro_batches=2"),
+    ("GPT-2", "dp=2,zero=3,micro_batches=2,recompute=true"),
+    ("GPT-2", "dp=2,pp=2,zero=1,micro_batches=2"),
+    ("BERT", "dp=2,zero=2,micro_batches=2,recompute=true"),
+]
+"""Models with losses of their own, whose weights differ from micro-batch to micro-batch."""
+DEEP = [
+    ("Llama", "pp=2,micro_batches=3,schedule=gpipe"),
+    ("GPT-2", "pp=2,micro_batches=3,schedule=zero_bubble"),
+]
+DEEP += [("BERT", "pp=2,micro_batches=3,schedule=gpipe"), ("GPT-2", "dp=2,micro_batches=3")]
+DEEP += [(name, "dp=2,tp=2,zero=3") for name in ("Llama", "GPT-2")] + [("BERT", "dp=2,tp=2,zero=2")]
+DEEP += [("ViT", "tp=2,micro_batches=2,recompute=true")]
+DEEP += [("Llama", "dp=2,zero=2,micro_batches=3"), ("BERT", "dp=2,zero=3,micro_batches=3,recompute=true")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *cases([layout for layout in LAYOUTS if layout != COMPILED]),
+        *MORE,
+        *(pytest.param(*each, marks=pytest.mark.deep) for each in DEEP),
+    ],
+)
 def test_each_model_trains_in_each_layout_as_in_one_process(
     cluster_of: Clusters, name: str, layout: str
 ) -> None:
@@ -433,7 +378,7 @@ def test_every_model_runs_every_day_and_every_refusal_is_of_a_pair() -> None:
 def test_faults_are_caught(cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that count rows instead of labels, another refusal, and a refused pair that trains."""
 
-    def by_rows() -> Trained:
+    def by_rows() -> tuple[Trained, Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_executor, "weighted", lambda result, own: (result[0], own))
             return train_on_this_rank("own GPT", "dp=2", check_loss=False)

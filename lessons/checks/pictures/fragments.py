@@ -1,9 +1,11 @@
-"""Which elements a lane holds of A, B and C, and the bits of small numbers (lesson 6)."""
+"""Which elements a lane holds of A, B and C, the bits of small numbers, and their cost (lesson 6)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from checks.animations import animate
-from checks.figures import BLUE, GREEN, ORANGE, PINK, RED, SKY, WORDS, show
+from checks.figures import BLUE, GREEN, ORANGE, PINK, RED, SKY, WORDS, draw, name, show
 from checks.pictures.threads import picture, write
 from checks.tensor_cores import places
 
@@ -101,4 +103,32 @@ def formats() -> None:
         "10 bits makes 11 significant bits.",
         alt="Bars of bits: float32 has a sign, 8 bits of exponent and 23 of fraction; TF32 has 8 and 10; "
         "bfloat16 8 and 7; float16 5 and 10.",
+    )
+
+
+def rate_against_error(rates: Mapping[str, float | None], errors: Mapping[str, float], unit: str) -> None:
+    """Show what each mode of a product reaches, and how exact it is; a mode without a rate is a line."""
+    figure, axes = draw(height=3.3)
+    known = [rate for rate in rates.values() if rate]
+    for (mode, rate), color in zip(rates.items(), (BLUE, GREEN, ORANGE, PINK), strict=True):
+        if rate:
+            axes.plot(rate, errors[mode], "o", color=color, markersize=9)
+            name(axes, rate, errors[mode], mode, color, dx=11)
+        else:
+            axes.axhline(errors[mode], color=color, linestyle="--", linewidth=1.2)
+            name(axes, known[0], errors[mode], f"{mode}: no unit here to time it", color, dx=11, dy=-8)
+    axes.set(
+        xscale="log", yscale="log", xlabel="GFLOP/s on one core of this CPU", ylabel="relative error (rms)"
+    )
+    axes.set_xlim(min(known) / 1.6, max(known) * 2.6)
+    axes.set_ylim(min(errors.values()) / 4, max(errors.values()) * 4)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0f}"[0] in "25" else "")
+    said = ", ".join(f"{mode} {rate:,.0f}" for mode, rate in rates.items() if rate)
+    show(
+        figure,
+        f"Products of 1024 x 1024 on one core, in GFLOP/s: {said}. Right is faster, down is more exact. "
+        + (f"This CPU has {unit}." if unit else "This CPU has no products of bfloat16."),
+        alt="Error against rate, both logarithmic. float32 and bf16x6 are the most exact, bf16x3 is in "
+        "between, and bf16 is the fastest and the least exact.",
     )

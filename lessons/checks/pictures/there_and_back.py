@@ -30,7 +30,7 @@ def there_and_back() -> None:
     animate(
         scene,
         "Blue: values, which stay where they were computed. Orange: the gradient g on its way back. Green: "
-        "gradients by the weights and biases.",
+        "gradients of the weights and biases.",
         alt="Five boxes in a row: rows, linear, ReLU, linear, loss. Values go from left to right, with "
         "shapes m x 64, m x 128, m x 128, m x 10, and one number. Then a gradient goes back from right to "
         "left, with the shapes of the values. At each linear layer it leaves a gradient for the weights and "
@@ -56,12 +56,12 @@ def _play(scene: Scene) -> None:
     for place, note in enumerate(notes):
         seen[f"value {place}"] = (_left(place) + 16, TOP - 36, VALUES[place])
         frame(note)
-    frame("Backward. The loss gives the gradient by the logits: it has their shape.", (4, "m x 10"))
+    frame("Backward. The loss gives the gradient of the logits: it has their shape.", (4, "m x 10"))
     seen["w2"], seen["b2"] = (_left(3) - 12, TOP + 98, "128 x 10"), (_left(3) + 72, TOP + 98, "10")
     frame("The linear layer leaves gradients for w2 and b2, and passes on that by its input.", (3, "m x 128"))
     frame("ReLU lets it pass where its input was positive.", (2, "m x 128"))
     seen["w1"], seen["b1"] = (_left(1) - 12, TOP + 98, "64 x 128"), (_left(1) + 72, TOP + 98, "128")
-    frame("Again a linear layer. Nobody asks for the gradient by the pixels.", (1, "m x 64"))
+    frame("Again a linear layer. Nobody asks for the gradient of the pixels.", (1, "m x 64"))
     frame("Each green gradient has the shape of what it belongs to: now a step can be made.")
 
 

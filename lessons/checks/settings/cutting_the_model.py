@@ -15,7 +15,7 @@ from checks.words import plural
 
 def chains(draw: np.random.Generator, ranks: int) -> list[Case]:
     """Each rank's stage, and the rows that go through all of them."""
-    return [_chain(draw, ranks, rows, width) for rows, width in ((1, 1), (2, 3), (5, 4))]
+    return [_chain(draw, ranks, rows, width) for rows, width in ((2, 3), (1, 1), (5, 4))]
 
 
 def _chain(draw: np.random.Generator, ranks: int, rows: int, width: int) -> Case:

@@ -23,6 +23,27 @@ def parts(whole: torch.Tensor, ranks: int, dim: int) -> list[torch.Tensor]:
     return [part.contiguous() for part in whole.tensor_split(ranks, dim)]
 
 
+def tens(count: int) -> torch.Tensor:
+    """1, 10, 100, ..."""
+    return 10.0 ** torch.arange(count, dtype=torch.float64)
+
+
+def make_tidy(x: torch.Tensor, c: torch.Tensor, matrices: list[torch.Tensor], ranks: int) -> None:
+    """Fill attention's tensors so that rank r's summand of y, and its part of the gradient of x, is 10**r.
+
+    All tokens are alike, so each mean of values is their value, 1, and queries and keys have no gradient.
+    """
+    (tokens, width), size = x.shape, x.shape[1] // ranks
+    x[...], matrices[2][...] = 1 / width, 1
+    c[...] = 0
+    c[-1, 0] = (
+        tokens**2
+    )  # y's gradient, of the last token alone, which takes the same part of each token's value
+    matrices[3][...] = (tens(ranks) / size).repeat_interleave(size)[:, None]
+    x *= tokens
+    matrices[2] /= tokens
+
+
 def plain(function: Callable[..., Any], x: torch.Tensor, *others: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """The result, and x as it is afterwards."""
     return function(x, *others), x
@@ -46,12 +67,12 @@ def there_and_back(
 
 
 def whole_attention(
-    x: torch.Tensor, matrices: list[torch.Tensor], head_size: int, c: torch.Tensor
+    x: torch.Tensor, matrices: list[torch.Tensor], head_size: int, c: torch.Tensor, causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In one process: y, and the gradients of x and of the queries' matrix where that of y is c."""
     x, query = x.clone().requires_grad_(), matrices[0].clone().requires_grad_()
     heads = [(x @ w).unflatten(1, (-1, head_size)).transpose(0, 1) for w in (query, matrices[1], matrices[2])]
-    mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+    mixed = functional.scaled_dot_product_attention(*heads, is_causal=causal)
     y = mixed.transpose(0, 1).flatten(1) @ matrices[3]
     of_x, of_query = torch.autograd.grad((y * c).sum(), (x, query))
     return y.detach(), of_x, of_query

@@ -64,21 +64,4 @@ if TYPE_CHECKING:
     from minidist.comm.algorithms.tree import tree_broadcast as tree_broadcast
     from minidist.comm.algorithms.tree import tree_reduce_scatter as tree_reduce_scatter
 
-_HERE = "minidist.comm.algorithms"
-
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        f"{_HERE}.proof": ("ScheduleError", "check"),
-        f"{_HERE}.drawing": ("draw",),
-        f"{_HERE}.formulas": ("formula",),
-        f"{_HERE}.halving_doubling": ("halving_doubling_all_reduce",),
-        f"{_HERE}.hierarchical": ("hierarchical_all_reduce",),
-        f"{_HERE}.naive": ("naive_all_reduce",),
-        f"{_HERE}.pairwise": ("pairwise_all_to_all",),
-        f"{_HERE}.registry": ("ALGORITHMS", "CollectiveSchedule", "schedule"),
-        f"{_HERE}.ring": ("ring_all_gather", "ring_all_reduce", "ring_broadcast", "ring_reduce_scatter"),
-        f"{_HERE}.steps": ("Message", "Step", "bytes_sent", "offsets"),
-        f"{_HERE}.tree": ("tree_all_gather", "tree_all_reduce", "tree_broadcast", "tree_reduce_scatter"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -122,12 +122,7 @@ def _run(
         while posted < min(done + AHEAD, len(receives)):
             following = receives[posted]
             if not following.reduce:
-                # A send of a step that this rank has not reached may wait for work that it has yet to do.
-                early = any(
-                    send.number > sent or (send.step > receive.step and not send.copied)
-                    for send in following.overwrites
-                )
-                if following.needs > done or early:
+                if following.needs > done:
                     break
                 _finish(following.overwrites)
             if following.copy_from < 0:
@@ -237,7 +232,7 @@ class Send:
     start: int
     stop: int
     step: int  # whose message it is part of
-    number: int  # from 1, in the program's order
+    reached: int  # so many receives belong to the steps before it
     needs: int = 0  # so many receives have to be complete before it, which bring its data
     copied: bool = False  # a copy is sent, because data arrives in its range in the same step
     work: Any = None  # torch's handle, kept until its wait, because gloo drops the message with it
@@ -250,7 +245,6 @@ class Receive:
     peer: int
     start: int
     stop: int
-    step: int
     reduce: bool
     number: int  # from 1, in the program's order
     needs: int = 0  # so many receives have to be complete before it writes to its range
@@ -274,7 +268,7 @@ def cut_into_segments(
     for index, step in enumerate(steps):
         for message in step.sends:
             for start, stop in _segments(message, itemsize) if message.peer != rank else ():
-                send = Send(message.peer, start, stop, index, len(sends) + 1)
+                send = Send(message.peer, start, stop, index, len(receives))
                 if in_place:
                     send.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
                     read.add(send)
@@ -283,9 +277,12 @@ def cut_into_segments(
         for message in step.receives:
             shift = to_itself.pop(0) - message.start if message.peer == rank else 0
             for start, stop in _segments(message, itemsize):
-                receive = Receive(message.peer, start, stop, index, message.reduce, len(receives) + 1)
-                receive.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
+                receive = Receive(message.peer, start, stop, message.reduce, len(receives) + 1)
                 receive.overwrites = read.overlapping(start, stop)
+                # A send that is not even offered would carry the new data, and one of a step ahead may wait
+                # for work that this rank has yet to do.
+                earlier = [one.number for one in written.overlapping(start, stop)]
+                receive.needs = max([*earlier, *(send.reached for send in receive.overwrites)], default=0)
                 for send in receive.overwrites:
                     send.copied |= send.step == index
                 # Later segments wait for this one, and so for all that it waits for.

@@ -3,25 +3,34 @@
 All ranks' steps run in one process by the rules in `steps.py`. The buffers count, for each element, how often
 it contains each rank's contribution: a reduction is right if it contains each exactly once. A message is
 taken only when both ends have reached it. That is the strictest rule about timing, so a schedule that ends
-here ends with any buffering.
+here ends with any buffering. Nothing here needs NumPy or torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import pairwise
+from typing import Any
 
 from minidist.comm.algorithms.registry import CollectiveSchedule
 from minidist.comm.algorithms.steps import Message, Step, offsets
 
-Contents = NDArray[np.int64]
+Contents = list[Any]
+"""An element of a reduction is a number with a digit for each rank: how often it contains that rank's
+contribution. In an all-to-all, which only moves elements, it is the rank that had it, and its index there."""
+DIGIT = 64  # bits: a schedule would have to double an element 64 times to spoil the next digit
 
 
 class ScheduleError(ValueError):
-    """A schedule does not end, or its result is wrong; the message names rank and step."""
+    """A schedule does not end, or its result is wrong; the message names rank and step.
+
+    waiting: if it does not end, each waiting rank and the ranks that it waits for.
+    """
+
+    def __init__(self, message: str, waiting: dict[int, list[int]] | None = None) -> None:
+        super().__init__(message)
+        self.waiting = waiting or {}
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ def run(schedule: CollectiveSchedule, inputs: list[Contents], buffers: list[Cont
                 rank.enter(ranks, inputs[rank.number], rank.free)
     waiting = [rank for rank in ranks if not rank.ended()]
     if waiting:
-        raise ScheduleError(f"no rank goes on: {'; '.join(rank.waits_for() for rank in waiting)}")
+        said = "; ".join(rank.waits_for() for rank in waiting)
+        raise ScheduleError(f"no rank goes on: {said}", {rank.number: rank.peers() for rank in waiting})
 
 
 @dataclass
@@ -149,9 +159,14 @@ class _Rank:
         for message, data in self.taken:
             _check_range(f"rank {self.number} in step {self.step}", "receives", message, len(buffer))
             if message.reduce:
-                buffer[message.start : message.stop] += data
-            else:
-                buffer[message.start : message.stop] = data
+                there = buffer[message.start : message.stop]
+                data = [old + new for old, new in zip(there, data, strict=True)]
+            buffer[message.start : message.stop] = data
+
+    def peers(self) -> list[int]:
+        """The ranks that this rank waits for."""
+        expected = self.expected()
+        return [message.peer for message, _ in self.offered] + ([expected.peer] if expected else [])
 
     def waits_for(self) -> str:
         """Say in words what this rank waits for."""
@@ -167,72 +182,74 @@ def _check_range(who: str, what: str, message: Message, size: int) -> None:
 
 
 def start(schedule: CollectiveSchedule) -> tuple[list[Contents], list[Contents]]:
-    """The inputs and outputs of all ranks at the start; the same arrays where the operation works in place.
+    """The inputs and outputs of all ranks at the start; the same lists where the operation works in place.
 
-    Each is (elements, ranks + 1): how often an element contains each rank's contribution, and in the last
-    column whether it was never filled. In an all-to-all, which only moves elements, it is (elements, 2): the
-    rank that had the element, and its index there.
+    The digit after the last rank's says whether an element was never filled.
     """
     n, size = schedule.ranks, schedule.elements
     if schedule.operation == "all_to_all":
         counts = _counts(schedule)
-        inputs = [
-            np.stack([np.full(sum(row), rank), np.arange(sum(row))], axis=1)
-            for rank, row in enumerate(counts)
-        ]
-        outputs = [np.full((sum(row[rank] for row in counts), 2), -1) for rank in range(n)]
+        inputs: list[Contents] = [[(rank, i) for i in range(sum(row))] for rank, row in enumerate(counts)]
+        outputs: list[Contents] = [[(-1, -1)] * sum(row[rank] for row in counts) for rank in range(n)]
         return inputs, outputs
-    contribution: Contents = np.eye(n + 1, dtype=np.int64)
-    buffers = [np.tile(contribution[rank], (size, 1)) for rank in range(n)]
+    buffers: list[Contents] = [[_once(rank)] * size for rank in range(n)]
     if schedule.operation == "all_gather":  # only a rank's own part is filled
         bounds = offsets(size, n)
         for rank, buffer in enumerate(buffers):
-            buffer[: bounds[rank]] = buffer[bounds[rank + 1] :] = contribution[n]
+            first, last = bounds[rank], bounds[rank + 1]
+            buffer[:first], buffer[last:] = [_once(n)] * first, [_once(n)] * (size - last)
     return buffers, buffers
+
+
+def _once(rank: int) -> int:
+    """An element that contains a rank's contribution once, and nothing else."""
+    return 1 << DIGIT * rank
 
 
 def _check_result(schedule: CollectiveSchedule, buffers: list[Contents]) -> None:
     bounds = offsets(schedule.elements, schedule.ranks)
     for rank, buffer in enumerate(buffers):
-        own = slice(bounds[rank], bounds[rank + 1]) if schedule.operation == "reduce_scatter" else slice(None)
-        wanted = np.broadcast_to(_wanted(schedule, rank), buffer.shape)
-        wrong = np.flatnonzero((buffer[own] != wanted[own]).any(axis=1))
-        if len(wrong):
-            element = int(wrong[0]) + (own.start or 0)
+        own = range(len(buffer))
+        if schedule.operation == "reduce_scatter":
+            own = range(bounds[rank], bounds[rank + 1])
+        wanted = _wanted(schedule, rank, len(buffer))
+        element = next((i for i in own if buffer[i] != wanted[i]), None)
+        if element is not None:
             raise ScheduleError(
                 f"{schedule.operation}: element {element} of rank {rank} ends with "
                 f"{_words(schedule, buffer[element])}; it should be {_words(schedule, wanted[element])}"
             )
 
 
-def _wanted(schedule: CollectiveSchedule, rank: int) -> Contents:
-    """Return what `rank` should end with; one row if it is the same for all elements."""
+def _wanted(schedule: CollectiveSchedule, rank: int, size: int) -> Contents:
+    """What the elements of `rank` should be in the end."""
     n = schedule.ranks
-    contribution: Contents = np.eye(n + 1, dtype=np.int64)
     if schedule.operation == "all_to_all":
         counts = _counts(schedule)
         firsts = [sum(row[:rank]) for row in counts]
-        parts = [(other, firsts[other] + i) for other in range(n) for i in range(counts[other][rank])]
-        return np.array(parts, dtype=np.int64).reshape(-1, 2)
+        return [(other, firsts[other] + i) for other in range(n) for i in range(counts[other][rank])]
     if schedule.operation == "broadcast":
-        return contribution[schedule.source : schedule.source + 1]
+        return [_once(schedule.source)] * size
     if schedule.operation == "all_gather":
-        return np.repeat(contribution[:n], np.diff(offsets(schedule.elements, n)), axis=0)
-    all_once: Contents = contribution[:n].sum(axis=0, keepdims=True)
-    return all_once
+        return [_once(other) for other, part in enumerate(_parts(schedule)) for _ in range(part)]
+    return [sum(map(_once, range(n)))] * size
+
+
+def _parts(schedule: CollectiveSchedule) -> tuple[int, ...]:
+    """Elements of each rank's part of the buffer."""
+    bounds = offsets(schedule.elements, schedule.ranks)
+    return tuple(stop - start for start, stop in pairwise(bounds))
 
 
 def _counts(schedule: CollectiveSchedule) -> tuple[tuple[int, ...], ...]:
-    if schedule.counts is not None:
-        return schedule.counts
-    row = tuple(np.diff(offsets(schedule.elements, schedule.ranks)).tolist())
-    return (row,) * schedule.ranks
+    return schedule.counts or (_parts(schedule),) * schedule.ranks
 
 
-def _words(schedule: CollectiveSchedule, element: Contents) -> str:
+def _words(schedule: CollectiveSchedule, element: Any) -> str:
     if schedule.operation == "all_to_all":
-        return f"element {element[1]} of rank {element[0]}" if element[0] >= 0 else "nothing"
-    *counts, unset = element.tolist()
+        moved = zip(element[::2], element[1::2], strict=True)
+        return " and ".join(f"element {i} of rank {rank}" for rank, i in moved if rank >= 0) or "nothing"
+    *counts, unset = (element >> DIGIT * rank & (1 << DIGIT) - 1 for rank in range(schedule.ranks + 1))
     times = [f"rank {rank}'s {count} times" for rank, count in enumerate(counts) if count]
     times += ["what was there before"] if unset else []
     return ", ".join(times).replace(" 1 times", " once") or "nothing"

@@ -10,11 +10,9 @@ import torch
 
 from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.steps import Message, Step
-from minidist.comm.collectives import all_reduce
+from minidist.comm.collectives import all_reduce, barrier
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
-from minidist.comm.messages import barrier
-from minidist.comm.transport import algorithm_choice
-from minidist.comm.transport.shared_memory import STAGE, SharedMemory
+from minidist.comm.transport.shared_memory import STAGE, SharedMemory, group_memory
 from minidist.comm.work import Group, rank_in, ranks_of
 
 SMALL, LARGE = 2**10, 2**22
@@ -44,7 +42,7 @@ def fit(group: Group = None, rounds: int = 15) -> LinkProfile:
     ranks, rank = len(ranks_of(group)), rank_in(group)
     if ranks == 1:
         raise ValueError("fit measures links between ranks, and the group has one; call it in at least two")
-    memory = algorithm_choice.group_memory(group).memory
+    memory = group_memory(group).memory
     small, large = torch.zeros(SMALL // 4), torch.zeros(2 * LARGE // 4)
 
     def seconds(run: Callable[[], object], calls: int = 1) -> float:

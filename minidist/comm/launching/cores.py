@@ -1,8 +1,9 @@
-"""What this process may use of the machine: its cores, and the memory of its control groups.
+"""The cores and the memory that this process may use.
 
 A container's limits are those of a control group. Version 2 has one tree of groups, version 1 one for each
 controller. A limit holds for all groups below it, so this process's group and those above it are read. A
-container may be shown its group's path outside, where nothing lies; its own group is then the root.
+container may be told the path that its group has on the host, where it finds nothing; its own group is then
+the root.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def forget(keys: Collection[int]) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, which also takes kept objects, and modules of classes of their own."""
+    """A cloudpickle pickler that also sends kept objects, and modules with a class of their own."""
 
     def __init__(self, file: io.BytesIO, held: Collection[int]) -> None:
         super().__init__(file)

@@ -1,12 +1,9 @@
-"""How collectives and messages travel between ranks, and how their algorithm is chosen.
+"""How collectives and messages travel between ranks of one host: through memory that they share.
 
-A collective runs by torch.distributed, in memory that the ranks of one host share, or as an algorithm of
-messages. A message goes through a mailbox in shared memory, or through torch.distributed.
+Everything else goes through torch.distributed. `choose` in collectives.py says which way a collective takes.
 
-- `algorithm_choice.py`: choose the algorithm of a collective (`using`, `empty_shared`), plan the call, run it
-- `shared_memory.py`: the memory of a group's ranks on one host, and the collectives in it
-- `mailbox.py`: a message through shared memory: its format, its sender, its receiver
-- `mailbox_registry.py`: which messages use mailboxes, and where those are
+- `shared_memory.py`: the memory of a group's ranks on one host, and the collectives in it (`empty_shared`)
+- `mailbox.py`: a message through shared memory: its format, its sender, its receiver; where mailboxes are
 - `host.py`: what ranks of one host share: each other's processes, files in memory, semaphores, a barrier
 - `gloo_workarounds.py`: a lean reduce-scatter for gloo, and the shape of its broadcast tree
 """

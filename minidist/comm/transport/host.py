@@ -6,10 +6,10 @@ namespace of process ids.
 Shared memory is a file without a name (`memfd_create`), which the other ranks open through the descriptor of
 the rank that made it. So a rank that is killed leaves nothing behind, and no mount's size limits the file.
 
-By a semaphore a process waits for another one, with a time limit. It orders memory on every processor: what
-was written before the post is seen after the wait. If every rank has a core, a rank first spins for a
-fraction of a millisecond and yields the core between tries. After that, or at once if there are more ranks
-than cores, it sleeps until the kernel wakes it.
+A process waits for another one at a semaphore, with a time limit. A semaphore orders memory on every
+processor: what was written before the post is seen after the wait. If every rank has a core, a rank first
+spins for a fraction of a millisecond and yields the core between tries. After that, or at once if there are
+more ranks than cores, it sleeps until the kernel wakes it.
 """
 
 from __future__ import annotations

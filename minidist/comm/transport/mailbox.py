@@ -8,23 +8,43 @@ token for each record that was written, the other for each that was taken.
 A message that finds no room goes elsewhere, through torch.distributed, and its record says so. Messages of
 one key arrive in order. A record may also say that the sender has failed and sends no more of that key; the
 receiver that waits then learns it at once.
+
+Every rank makes one unnamed file with a mailbox for each other rank, and announces it in the world's store as
+it joins. A sender opens the receiver's file at its first message. If it cannot, it says so in the store,
+where a receiver that waits for a first message looks. Messages larger than `LARGEST`, of other hosts or of a
+GPU go through torch.distributed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
+import pickle
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from minidist.comm import returned_ranks
 from minidist.comm.errors import FOLLOWS
+from minidist.comm.ledgers import MessageIdentity
+from minidist.comm.transport import host
 from minidist.comm.transport.host import LINE, SPINS, Process, Semaphore, address_of, padded
+from minidist.comm.work import Group, GroupTable, limit_of, preferred, process_group, ranks_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+LARGEST = 2**22
+"""Bytes of the largest message that goes through a mailbox. Both sides know the size, so they agree."""
 
 RECORDS = 1024
 """The most messages in a mailbox."""
@@ -211,7 +231,7 @@ class Incoming:
 
     source, sender: the sender's rank in the world, and its process. patient: sleep at once, without spinning,
     because there are more ranks than cores. refused: returns whether the sender has found that it cannot use
-    the mailbox. why_absent: returns why the sender will send no more, or "".
+    the mailbox.
     """
 
     def __init__(
@@ -221,10 +241,8 @@ class Incoming:
         sender: Process,
         patient: bool,
         refused: Callable[[], bool],
-        why_absent: Callable[[], str],
     ) -> None:
         self._memory, self.source, self._sender, self._refused = memory, source, sender, refused
-        self._why_absent = why_absent
         self._written, self._taken = Semaphore(memory), Semaphore(memory[LINE:])
         self._spins = 0 if patient else SPINS
         self._count = 0  # of records taken
@@ -303,7 +321,7 @@ class Incoming:
         """Why no message will come any more; "" if one may."""
         if not self._sender.alive():
             return "connection closed by peer: the sender's process has ended"
-        return self._why_absent()
+        return returned_ranks.why_absent(self.source)
 
     def _take(self) -> None:
         """Take the next record, for a token that this thread has, and deliver or keep its message."""
@@ -321,3 +339,141 @@ class Incoming:
                 self._early.setdefault((group, tag), deque()).append(kept)
             self._count += 1
             self._taken.post()
+
+
+# The mailboxes of a world
+
+joined: list[Mailboxes] = []
+"""The mailboxes of the world that this process has joined, if any."""
+_numbers: GroupTable[int] = GroupTable()
+
+
+def start(store: Store, own: int, ranks: int) -> None:
+    """Make this rank's mailboxes and announce them, before the world is complete."""
+    stop()
+    if ranks > 1:
+        joined.append(Mailboxes(store, own, ranks))
+
+
+def stop() -> None:
+    """Forget the mailboxes: their world has ended."""
+    while joined:
+        joined.pop().close()
+    _numbers.clear()
+
+
+def outgoing(destination: int, x: torch.Tensor) -> Outgoing | None:
+    """Return the mailbox for a message to a rank of the world; None if it needs torch.distributed."""
+    return joined[0].outgoing(destination) if joined and _fits(x) else None
+
+
+def incoming(source: int, x: torch.Tensor, tag: int, group: Group) -> Callable[[], Arrival] | None:
+    """Return what asks for a message of the group into `x`; None if it needs torch.distributed."""
+    box = joined[0].incoming(ranks_of(group)[source]) if joined and _fits(x) else None
+    if box is None:
+        return None
+    elsewhere = partial(dist.recv, x, group=group, tag=tag_elsewhere(tag), group_src=source)
+    return partial(box.expect, (number_of(group), tag), x, partial(limit_of, group), elsewhere)
+
+
+def _fits(x: torch.Tensor) -> bool:
+    small = x.device.type == "cpu" and x.numel() * x.element_size() <= LARGEST
+    return small and preferred("send") == "shared_memory"
+
+
+def identity(source: int, destination: int, tag: int, group: Group) -> MessageIdentity:
+    """Return how both sides of a message know it; the ranks are counted in the group."""
+    ranks = ranks_of(group)
+    return MessageIdentity(ranks[source], ranks[destination], tag, number_of(group))
+
+
+def number_of(group: Group) -> int:
+    """Return a number of the group, the same on all its ranks."""
+    whole = process_group(group)
+    number = _numbers.get(whole)
+    if number is None:
+        digest = hashlib.blake2b(whole.group_name.encode(), digest_size=8).digest()
+        number = _numbers.put(whole, int.from_bytes(digest, "little", signed=True))
+    return number
+
+
+def tag_elsewhere(tag: int) -> int:
+    """Return the tag for a message that found no room; its own tag may be that of a larger message."""
+    return 2**31 - 1 - tag
+
+
+class Mailboxes:
+    """This rank's mailboxes, and those of the ranks that it sends to, in a world of `ranks`."""
+
+    def __init__(self, store: Any, own: int, ranks: int) -> None:
+        self._store, self._own = store, own
+        self._process, self._descriptor = host.this_process(), -1
+        self._incoming: dict[int, Incoming | None] = {}
+        self._outgoing: dict[int, Outgoing | None] = {}
+        self._lock = threading.Lock()
+        if host.has_semaphores():
+            ranges = [(rank * PITCH, 2 * LINE) for rank in range(ranks)]  # almost without memory yet
+            self._descriptor = host.make_file(ranks * PITCH, ranges)
+        if self._descriptor >= 0:
+            self._patient = ranks > len(os.sched_getaffinity(0))
+            self._memory = memoryview(mmap.mmap(self._descriptor, ranks * PITCH))
+            for rank in range(ranks):
+                prepare(self._memory[rank * PITCH :])
+        store.set(_key(own), pickle.dumps((self._process, self._descriptor)))
+
+    def incoming(self, source: int) -> Incoming | None:
+        """Return the mailbox for a rank's messages; None if they need torch.distributed."""
+        with self._lock:
+            if source not in self._incoming:
+                self._incoming[source] = self._make(source)
+            return self._incoming[source]
+
+    def outgoing(self, destination: int) -> Outgoing | None:
+        """Return the mailbox for messages to a rank; None if they need torch.distributed."""
+        with self._lock:
+            if destination not in self._outgoing:
+                self._outgoing[destination] = self._open(destination)
+            return self._outgoing[destination]
+
+    def close(self) -> None:
+        """Close the files."""
+        for box in self._outgoing.values():
+            if box is not None:
+                box.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _make(self, source: int) -> Incoming | None:
+        sender, _ = self._announced(source)
+        if self._descriptor < 0 or sender.host != self._process.host:
+            return None
+        memory = self._memory[source * PITCH :][:PITCH]
+        refused = partial(self._connection.check, [_refusal(source, self._own)])
+        return Incoming(memory, source, sender, self._patient, refused)
+
+    def _open(self, destination: int) -> Outgoing | None:
+        receiver, descriptor = self._announced(destination)
+        if descriptor < 0 or receiver.host != self._process.host:
+            return None
+        box = Outgoing(f"/proc/{receiver.id}/fd/{descriptor}", self._own * PITCH)
+        if box.refused:
+            self._connection.set(_refusal(self._own, destination), "")
+        return box
+
+    def _announced(self, rank: int) -> tuple[Process, int]:
+        """Return the process and the file descriptor that a rank has announced."""
+        announced: tuple[Process, int] = pickle.loads(self._connection.get(_key(rank)))
+        return announced
+
+    @cached_property
+    def _connection(self) -> Any:
+        """A second connection to the store: torch locks its own while it waits for other ranks."""
+        return self._store.clone()
+
+
+def _key(rank: int) -> str:
+    return f"mailboxes/{rank}"
+
+
+def _refusal(source: int, destination: int) -> str:
+    return f"mailboxes/{source}>{destination}"

@@ -22,8 +22,7 @@ import itertools
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,19 @@ from torch import Tensor
 
 from minidist.comm import returned_ranks
 from minidist.comm.algorithms.execute import COMBINE
+from minidist.comm.errors import failed
 from minidist.comm.transport import host
 from minidist.comm.transport.host import ProcessBarrier
+from minidist.comm.work import (
+    Failed,
+    Group,
+    GroupTable,
+    InStep,
+    forget_groups,
+    limit_of,
+    process_group,
+    ranks_of,
+)
 
 STAGE = 2**20
 """Bytes of a staging buffer. The buffers of all ranks should fit into the last-level cache."""
@@ -44,32 +54,6 @@ PIECE = 2**17
 
 _HEADER = struct.Struct("<3q104s")  # segment, first byte there, number of sizes; the call in words
 _numbers = itertools.count(1)
-
-
-class Failed(RuntimeError):
-    """A collective failed here; the communication API adds to it what and where."""
-
-
-class InStep:
-    """Calls in which all ranks of a group take part; none runs after one that has failed halfway."""
-
-    def __init__(self) -> None:
-        self._broken = ""
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Run a collective inside. After one has failed halfway, no other can run.
-
-        Raises:
-            Failed: a peer is gone, late, or makes another call; or an earlier call failed.
-        """
-        if self._broken:
-            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
-        try:
-            yield
-        except BaseException as error:
-            self._broken = str(error) or type(error).__name__
-            raise
 
 
 class Header(NamedTuple):
@@ -223,6 +207,72 @@ def _start(x: Tensor) -> int:
 
 def _header_size(ranks: int) -> int:
     return _HEADER.size + 2 * 8 * ranks
+
+
+# The memory of a group
+
+
+class GroupMemory(NamedTuple):
+    """The shared memory of a group."""
+
+    memory: SharedMemory | None  # of the group's ranks on this host; None if they cannot share any
+    why_not: str  # why the whole group cannot use it; empty if it can
+
+
+memories: GroupTable[GroupMemory] = GroupTable()
+
+
+def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
+    """Return a group's shared memory. The group's first call, `what` in errors, makes it: a collective."""
+    group = process_group(group)
+    found = memories.get(group)
+    if found is None:
+        memory, why_not = None, ""
+        try:
+            # The group of a dry run, which only counts bytes, brings its own.
+            own = getattr(group, "shared_memory", None)
+            memory = SharedMemory(group, limit_of(group)) if own is None else own()
+        except Failed as error:
+            why_not = str(error)
+        except RuntimeError as error:
+            raise failed(what, ranks_of(group), error) from error
+        if memory is not None and len(memory.hosts) > 1:
+            why_not = f"the ranks are on {len(memory.hosts)} hosts"
+        found = memories.put(group, GroupMemory(memory, why_not))
+    return found
+
+
+def empty_shared(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, group: Group = None
+) -> torch.Tensor:
+    """Make a tensor of zeros that collectives read and write in place. A collective.
+
+    It lies in memory that all CPU ranks of this host map. Collectives of the group on it, or on contiguous
+    slices that begin at the same offset on all ranks, need no copies through buffers. After a collective its
+    values belong to this rank: no other rank changes them before the next one. The memory is freed with the
+    last tensor in it. Where ranks can't share memory, it is an ordinary tensor.
+
+    Args:
+        shape: the same on all ranks.
+        dtype: the same on all ranks.
+        group: whose ranks share it; None for all.
+
+    Raises:
+        CollectiveError: a peer is gone or late.
+    """
+    size = tuple(shape)
+    memory = group_memory(group).memory if len(ranks_of(group)) > 1 else None
+    try:
+        shared = memory.empty(size, dtype) if memory is not None else None
+    except RuntimeError as error:
+        raise failed("empty_shared", ranks_of(group), error) from error
+    return torch.zeros(size, dtype=dtype) if shared is None else shared
+
+
+def forget() -> None:
+    """Forget all groups: their world has ended."""
+    memories.clear()
+    forget_groups()
 
 
 # Collectives

@@ -19,8 +19,7 @@ from torch import nn
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist.comm.work import Group
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, deal_to_buckets, require_same
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
+from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
 class Reduction(ABC):

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from minidist._arguments import check_whole
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
+from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.compression.compressor import Compression, Reduction, elements_of
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm, PendingMessage
+from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 INDEX = torch.int32
 """The dtype of an element's index in its bucket."""

@@ -21,6 +21,7 @@ from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.ring_attention import ring_attention
+from minidist.parallel.context.ulysses import ulysses_attention
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -35,10 +36,13 @@ class SequenceShare:
 
     If there are fewer than two positions a rank, a rank may have none. Its loss is then 0, and it has to run
     forward and backward like the others.
+
+    blocks: for attention that trades heads, as for `ulysses_attention`; None for ring attention.
     """
 
-    def __init__(self, group: Group = None) -> None:
+    def __init__(self, group: Group = None, blocks: tuple[Group, Group] | None = None) -> None:
         self.group, self.rank, self.ranks = group, rank_in(group), len(ranks_of(group))
+        self.blocks = blocks
         self.length: int | None = None  # of the whole sequence of the last cut
         self.positions = torch.empty(0, dtype=torch.int64)  # of the last cut, (T,), ascending, on its device
 
@@ -59,6 +63,14 @@ class SequenceShare:
             self.length = length
             self.positions = zigzag_order.positions(length, self.ranks, self.rank).to(x.device)
         return x.index_select(dim, self.positions)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> Tensor:
+        """Attend from the queries of this rank's positions to the keys of all ranks."""
+        if self.blocks is None:
+            return ring_attention(q, k, v, causal, self.group, length=self.length, scale=scale)
+        return ulysses_attention(
+            q, k, v, causal, self.group, length=self.length, scale=scale, blocks=self.blocks
+        )
 
     @opaque
     def positions_of(self, tokens: Tensor) -> Tensor:
@@ -160,7 +172,7 @@ def _attend(
         raise ValueError(
             f"dropout is {dropout} in attention; ring attention cannot drop weights: set it to 0"
         )
-    return ring_attention(query, key, value, causal, share.group, length=share.length)
+    return share.attend(query, key, value, causal)
 
 
 @opaque

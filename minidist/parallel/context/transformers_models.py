@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.context.ring_attention import ring_attention
 from minidist.parallel.context.sequence_share import SequenceShare
 
 NAME = "minidist_ring_attention"
-"""Under which transformers finds `_attend` and `_mask`."""
+"""The name under which transformers finds `_attend` and `_mask`."""
 _REMEDY = "ring attention is causal or sees all tokens, and nothing else: use dp instead of cp"
 
 
@@ -123,7 +122,7 @@ def _attend(
             f"dropout is {dropout} in attention; ring attention cannot drop weights: set it to 0"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    mixed = ring_attention(query, key, value, causal, share.group, length=share.length, scale=scaling)
+    mixed = share.attend(query, key, value, causal, scaling)
     return mixed.transpose(1, 2).contiguous(), None
 
 

@@ -201,8 +201,8 @@ def require_batch(inputs: Any, targets: Any) -> None:
             what = "tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"the {name} {'is' if name == 'batch' else 'are'} a {what}; give a tensor whose first "
-                "dimension is the rows, or a dict, tuple or dataclass of such tensors; any other object, "
-                "such as a graph, goes along uncut in a tuple with one"
+                "dimension is the rows, or a dict, tuple or dataclass of such tensors; to pass what cannot "
+                "be split, such as a graph, use a tuple with a tensor of the rows: (graph, rows)"
             )
         found += own
     first, most = found[0]

@@ -32,6 +32,10 @@ class Layout:
         recompute: recompute activations in the backward pass instead of keeping them: True for those of every
             layer, or the name of a policy, such as "every second layer" or "attention alone".
         cp: context parallel: ranks that share the tokens of each row.
+        ep: expert parallel: neighbours over dp and cp that share the experts of each layer.
+        cp_kind: with cp: how attention sees all tokens: "ring" passes keys around; "ulysses" trades tokens
+            for heads, on at most as many ranks as there are key heads; "2x4": 2 neighbours trade heads, and
+            4 groups of them form a ring.
         sequence_parallel: with tp: norms and dropout work on a share of the tokens.
         schedule: with pp: the order of forward and backward passes.
         chunks: with pp: parts of the model on each rank, for the interleaved schedule.
@@ -54,6 +58,8 @@ class Layout:
     schedule: str = DEFAULT_SCHEDULE
     chunks: int = 1
     shard: int = 0
+    cp_kind: str = "ring"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if self.recompute == EVERY_LAYER:
@@ -67,7 +73,7 @@ class Layout:
                 f"recompute is {self.recompute!r}; give True or False, or the name of a policy: "
                 f"{', '.join(POLICIES)}"
             )
-        for name in ("dp", "tp", "pp", "cp", "micro_batches", "chunks"):
+        for name in ("dp", "tp", "pp", "cp", "ep", "micro_batches", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.zero not in range(4):
@@ -81,6 +87,26 @@ class Layout:
                 f"shard is {self.shard}, which does not divide the {self.dp * self.cp} ranks of "
                 f"dp={self.dp} and cp={self.cp}; give a divisor, such as the number of ranks on a host, or "
                 "0 for all of them"
+            )
+        if self.dp * self.cp % self.ep:
+            raise ValueError(
+                f"ep is {self.ep}, which does not divide the {self.dp * self.cp} ranks of dp={self.dp} and "
+                f"cp={self.cp}, whose neighbours share the experts; give a divisor"
+            )
+        if self.ep > 1 and self.shard:
+            raise ValueError(
+                f"shard is {self.shard} with ep={self.ep}: experts have owners of their own; leave one of "
+                "them out"
+            )
+        if self.cp == 1 and self.cp_kind != "ring":
+            raise ValueError(f"cp_kind is {self.cp_kind!r} with cp=1; give cp of 2 or more, or leave it out")
+        trading, sign, ring = self.cp_kind.partition("x")
+        if self.cp_kind not in ("ring", "ulysses") and not (
+            sign and trading.isdigit() and ring.isdigit() and int(trading) * int(ring) == self.cp
+        ):
+            raise ValueError(
+                f'cp_kind is {self.cp_kind!r}; give "ring", "ulysses", or two factors of cp={self.cp}, such '
+                f'as "{self.cp}x1" for {self.cp} neighbours that trade heads'
             )
         schedule = schedule_kind(self.schedule)
         if self.sequence_parallel and self.tp == 1:
@@ -106,6 +132,13 @@ class Layout:
     def ranks(self) -> int:
         """How many ranks the layout needs: dp * tp * pp * cp."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def trading(self) -> int:
+        """How many neighbours along cp trade tokens for heads; 1 if keys go around a ring of all."""
+        if self.cp_kind in ("ring", "ulysses"):
+            return self.cp if self.cp_kind == "ulysses" else 1
+        return int(self.cp_kind.partition("x")[0])
 
     @property
     def owners(self) -> int:

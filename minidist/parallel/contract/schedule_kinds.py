@@ -51,6 +51,14 @@ def round_robin(ranks: int, chunks: int) -> StagePlacement:
     return StagePlacement([range(rank, ranks * chunks, ranks) for rank in range(ranks)])
 
 
+def v_shape(ranks: int, chunks: int) -> StagePlacement:
+    """Rank r has stages r and 2 p - 1 - r: a micro-batch goes down the ranks and up again.
+
+    Source: Qi et al. 2024, section 3.
+    """
+    return StagePlacement([(rank, 2 * ranks - 1 - rank) for rank in range(ranks)])
+
+
 class ScheduleKind(NamedTuple):
     """The properties of a schedule.
 
@@ -90,6 +98,7 @@ class ScheduleKind(NamedTuple):
 
 
 _MODULE = "minidist.parallel.pipeline.schedules"
+_V_MODULE = "minidist.parallel.pipeline.v_schedules"
 DEFAULT_SCHEDULE = "1f1b"
 SCHEDULES = {
     "gpipe": ScheduleKind(  # Huang et al. 2019, section 2.3
@@ -122,6 +131,27 @@ SCHEDULES = {
         bubble="(p - 1) / (v * m + p - 1)",
         live="min(v * m, (v - 1) * p + 2 * (p - r) - 1)",
         torch_name="ScheduleInterleaved1F1B",
+    ),
+    "zero_bubble_v": ScheduleKind(  # Qi et al. 2023, ZB-V
+        "zero bubble, V",
+        f"{_V_MODULE}:zero_bubble_v",
+        chunks=(2, 2),
+        placement=v_shape,
+        splits_backward=True,
+        bubble="(p - 1) / (6 * m + p - 1)",
+        live="min(2 * m, 2 * p)",
+        torch_name="ScheduleZBVZeroBubble",
+    ),
+    "dual_pipe_v": ScheduleKind(  # DeepSeek-AI 2024, with half of the ranks
+        "DualPipeV",
+        f"{_V_MODULE}:dual_pipe_v",
+        chunks=(2, 2),
+        placement=v_shape,
+        splits_backward=True,
+        planned=False,  # the V with zero bubble is as fast, and holds less
+        bubble="(p - 1) / (6 * m + p - 1)",
+        live="min(2 * m, 2 * p + 1)",
+        torch_name="ScheduleDualPipeV",
     ),
 }
 """By name, as `Pipeline` and `Layout` take it."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.ranges import boxes, narrowed
 
 
@@ -62,19 +62,15 @@ class Strategy(ABC):
 
     Attributes:
         group: the ranks that train it together; None for all of the world.
-        gradient_comm: sums gradients over them; `counts` says whether the next pass uses its parameters.
-        share_group, owners: the ranks that share the gradients and the state, and how many they are. With
-            hybrid sharding some of `group`; without sharding one.
+        gradient_comm: sums gradients over them.
         model: the whole model, if each rank has it.
         optimizer: for the parameters, or this rank's share of them; learning-rate schedulers take it.
-        sharded: whether `gradients` returns this rank's share, instead of all.
+        sharded: whether this rank's update uses a share of some gradients, and not all.
         gathers: whether `forward` is a collective, which a rank without rows also has to call.
     """
 
     group: Group
     gradient_comm: GradientComm
-    share_group: Group = None
-    owners: int = 1
     model: nn.Module
     optimizer: torch.optim.Optimizer
     sharded: bool = False
@@ -113,12 +109,22 @@ class Strategy(ABC):
         """Multiply the gradients, including what compression has kept back."""
 
     @abstractmethod
-    def gradients(self) -> list[Tensor]:
-        """The gradients that this rank's update uses: all, or a share with each element on one rank."""
+    def announce(self, is_padding: bool) -> None:
+        """Say whether the rows of the next pass are padding, which uses no parameter."""
 
     @abstractmethod
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `gradients` with the first names of their parameters."""
+    def norm(self) -> float:
+        """The norm of all gradients, each element counted once: the same on all ranks of the group.
+
+        Sends 2 (n - 1) / n 8 bytes over the ranks that share gradients, if any do.
+        """
+
+    @abstractmethod
+    def named_gradients(self, once: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that this rank's update uses, all or a share, with their parameters' first names.
+
+        once: without those that count on another rank, in a sum in which each element counts once.
+        """
 
     def gradient_boxes(self) -> Iterator[TensorBox]:
         """The gradients that this rank's update uses, as boxes named "gradient.NAME"."""
@@ -126,10 +132,9 @@ class Strategy(ABC):
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             yield TensorBox(f"gradient.{name}", tuple(dense.shape), (0,) * dense.dim(), dense)
 
+    @abstractmethod
     def multiply(self, factor: float) -> None:
         """Multiply the gradients that `update` uses, in its precision if that is higher than theirs."""
-        for gradient in self.gradients():
-            gradient.mul_(factor)
 
     def drop(self) -> None:
         """Drop the gradients, including what compression has kept back, because the step is skipped."""
@@ -153,7 +158,7 @@ class Strategy(ABC):
         """The tensors that this rank holds now."""
 
     @abstractmethod
-    def chunks(self) -> Iterator[TensorBox]:
+    def state_boxes(self) -> Iterator[TensorBox]:
         """The training state on this rank, in an order that is the same on all replicas of the rank.
 
         Parameters, in the precision in which they are updated, and buffers are named "model.NAME". Tensors of
@@ -170,7 +175,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore `settings`, and allocate the optimizer state, so that `chunks` yields all that is loaded.
+        """Restore `settings`, and allocate the optimizer state: `state_boxes` then yields all that is loaded.
 
         Args:
             settings: as the method `settings` returns them.
@@ -183,13 +188,13 @@ class Strategy(ABC):
         Args:
             exact: whole values by the parameters' names, in the masters' dtype; the same on all ranks.
         """
-        for chunk in self.chunks():
-            value = exact.get(chunk.name.removeprefix("model.")) if chunk.name.startswith("model.") else None
-            if value is not None and chunk.tensor.dtype == value.dtype:
-                chunk.tensor.copy_(narrowed(value, chunk.offsets, chunk.tensor.shape))
+        for box in self.state_boxes():
+            value = exact.get(box.name.removeprefix("model.")) if box.name.startswith("model.") else None
+            if value is not None and box.tensor.dtype == value.dtype:
+                box.tensor.copy_(narrowed(value, box.offsets, box.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Recompute what depends on the tensors of `chunks`, which have been overwritten.
+        """Recompute what depends on the tensors of `state_boxes`, which have been overwritten.
 
         A collective: all ranks call it when all have written.
         """

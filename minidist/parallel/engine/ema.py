@@ -105,7 +105,7 @@ class EMA:
         """The boxes of parameters that this rank keeps; a tied parameter once."""
         names = {f"model.{name}" for name in self.engine.placement.first}
         found: dict[int, tuple[Box, Tensor]] = {}
-        for box in self.engine.chunks():
+        for box in self.engine.state_boxes():
             floats = box.tensor.is_floating_point() or box.tensor.is_complex()
             if box.name in names and floats and box.tensor.numel():
                 key = box.name, tuple(box.offsets), tuple(box.tensor.shape)

@@ -35,9 +35,9 @@ class KeptState:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.settings, self.norm = engine, engine.settings(), engine.grad_norm
         self.of_strategy = copy.deepcopy(engine.strategy.settings())
-        self.chunks: dict[str, list[TensorBox]] = defaultdict(list)
-        for chunk in engine.strategy.chunks():
-            self.chunks[chunk.name].append(chunk._replace(tensor=chunk.tensor.clone()))
+        self.boxes: dict[str, list[TensorBox]] = defaultdict(list)
+        for box in engine.strategy.state_boxes():
+            self.boxes[box.name].append(box._replace(tensor=box.tensor.clone()))
         self.attributes = KeptAttributes(engine.model, engine.loss)
         self.random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
         self.on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -53,12 +53,12 @@ class KeptState:
     def restore(self) -> None:
         """Restore the engine, as loading a checkpoint would; an optimizer that has not run gets no state."""
         strategy = self.engine.strategy
-        kinds = ((name, box.shape, box.tensor.dtype) for name, (box, *_) in self.chunks.items())
+        kinds = ((name, box.shape, box.tensor.dtype) for name, (box, *_) in self.boxes.items())
         strategy.load_settings(copy.deepcopy(self.of_strategy), state_kinds(kinds))
         strategy.drop()
-        for chunk in strategy.chunks():
-            for kept in self.chunks[chunk.name]:
-                _copy_common(kept, chunk)
+        for box in strategy.state_boxes():
+            for kept in self.boxes[box.name]:
+                _copy_common(kept, box)
         strategy.loaded()
         self.engine.load_settings(self.settings)
         self.engine.grad_norm = self.norm
@@ -87,8 +87,8 @@ def _copy_common(source: TensorBox, target: TensorBox) -> None:
     sizes = [min(each) - start for start, *each in zip(first, *ends, strict=True)]
     if all(size > 0 for size in sizes):
         there, here = (
-            narrowed(chunk.tensor, [a - b for a, b in zip(first, chunk.offsets, strict=True)], sizes)
-            for chunk in (target, source)
+            narrowed(box.tensor, [a - b for a, b in zip(first, box.offsets, strict=True)], sizes)
+            for box in (target, source)
         )
         there.copy_(here)
 

@@ -30,6 +30,7 @@ from minidist.parallel.contract.user_functions import Loss, by_parameters, requi
 from minidist.parallel.engine.kept_state import KeptAttributes, cells_of, copied, forwards, state_kinds
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
 from minidist.parallel.engine.whole_state import Batch, TrainingState
+from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.ownership import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.master_weights import MasterWeights
@@ -167,6 +168,8 @@ class OneProcess:
             of_torch = type(optimizer).__module__.startswith("torch.optim")
             with nullcontext() if of_torch and not watched else quiet:
                 optimizer.step(closure) if requires_closure(optimizer) else optimizer.step()
+            if routers := balanced_routers(model):
+                balance_experts(routers)
             self.last_bit = max(self.last_bit, quiet.last_bit)
             after = whole_chunks(model, optimizer, masters)
             found |= {chunk.name: chunk.tensor for chunk in after if chunk.name.startswith("model.")}

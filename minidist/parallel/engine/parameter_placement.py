@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.mesh import Mesh
+from minidist.comm.work import Group
 from minidist.parallel.contract.strategy import Strategy, TensorBox
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat import joined_messages
@@ -47,7 +48,8 @@ class Placement:
     """Where the tensors of this rank's part of a model lie in the whole model.
 
     model: this rank's part, with the names of `whole`. cuts: by name, how tensor parallelism cut a parameter.
-    stage_of: by name, the pipeline stage that holds a tensor.
+    stage_of: by name, the pipeline stage that holds a tensor. experts: by name, which part of a parameter
+    expert parallelism left here, of those on the ranks of `expert_ranks`.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Placement:
         model: nn.Module,
         cuts: Mapping[str, Cut],
         stage_of: Mapping[str, int],
+        experts: Mapping[str, Cut] | None = None,
+        expert_ranks: Group = None,
     ) -> None:
         self.mesh, self.first, self._order = mesh, whole.first, whole.parameters
         self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
@@ -67,13 +71,15 @@ class Placement:
         }
         # If a parameter has several names, its cut holds for all of them.
         own = dict(model.named_parameters(remove_duplicate=False))
-        by_identity = {id(own[name]): cut for name, cut in cuts.items() if name in own}
+        self._experts, self._expert_ranks = {*(experts or {})}, expert_ranks
+        both = {**cuts, **(experts or {})}
+        by_identity = {id(own[name]): cut for name, cut in both.items() if name in own}
         self.cuts = {name: by_identity[id(p)] for name, p in own.items() if id(p) in by_identity}
         self._shapes = {name: tuple(p.shape) for name, p in own.items()}
         self._local = {whole.first[name]: name for _, name in reversed(names_of(model).items())}
         # Other ranks have these parameters too, and theirs count: tp's first rank has what tp does not cut,
         # and the stage of its first name a tied parameter.
-        uncut = own.keys() - self.cuts if mesh.rank("tp") else set()
+        uncut = own.keys() - (self.cuts.keys() - self._experts) if mesh.rank("tp") else set()
         self._copies = uncut | {n for n in own if stage_of.get(self.first[n], 0) != mesh.rank("pp")}
         # Of parameters by their own names, and of the optimizer's state by the first ones.
         self._copies_of_state = {"model": uncut, "optimizer": {self.first[name] for name in self._copies}}
@@ -210,12 +216,12 @@ class Placement:
                     yield names[i], values.view(shaped[i].shape)
 
     def _joined(self, name: str, own: Tensor) -> Tensor:
-        """A tensor of this stage in full; the tensor-parallel ranks sum the parts that they have of it."""
+        """A tensor of this stage in full; the ranks that share it sum the parts that they have of it."""
         if name not in self.cuts:
             return own
         whole = torch.zeros(self.entries[name].shape, dtype=own.dtype, device=own.device)
         self.cuts[name].put(own, whole)
-        comm.all_reduce(whole, group=self._tp)
+        comm.all_reduce(whole, group=self._expert_ranks if name in self._experts else self._tp)
         return whole
 
     def norm(self, strategy: Strategy) -> float:
@@ -225,9 +231,8 @@ class Placement:
         share the gradients, if any do.
         """
         if self.mesh.size("tp") * self.mesh.size("pp") == 1:
-            return global_norm(strategy.gradients(), strategy.sharded, strategy.share_group)
-        mine = self.mesh.rank("dp_cp") < strategy.owners
-        named = strategy.named_gradients() if mine else ()
+            return strategy.norm()
+        named = strategy.named_gradients(once=True)
         # Copies count as zeros. The difference keeps what is not finite, which all ranks have to learn of.
         once = (gradient - gradient if name in self._copies else gradient for name, gradient in named)
         return global_norm(once, sharded=True)

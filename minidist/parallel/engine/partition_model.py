@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.mesh import Mesh
+from minidist.comm.work import Group
 from minidist.parallel.context import sequence_share, transformers_models
 from minidist.parallel.context.sequence_share import SequenceShare
 from minidist.parallel.contract.layout import Layout
@@ -25,11 +26,12 @@ from minidist.parallel.contract.schedule_kinds import schedule_kind
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.parameter_placement import Placement, WholeModel
+from minidist.parallel.experts.expert_parallel import share_experts
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.model_stage import LayerTrace, ModelStage, drop_parameters
-from minidist.parallel.tensor.cuts import cuts
+from minidist.parallel.tensor.cuts import Cut, cuts
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocabulary_of
@@ -53,6 +55,8 @@ class RankModel(NamedTuple):
     stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
     tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
     vocabulary: int | None  # its size if outputs are this rank's part of the logits; None if they are whole
+    experts: frozenset[str] = frozenset()  # the names of parameters that only some dp ranks have, with ep
+    expert_copies: Group = None  # the ranks that have the same experts
 
 
 class RemoteLayer(nn.Module):
@@ -112,9 +116,22 @@ def partition_model(
     share = None
     if layout.cp > 1:
         # With dp=1 gradients travel between the same ranks while layers are recomputed.
-        share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"))
+        blocks = None if layout.trading == 1 else mesh.blocks("cp", layout.trading, again=True)
+        share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"), blocks)
         if not transformers_models.apply(model, share):
             sequence_share.apply(model, share)
+    experts: dict[str, Cut] = {}
+    expert_ranks, expert_copies = (
+        mesh.blocks("dp_cp", layout.ep, again=True) if layout.ep > 1 else (None, None)
+    )
+    if layout.ep > 1:
+        broadcast_together(
+            [t for t in [*model.parameters(), *model.buffers()] if not t.is_meta], expert_ranks
+        )
+        for name, (shape, first) in share_experts(model, expert_ranks).items():
+            rest = shape[1:]
+            sizes = len(model.get_parameter(name)), *rest
+            experts[name] = Cut(tuple(shape), (first, *(0 for _ in rest)), sizes)
     if layout.tp > 1:
         parallelize(
             model, plan_for(model) if plan is None else plan, mesh.group("tp"), layout.sequence_parallel
@@ -127,12 +144,16 @@ def partition_model(
     own, stage_of = mesh.rank("pp"), {name: found[0] for name, found in held_by.items()}
     device = skeleton.device if skeleton is not None else None
     cut_by_tp = cuts(model)  # also what this stage drops
+    experts = {name: cut for name, cut in experts.items() if not held_by or own in held_by[name]}
     drop_parameters(model, _unneeded(model, held_by, own), device)
-    placement = Placement(mesh, whole, model, cut_by_tp, stage_of)
+    placement = Placement(mesh, whole, model, cut_by_tp, stage_of, experts, expert_ranks)
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
         placement.device = skeleton.device
-    return RankModel(model, mesh, placement, share, stages, _tied(whole, held_by, own), vocabulary)
+    tied = _tied(whole, held_by, own)
+    return RankModel(
+        model, mesh, placement, share, stages, tied, vocabulary, frozenset(experts), expert_copies
+    )
 
 
 def _keep_own_layers(

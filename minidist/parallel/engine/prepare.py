@@ -10,16 +10,16 @@ from torch import nn
 
 from minidist.comm.mesh import Mesh
 from minidist.parallel.contract.layout import Layout
-from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.engine.partition_model import RankModel, checked, partition_model
 from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
@@ -168,7 +168,9 @@ def prepare(
             fully_shard,
         )
         if ROWS[layout.zero].parameters:  # units keep to one order
-            strategy.gradient_comm.meets = layout.cp > 1 or batch_norm is not None
+            meets = layout.cp * layout.ep > 1 or batch_norm is not None
+            for each in strategy.sets:
+                each.gradient_comm.meets = meets
         fill_masters(strategy, exact, part.placement.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, ENGINE, model.parameters())
@@ -206,7 +208,7 @@ def _strategy(
     data_parallel: Mapping[str, Any] | None,
     precision: Precision,
     fully_shard: Mapping[str, Any] | None,
-) -> Strategy:
+) -> Sharded:
     """The strategy by which the ranks with the same part of the model train it."""
     model, master, group = part.model, precision.master, part.mesh.group("dp_cp")
     if layout.tp * layout.pp > 1:
@@ -217,4 +219,5 @@ def _strategy(
     options = dict((data_parallel if row.parameters else fully_shard) or {})
     if secondary := options.pop("secondary", None):
         gradient_comm.secondary, _ = part.mesh.blocks("dp_cp", secondary)
-    return Sharded(model, optimizer, row, options, master, gradient_comm)
+    experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
+    return Sharded(model, optimizer, row, options, master, gradient_comm, experts)

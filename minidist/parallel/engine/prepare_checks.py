@@ -130,9 +130,9 @@ def _require_two_arguments(loss: Loss) -> None:
 
 REPLACED = (
     *("forward", "attend", "positions", "config", "token_share"),
-    *("activation_relu_or_gelu", "use_nested_tensor", *COUNTS),
+    *("activation_relu_or_gelu", "use_nested_tensor", "num_experts", *COUNTS),
 )
-"""The attributes that recomputation, tensor and context parallelism override on a module."""
+"""The attributes that recomputation and each way to share a model override on a module."""
 
 
 @contextmanager

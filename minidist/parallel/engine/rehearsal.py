@@ -166,8 +166,8 @@ class Rehearsal:
                 each.training = True
         with held_back():
             seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
-            before = engine.placement.boxes(box for boxes in kept.chunks.values() for box in boxes)
-            after = (box for box in engine.chunks() if box.name.startswith("model."))
+            before = engine.placement.boxes(box for boxes in kept.boxes.values() for box in boxes)
+            after = (box for box in engine.state_boxes() if box.name.startswith("model."))
             own = part, quiet.used or bool(fixed), quiet.cannot or kept.draws_elsewhere()
             found = collect(before, [*self._gradients, *after], engine.device, own)
             again = any(used for _, used, _ in found.values)

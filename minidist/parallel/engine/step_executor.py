@@ -125,7 +125,7 @@ class StepExecutor(ABC):
 
     def announce(self, is_padding: bool) -> None:
         """Say whether the next pass is padding: then it uses no parameter, and moves no statistic."""
-        self.strategy.gradient_comm.counts = not is_padding
+        self.strategy.announce(is_padding)
         for norm in self._synchronized:
             norm.is_padding = is_padding
 

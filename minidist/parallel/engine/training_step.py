@@ -27,6 +27,7 @@ from minidist.parallel.engine.evaluation import Evaluation, aligned
 from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
+from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.guards.refusals import gradients_are_off, refuse_growth
 from minidist.parallel.training.activation_memory import ActivationPeaks
 from minidist.parallel.training.batch_norm import average_statistics
@@ -68,6 +69,7 @@ class Engine:
         self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
         self.mesh, self.placement, self.device = part.mesh, part.placement, self.executor.device
         self.evaluation = Evaluation(self.executor)
+        self._routers = balanced_routers(self.model)
         self.optimizer = strategy.optimizer
         self.optimizer.add_param_group = refuse_growth  # type: ignore[method-assign, assignment]
         self.takes_closure = requires_closure(self.optimizer)
@@ -217,8 +219,14 @@ class Engine:
             strategy.multiply(factor)
         if updates:
             strategy.update()
-            self.executor.updated()
+            self._updated()
         return loss
+
+    def _updated(self) -> None:
+        """Do what follows an update: give tied copies the first one's values, and balance the experts."""
+        self.executor.updated()
+        if self._routers:
+            balance_experts(self._routers, self.strategy.group)
 
     def _train_by_closure(self, batches: Sequence[RankBatch]) -> float:
         """Let the optimizer evaluate the loss, as often as it likes; returns its first value."""
@@ -231,7 +239,7 @@ class Engine:
             return torch.tensor(losses[-1], dtype=torch.float64, device=self.device)
 
         self.strategy.update(closure)
-        self.executor.updated()
+        self._updated()
         return losses[0]
 
     def _on_all_stages(self, value: float) -> float:
@@ -337,12 +345,12 @@ class Engine:
         state, first = self.full_state_dict(), self.placement.first
         weights = {name: state[first[name]] for name in first if first[name] in state}
         yield weights
-        self.placement.write(weights, self.chunks())
+        self.placement.write(weights, self.state_boxes())
         self.strategy.loaded()
 
-    def chunks(self) -> Iterator[TensorBox]:
-        """This rank's boxes of the whole state, as for `Strategy.chunks`."""
-        return self.placement.boxes(self.strategy.chunks())
+    def state_boxes(self) -> Iterator[TensorBox]:
+        """This rank's boxes of the whole state, as for `Strategy.state_boxes`."""
+        return self.placement.boxes(self.strategy.state_boxes())
 
     def state_settings(self) -> dict[str, Any]:
         """The state that is not a tensor, as for `Strategy.settings`."""

@@ -5,9 +5,8 @@ Everything that shares gradients or parameters over ranks builds on these files.
 | File | Holds |
 |---|---|
 | bucket_layout.py | where parameters lie in a bucket, and which part of it each rank owns |
-| buckets.py | `Bucket`: values, gradients and this rank's share of them; reduce, gather, free |
+| buckets.py | `Bucket`: values, gradients and shares of them; `GradientComm`: the ranks that have these |
 | freed.py | parameters whose values are with other ranks now, and that say so when they are read |
-| gradient_comm.py | `GradientComm`: the ranks that sum gradients, or share a bucket |
 | gathering.py | bytes of tensors, and of other values, from all ranks |
 | joined_messages.py | many tensors dealt to flat ones; broadcasts; whether ranks have the same tensors |
 | ranges.py | a range of a flat tensor as boxes of the tensors in it, for checkpoints |

@@ -61,8 +61,7 @@ def release(parameters: Iterable[Tensor]) -> None:
     released = [*parameters]
     for kind in (DATA_PARALLEL, ZERO):
         for owner in owners(released, kind):
-            if owner.reducer is not None:
-                owner.reducer.detach()
+            owner.detach()
     for parameter in released:
         _claims[parameter] = [each for each in _claims_on(parameter) if each.takes_values]
 

@@ -6,6 +6,7 @@ A schedule is data: it is made, proved, simulated and drawn without a process, a
 | File | Holds |
 |---|---|
 | schedules.py | the order of passes in GPipe, 1F1B, interleaved 1F1B and zero bubble |
+| v_schedules.py | ZB-V and DualPipeV, whose micro-batches go down the ranks and up again |
 | instructions.py | `Instruction` and `Schedule`, their messages and channels |
 | schedule_proof.py | `check`: ranks can execute a schedule; when they know that what they sent has arrived |
 | simulation.py | `simulate`: seconds, bubbles and live activations; `plot`: a Gantt chart |

@@ -123,7 +123,7 @@ def sizes(schedule: Schedule) -> tuple[int, int, int]:
 
 
 def only(schedule: Schedule, keeps: Callable[[Instruction], bool]) -> list[list[Instruction]]:
-    """Some instructions of a schedule, with its placement."""
+    """Return some instructions of a schedule, and keep its placement."""
     found = [[each for each in own if keeps(each)] for own in schedule]
     return PlacedSchedule(found, schedule.placement) if isinstance(schedule, PlacedSchedule) else found
 

@@ -161,7 +161,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside = frozenset()
 
     def _keep(self, received: dict[int, Path]) -> dict[int, Path]:
-        """Number anew what the last layer sends; the other tensors that it made go nowhere."""
+        """Renumber the tensors of the last layer that this one receives, and drop the others."""
         places = {number: place for place, number in enumerate(sorted(received))}
         kept = {number: Sent(place) for number, place in places.items()}
         last = self.calls[-1]
@@ -169,7 +169,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {place: received[number] for number, place in places.items()}
 
     def _run(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Run a layer; what it makes becomes a copy, or zeros; what it returns of its arguments stays."""
+        """Run a layer. What it makes is copied (zeros on meta); what it returns of its arguments stays."""
         originals: dict[int, Tensor] = {}
         held = []
 

@@ -57,7 +57,7 @@ class LayerTrace(NamedTuple):
 
 
 class StandIn(nn.Module):
-    """Has a layer's place in a list, and to the model around it the attributes of that layer."""
+    """Takes a layer's place in a list, and shows that layer's attributes to the model around it."""
 
     def __init__(self, like: nn.Module) -> None:
         super().__init__()

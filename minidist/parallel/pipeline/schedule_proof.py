@@ -43,13 +43,20 @@ Index = Mapping[tuple[str, int, int], int]
 
 
 class Deadlock(ValueError):
-    """Every rank that has instructions left waits, at a receive, for a message that nobody will send."""
+    """Every rank that has instructions left waits, at a receive, for a message that nobody will send.
+
+    `waiting` has for each such rank the receive, and the rank that it waits for. `simulate` adds what
+    the ranks did until then: for each its passes, with their beginnings and ends.
+    """
 
     def __init__(self, waiting: Mapping[int, Instruction], placement: StagePlacement) -> None:
-        said = ", ".join(
-            f"rank {rank} waits at {each} for rank "
-            f"{channel_of(moved(each, rank, placement), placement).source}"
+        self.waiting = {
+            rank: (each, channel_of(moved(each, rank, placement), placement).source)
             for rank, each in waiting.items()
+        }
+        self.timeline: Sequence[Sequence[tuple[Instruction, float, float]]] = ()
+        said = ", ".join(
+            f"rank {rank} waits at {each} for rank {of}" for rank, (each, of) in self.waiting.items()
         )
         super().__init__(f"the schedule never ends: {said}")
 
@@ -144,8 +151,10 @@ def _check_complete(rank: int, index: Index, micro_batches: int, placement: Stag
             kinds = found[micro_batch, chunk]
             where = f"rank {rank}, micro-batch {micro_batch}, chunk {chunk}"
             passes = kinds & {"backward", "backward_input", "backward_weight"}
-            if "forward" not in kinds:
-                raise ValueError(f"{where}: there is no forward pass")
+            for kind, there in (("forward", "forward" in kinds), ("backward", passes)):
+                if not there:
+                    wanted = Instruction(kind, micro_batch, chunk)
+                    raise ValueError(f"{where}: there is no {kind} pass ({wanted})")
             if passes not in ({"backward"}, {"backward_input", "backward_weight"}):
                 raise ValueError(
                     f"{where}: the backward pass is {sorted(passes)}; it is either 'backward' or both "

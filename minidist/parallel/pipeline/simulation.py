@@ -19,7 +19,7 @@ from minidist.parallel.pipeline.instructions import (
     placement_of,
     sizes,
 )
-from minidist.parallel.pipeline.schedule_proof import check_rules, replay
+from minidist.parallel.pipeline.schedule_proof import Deadlock, check_rules, replay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,15 +85,19 @@ def simulate(schedule: Schedule, times: PassTimes | None = None) -> Simulation:
     timeline: list[list[Event]] = [[] for _ in schedule]
     clocks = [0.0] * ranks
     arrivals: dict[StageMessage, float] = {}
-    for rank, each, message in replay(schedule):
-        stage, start = stages[rank][each.chunk], clocks[rank]
-        if message is None:
-            clocks[rank] = start + seconds[each.kind][stage][each.micro_batch]
-            timeline[rank].append(Event(each, start, clocks[rank]))
-        elif each.kind.startswith("send"):
-            arrivals[message] = start + seconds["message"][stage][each.micro_batch]
-        else:
-            clocks[rank] = max(start, arrivals[message])
+    try:
+        for rank, each, message in replay(schedule):
+            stage, start = stages[rank][each.chunk], clocks[rank]
+            if message is None:
+                clocks[rank] = start + seconds[each.kind][stage][each.micro_batch]
+                timeline[rank].append(Event(each, start, clocks[rank]))
+            elif each.kind.startswith("send"):
+                arrivals[message] = start + seconds["message"][stage][each.micro_batch]
+            else:
+                clocks[rank] = max(start, arrivals[message])
+    except Deadlock as stuck:
+        stuck.timeline = timeline
+        raise
     total = max(clocks)
     busy = [sum(event.end - event.start for event in events) for events in timeline]
     bubbles = [1 - each / total if total else 0.0 for each in busy]

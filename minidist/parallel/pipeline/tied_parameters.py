@@ -59,7 +59,7 @@ def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
 
 
 def take_first(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
-    """Give all copies of a parameter the values of the first of `ranks`, which hold them.
+    """Copy a parameter's values from the first of `ranks`, which hold it, to the others.
 
     That rank sends (h - 1) S bytes for h holders. Other ranks do nothing.
     """

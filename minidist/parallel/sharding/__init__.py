@@ -11,7 +11,8 @@ it keeps its share, an n-th:
 | ZeRO 2 | whole | 1/n | 1/n | `ZeroOptimizer(stage=2)` |
 | ZeRO 3 | 1/n | 1/n | 1/n | `FullyShard` |
 
-An engine has one strategy for all of them, `Sharded`. A bucket's gradients are complete when the last of
+An engine has one strategy for all of them, `Sharded`. A model has one set of parameters, or several, such as
+experts: each with its row and its ranks (`ParameterSet`). A bucket's gradients are complete when the last of
 them has arrived (`Reducer`) or, where parameters are not whole, when the backward pass has left a unit of the
 model (`UnitRuntime`). Then the bucket is reduced (`Bucket.reduce`), the optimizer updates this rank's slices
 (`OptimizerSlices.update`), and the shares are published (`Bucket.gather`). With hybrid sharding n is the
@@ -27,10 +28,9 @@ Where memory is given back:
 |---|---|
 | residency.py | the table, and what follows from a row |
 | sharded.py | `Sharded`: the strategy for an engine |
-| parameter_set.py | `ParameterSet`: parameters that are shared in one way; clipping |
+| parameter_set.py | `ParameterSet`: parameters shared in one way, and the rounds of their gradients |
 | whole_parameters.py | `WholeParameters`: whole on every rank; dealt to buckets as gradients come |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
-| gradient_rounds.py | `GradientRounds`: gradients come to buckets, are reduced and let go |
 | reducer.py | `Reducer`: a gradient has arrived; full buckets are sent while backward runs; a round ends |
 | optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, masters and state |
 | state_by_name.py | `StateByName`: the training state by the parameters' names, for checkpoints |

@@ -14,35 +14,39 @@ import torch
 from torch import Tensor, nn
 
 from minidist import comm
+from minidist._arguments import is_whole
 from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.sharding.optimizer_slices import has_elements
 from minidist.parallel.sharding.whole_parameters import WholeParameters
 
 RangeState = tuple[int, int, dict[str, Any]]
 """A parameter index, the first element of a range of that parameter, and the range's state."""
 
 
-def consolidated(partition: WholeParameters, to: int) -> dict[str, Any] | None:
+def consolidated(shared: WholeParameters, to: int) -> dict[str, Any] | None:
     """The state dict of a plain optimizer at rank `to` of the group; None on the others. A collective."""
-    states = _collect(partition, to)
+    if not is_whole(to):
+        raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
+    states = _collect(shared, to)
     if states is None:
         return None
-    number_of: dict[Tensor, int] = {p: number for number, p in enumerate(_in_groups(partition))}
+    number_of: dict[Tensor, int] = {p: number for number, p in enumerate(_in_groups(shared))}
     whole = {
         number_of[parameter]: _copied(state)  # of parameters that are in no bucket yet
-        for parameter, state in partition.slices.optimizer.state.items()
+        for parameter, state in shared.slices.optimizer.state.items()
         if parameter in number_of
     }
     for param_index, state in states.items():
-        parameter = partition.parameters[param_index]
+        parameter = shared.parameters[param_index]
         whole[number_of[parameter]] = {
-            key: value.view(parameter.shape) if partition.slices.is_cut(key, value) else value
+            key: value.view(parameter.shape) if is_cut(shared, key, value) else value
             for key, value in state.items()
         }
-    groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in partition.groups]
+    groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in shared.groups]
     return {"state": dict(sorted(whole.items())), "param_groups": groups}
 
 
-def load(partition: WholeParameters, state_dict: Mapping[str, Any]) -> None:
+def load(shared: WholeParameters, state_dict: Mapping[str, Any]) -> None:
     """Take the state of a plain optimizer. A collective; see `ZeroOptimizer.load_state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
@@ -50,42 +54,48 @@ def load(partition: WholeParameters, state_dict: Mapping[str, Any]) -> None:
             f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
             "param_groups"
         )
-    partition.follow_changes()
+    shared.follow_changes()
     saved = state_dict["param_groups"]
-    have, given = ([len(group["params"]) for group in groups] for groups in (partition.groups, saved))
+    have, given = ([len(group["params"]) for group in groups] for groups in (shared.groups, saved))
     if have != given:
         raise ValueError(
             f"state_dict has groups of {given} parameters and the optimizer of {have}; load it into one of "
             "the same groups"
         )
-    for group, values in zip(partition.groups, saved, strict=True):
+    for group, values in zip(shared.groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
         numbers = [number for group in saved for number in group["params"]]
-    parameter_of = dict(zip(numbers, _in_groups(partition), strict=True))
+    parameter_of = dict(zip(numbers, _in_groups(shared), strict=True))
     states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
-    partition.slices.optimizer.state.clear()
-    partition.masters.clear()
-    waiting = {*partition.waiting}  # their state stays whole until a backward pass deals them
+    shared.slices.optimizer.state.clear()
+    shared.undealt_masters.clear()
+    undealt = {*shared.undealt}  # their state stays whole until a backward pass deals them
     dealt = {}
-    for param_index, parameter in enumerate(partition.parameters):
-        if parameter in states and param_index in waiting:
-            partition.slices.optimizer.state[parameter] = dict(states[parameter])
+    for param_index, parameter in enumerate(shared.parameters):
+        if parameter in states and param_index in undealt:
+            shared.slices.optimizer.state[parameter] = dict(states[parameter])
         elif parameter in states:
             dealt[param_index] = states[parameter]
-    partition.slices.load_whole_states(dealt)
+    shared.slices.load_whole_states(dealt)
 
 
-def _in_groups(partition: WholeParameters) -> list[nn.Parameter]:
+def is_cut(shared: WholeParameters, key: str, value: Any) -> bool:
+    """Whether ranks have parts of the state under `key`."""
+    return shared.slices.cuts_anywhere and has_elements(key, value)
+
+
+def _in_groups(shared: WholeParameters) -> list[nn.Parameter]:
     """The whole parameters, as the groups number them."""
-    return [parameter for group in partition.groups for parameter in group["params"]]
+    return [parameter for group in shared.groups for parameter in group["params"]]
 
 
-def _collect(partition: WholeParameters, to: int) -> dict[int, dict[str, Any]] | None:
+def _collect(shared: WholeParameters, to: int) -> dict[int, dict[str, Any]] | None:
     """Each parameter's state at rank `to`, with cut tensors flat; None on the others. A collective.
 
     The other ranks send the bytes of their states, and some for each tensor's description.
     """
-    ranks, group = ranks_of(partition.gradient_comm.group), partition.gradient_comm.share_group
+    over = shared.sets[0].gradient_comm
+    ranks, group = ranks_of(over.group), over.share_group
     if not 0 <= to < len(ranks):
         raise ValueError(f"to is {to}; the group's ranks are 0 to {len(ranks) - 1}")
     owners = ranks_of(group)
@@ -94,7 +104,7 @@ def _collect(partition: WholeParameters, to: int) -> dict[int, dict[str, Any]] |
     to, count = owners.index(ranks[to]), len(owners)
     entries: list[RangeState] = [
         (span.param_index, span.start, _copied(state))
-        for _, span, _, state in partition.slices.by_parameter()
+        for _, span, _, state in shared.slices.by_parameter()
         if state
     ]
     if rank_in(group) != to:
@@ -107,7 +117,7 @@ def _collect(partition: WholeParameters, to: int) -> dict[int, dict[str, Any]] |
     for param_index, _, state in sorted(entries, key=lambda entry: entry[:2]):
         known = states.setdefault(param_index, {})
         for key, value in state.items():
-            joins = key in known and partition.slices.is_cut(key, value)
+            joins = key in known and is_cut(shared, key, value)
             known[key] = torch.cat([known[key], value]) if joins else value
     return states
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from minidist.comm.work import ranks_of
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
 from minidist.parallel.sharding.units import Unit
@@ -95,16 +94,16 @@ def _around(module: nn.Module, path: str, by_module: dict[int, Unit]) -> list[Un
 def build(
     module: nn.Module,
     units: Units,
-    gradient_comm: GradientComm,
+    comms: Sequence[GradientComm],
     initialize: Callable[[nn.Module], object] | None,
     memory: MemorySource,
     master: torch.dtype | None,
 ) -> list[Unit]:
     """Cut a model into units, the root first, and keep this rank's share of rank 0's parameters.
 
-    One unit at a time is whole. A unit has a bucket for each dtype, and for trained and frozen parameters;
-    the shards of all units of a kind lie in one tensor, and so do the gradients, which add up in the master
-    dtype.
+    One unit at a time is whole. A unit has a bucket for each dtype, for trained and frozen parameters, and
+    for parameters that other ranks share; the shards of all units of a kind lie in one tensor, and so do the
+    gradients, which add up in the master dtype. comms: for each parameter the ranks that share it.
     """
     found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
     names = [name for name, _ in module.named_parameters()]
@@ -118,21 +117,22 @@ def build(
         unit.device = device
         groups: dict[Any, list[int]] = {}
         for _, parameter, _ in entries:
-            groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(index_of[id(parameter)])
+            index = index_of[id(parameter)]
+            groups.setdefault((parameter.dtype, parameter.requires_grad, comms[index]), []).append(index)
         for kind, indices in groups.items():
-            bucket = Bucket(indices, tensors, gradient_comm, device=device, name_of=names.__getitem__)
+            bucket = Bucket(indices, tensors, kind[2], device=device, name_of=names.__getitem__)
             bucket.frozen = not kind[1]
             unit.buckets.append(bucket)
             kinds[kind].append(bucket)
-    for (dtype, trained), buckets in kinds.items():
+    for (dtype, trained, over), buckets in kinds.items():
         sizes = [bucket.share for bucket in buckets]
-        shards = torch.split(memory.shards(sum(sizes), dtype, device, gradient_comm), sizes)
+        shards = torch.split(memory.shards(sum(sizes), dtype, device, over), sizes)
         for bucket, shard in zip(buckets, shards, strict=True):
             bucket.keep_share(shard)
-        if gradient_comm.secondary is not None:
-            ranks = len(ranks_of(gradient_comm.secondary))
+        if over.secondary is not None:
+            ranks = len(ranks_of(over.secondary))
             lengths = [bucket.length // ranks for bucket in buckets]
-            copies = gradient_comm.zeros(sum(lengths), dtype, device, gradient_comm.secondary)
+            copies = over.zeros(sum(lengths), dtype, device, over.secondary)
             for bucket, secondary in zip(buckets, torch.split(copies, lengths), strict=True):
                 bucket.secondary = secondary
         if trained:

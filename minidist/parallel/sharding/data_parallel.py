@@ -1,16 +1,8 @@
-"""Data parallelism: every rank holds the whole model and computes on its share of the batch.
+"""Data parallelism for a loop of one's own: each rank computes on its rows, and gradients are averaged.
 
-The ranks start from the same weights. After each backward pass the gradients are averaged over the ranks, and
-each rank makes the same optimizer step. The options of `DataParallel` lead from the naive form to the fast
-one, each with one idea more:
-
-| Options | What is sent |
-|---|---|
-| `bucket_mb=0, overlap=False` | after backward, one all-reduce a parameter: each pays a message's latency |
-| `overlap=False` | after backward, flat buckets of many gradients: few messages |
-| (none) | each bucket as soon as its gradients are there, while backward computes the others |
-| `with model.no_sync()` | nothing: gradients add up on the rank, and the last micro-batch sends their sum |
-| `compression="powersgd"` | fewer bytes, with an error: see compression/by_name.py |
+Each option is one idea more. `bucket_mb=0, overlap=False` sends a message for each parameter after backward,
+and `overlap=False` flat buckets of many gradients. The default sends a bucket while backward computes the
+others, `no_sync` the sum of many micro-batches once, and `compression` fewer bytes, with an error.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.
 """
@@ -20,19 +12,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from minidist import comm
 from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import ZERO, require_free
-from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed
-from minidist.parallel.sharding.loop_arguments import check_bucket_mb
-from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.guards.ownership import ZERO
+from minidist.parallel.guards.refusals import refuse_meta
+from minidist.parallel.sharding.loop_arguments import check_bucket_mb, check_module
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import DATA_PARALLEL
 from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
 
@@ -47,19 +36,12 @@ class DataParallel(nn.Module):
     >>> model.synchronize()
     >>> optimizer.step()
 
-    After `synchronize` each gradient is the mean over the ranks, as in torch's DDP: that of the mean loss
-    over the global batch, if the shares are equal. If they differ, weight the losses: `weighted`. Call it on
-    all ranks, once for each optimizer step: with `overlap` the gradients are averaged when `backward`
-    returns, but a rank may have had no backward pass, or only some inside `no_sync`. Gradients are views into
-    the buckets, so they take their memory once.
-
-    At the start the group's rank 0 broadcasts parameters and buffers, so that ranks with different seeds
-    agree; see `comm.broadcast` for the bytes, and `bytes_per_step` for those of a step. A group of one sends
-    and compresses nothing.
-
-    Parameters may be tied, frozen, of several dtypes, or unused on some or all ranks. `requires_grad` may
-    change between steps, in the same way on all ranks. Sparse gradients, as of `nn.Embedding(sparse=True)`,
-    are gathered as rows (compression/sparse_gradients.py).
+    Rank 0's parameters and buffers are sent to all at the start. After `synchronize` each gradient is the
+    mean over the ranks, as in torch's DDP: that of the mean loss over the global batch, if the shares are
+    equal; otherwise weight the losses (`weighted`). Call it on all ranks, once for each optimizer step.
+    Gradients are views into the buckets. A group of one sends and compresses nothing. Parameters may be tied,
+    frozen, unused, of several dtypes, or have sparse gradients, which are sent as rows. `requires_grad` may
+    change between steps, in the same way on all ranks.
 
     Args:
         module: the model; the same architecture on all ranks.
@@ -71,9 +53,8 @@ class DataParallel(nn.Module):
         broadcast_buffers: also send rank 0's buffers, such as BatchNorm's statistics, to all ranks before
             each forward pass in training. Otherwise each rank keeps its own.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
-            the module, or an embedding has max_norm.
+    Raises TypeError or ValueError if an argument is wrong, the ranks' modules differ, another object trains
+    the module, or an embedding has max_norm.
     """
 
     def __init__(
@@ -87,34 +68,22 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
         check_bucket_mb(bucket_mb)
-        require_free(module.named_parameters(), shared_with=[ZERO])
+        own = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
+        check_module(module, shared_with=[ZERO], is_alone=own.gradient_comm.ranks == 1)
         refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
-        give_memory(module)
-        self.module, self.group = module, group
-        self.compression = compression_of(compression)
+        self.module, self.group, self.compression = module, group, compression_of(compression)
         self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
-        over = GradientComm(group, algorithm)
-        if over.ranks > 1:
-            refuse_renormed(module)
-            start_equal(module, over)
+        start_equal(module, [own])
         self.shared = WholeParameters(
             module.named_parameters,
-            DATA_PARALLEL,
-            over,
+            [own],
             module=module,
             bucket_mb=bucket_mb,
             overlap=overlap,
             compression=self.compression,
             broadcast_buffers=broadcast_buffers,
         )
-
-    @property
-    def reducer(self) -> Reducer | None:
-        """What reduces the gradients; None in a group of one."""
-        return self.shared.reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch."""
@@ -125,21 +94,14 @@ class DataParallel(nn.Module):
         self.shared.ready()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, `backward` adds up gradients on this rank and sends nothing.
-
-        Use it for all micro-batches but the last; its `backward`, or `synchronize`, then sends the sum.
-        """
+        """Inside, `backward` adds up gradients on this rank: for all micro-batches but the last."""
         return self.shared.no_sync()
 
     def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
 
-        >>> model.weighted(cross_entropy(model(inputs), targets), len(inputs)).backward()
-        >>> model.synchronize()
-
-        Use it for all micro-batches of all ranks. A rank without any calls `synchronize(rows=0)`.
-
-        loss: a mean. weight: over how much, such as rows, or tokens that are not ignored.
+        Use it for all micro-batches of all ranks; a rank without any calls `synchronize(rows=0)`. weight:
+        over how much the loss is a mean, such as rows, or tokens that are not ignored.
         """
         self._weight = weight if self._weight is None else self._weight + weight
         return loss * weight
@@ -147,31 +109,16 @@ class DataParallel(nn.Module):
     def synchronize(self, rows: float | None = None) -> None:
         """Average the gradients over the ranks: call it after backward and before the optimizer's step.
 
-        A sum of weights costs one more message of 8 bytes, and a pass over the gradients.
+        A sum of weights costs one more message of 8 bytes, and a pass over the gradients. rows: None if the
+        losses were means over equal shares, or came from `weighted`. If a loss is the sum over this rank's
+        rows, give their number on every rank, even if it is 0, and with micro-batches that of all.
 
-        Args:
-            rows: None if the losses were means over equal shares, or came from `weighted`. If a loss is the
-                sum over this rank's rows, give their number on every rank, even if it is 0, and with
-                micro-batches that of all: the gradients become those of the mean over all ranks' rows.
-
-        Raises:
-            ValueError: there are no rows on any rank, or the ranks' parameters differ.
+        Raises ValueError if there are no rows on any rank, or the ranks' parameters differ.
         """
-        if self.reducer is not None:
-            self.reducer.synchronize()
+        self.shared.sum_over_ranks()
         weight, self._weight = self._weight if rows is None else rows, None
-        if weight is None:
-            return
-        device = next((parameter.device for parameter in self.module.parameters()), None)
-        own = float(weight)
-        sums = torch.tensor(own, dtype=torch.float64, device=device)
-        total = float(comm.all_reduce(sums, group=self.group))
-        if own < 0 or not total:
-            raise ValueError(
-                f"rows is {own:g}, and over all ranks {total:g}; give each rank's number of rows"
-            )
-        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
-        self.shared.rescale(self.shared.gradient_comm.ranks / total, kept=False)
+        if weight is not None:
+            self.shared.divide_by_rows(float(weight))
 
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step, by the formulas, once a first step has settled the buckets.

@@ -1,9 +1,8 @@
-"""ZeRO stage 3: each rank keeps an n-th of the parameters, their gradients and the optimizer's state.
+"""ZeRO stage 3 for a loop of one's own: each rank keeps an n-th of parameters, gradients and optimizer state.
 
 The model is cut into units (units.py), such as transformer blocks. A unit's parameters are gathered just
-before its forward pass and freed after it. They are gathered again before its backward pass. After that its
-gradients are reduced, each rank keeps the sum of its n-th, and the rest is freed. If messages leave the cores
-free, the next unit is gathered while one computes.
+before its forward pass, and again before its backward pass, and freed after each. After the backward pass its
+gradients are reduced, and each rank keeps the sum of its n-th.
 
 Sources: Rajbhandari et al. 2020, "ZeRO", section 5.3 and 7.2.2; Zhao et al. 2023, "PyTorch FSDP".
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,16 +19,13 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import require_free
-from minidist.parallel.guards.refusals import refuse_renormed
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.cut_into_units import Units
 from minidist.parallel.sharding.loop_arguments import check_arguments
 from minidist.parallel.sharding.memory_source import memory_source
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
-from minidist.parallel.training.elementwise_optimizers import require_elementwise
 
 
 class FullyShard(nn.Module):
@@ -43,38 +39,31 @@ class FullyShard(nn.Module):
 
     Gradients are means over the ranks, as in `DataParallel`; with several backward passes before a step they
     add up. Every rank makes the same calls. Outside a pass, reading the module's parameters is an error, and
-    `summon` shows them. `requires_grad` may change between steps, on all ranks alike. A unit may be
-    called by itself, forward and backward, by all ranks alike: for example a head on a chunk of activations
-    at a time. `optimizer.zero_grad`, and `optimizer.step` if no state lies on disk, do as the methods here.
-
-    A rank sends one and a half times what `DataParallel` sends in a step: see `bytes_per_step`.
+    `summon` shows them. `requires_grad` may change between steps, on all ranks alike. A unit may be called by
+    itself, forward and backward, by all ranks alike. `optimizer.zero_grad`, and `optimizer.step` if no state
+    lies on disk, do as the methods here.
 
     Args:
-        module: the model; the same architecture on all ranks. If its parameters are on the meta device, they
-            are made unit by unit, so that the whole model is never in memory. Otherwise their memory is given
-            back unit by unit.
-        optimizer_class: the class of an optimizer that can take flat shards, an elementwise one (see
-            training/elementwise_optimizers.py). Or a function from parameters to such an optimizer: it is
-            given stand-ins of the parameters' shapes, and may form groups of them and leave some out.
+        module: the model; the same architecture on all ranks. On the meta device it is made unit by unit, so
+            that the whole model is never in memory. Otherwise its memory is given back unit by unit.
+        optimizer_class: the class of an elementwise optimizer (training/elementwise_optimizers.py). Or a
+            function from parameters to one: it is given stand-ins of the parameters' shapes, and may form
+            groups of them and leave some out.
         group: the ranks that share the batch; None for all.
-        offload: "cpu" keeps shards, gradients and optimizer state in CPU memory, where they are anyway if the
-            module computes there. A directory keeps them in files there, mapped into memory and removed at
-            once, and has the optimizer step on slices; see memory_source.py. False: with the module.
+        offload: "cpu" keeps shards, gradients and optimizer state in CPU memory; a directory keeps them in
+            files there, and has the optimizer step on slices (memory_source.py). False: with the module.
         units: classes of modules, or modules, that are gathered as a whole; None for the children of every
             nn.ModuleList and nn.Sequential.
         initialize: gives a submodule's own parameters their first values if they were on the meta device;
             None for the model's method `initialize_part`, else each submodule's `reset_parameters`.
         prefetch: gather the next unit while one computes. None: only if messages leave the computing cores
-            free. Where those cores gather by copying, through memory that the ranks share, it gains nothing
-            and takes the memory of one more unit: at 1 and 8 rows a step took 0.48 and 0.83 of torch's time
-            without, 0.51 and 0.82 with (`minidist bench fully_shard --full`).
+            free. Where ranks gather through memory that they share, it gains nothing and takes the memory of
+            a unit (`minidist bench fully_shard --full`).
         master: dtype of the copies that the optimizer updates; None for the parameters' own.
         **defaults: of the optimizer, such as lr.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' modules differ, or another object trains
-            the module, or has sharded it, or an embedding has max_norm.
-        OSError: offload names a directory that has no room or takes no files.
+    Raises TypeError or ValueError if an argument is wrong, the ranks' modules differ, another object trains
+    the module or has sharded it, or an embedding has max_norm; OSError if offload's directory takes no files.
     """
 
     def __init__(
@@ -91,26 +80,11 @@ class FullyShard(nn.Module):
         **defaults: Any,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
         check_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
-        require_elementwise(optimizer_class)
-        require_free(module.named_parameters())
-        refuse_renormed(module)
-        give_memory(module)
+        given = {"units": units, "initialize": initialize, "prefetch": prefetch, "master": master, **defaults}
+        sets = [ParameterSet(ZERO_3, GradientComm.over(group))]
         self.module = module
-        self.shared = ShardedParameters(
-            module,
-            optimizer_class,
-            ZERO_3,
-            GradientComm.over(group),
-            memory_source(offload),
-            units=units,
-            initialize=initialize,
-            prefetch=prefetch,
-            master=master,
-            **defaults,
-        )
+        self.shared = ShardedParameters(module, optimizer_class, sets, memory_source(offload), **given)
         self.group, self.optimizer = self.shared.group, self.shared.optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,10 +136,9 @@ class FullyShard(nn.Module):
         """
         return self.shared.clip_grad_norm(max_norm, norm_type)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Change nothing: whole gradients, which could wait, would take n times their shards' memory."""
-        yield
+        return nullcontext()
 
     @contextmanager
     def summon(self) -> Iterator[nn.Module]:

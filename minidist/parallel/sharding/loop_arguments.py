@@ -1,8 +1,8 @@
-"""Checks of the arguments of `FullyShard` and `ZeroOptimizer`, made before they take the first parameter."""
+"""Checks of the arguments of the classes for loops, made before they take the first parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -10,11 +10,27 @@ import torch
 from torch import nn
 
 from minidist._arguments import is_number
-from minidist.parallel.guards.refusals import require_trained
+from minidist.parallel.flat.joined_messages import give_memory
+from minidist.parallel.guards.ownership import require_free
+from minidist.parallel.guards.refusals import refuse_renormed, require_trained
 from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.training.elementwise_optimizers import require_elementwise
 
 WHOLE_PARAMETERS = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
 """The stages of `ZeroOptimizer`."""
+
+
+def check_module(module: nn.Module, shared_with: Sequence[str] = (), is_alone: bool = False) -> None:
+    """TypeError or ValueError where ranks cannot train a module together, or another object trains it.
+
+    shared_with: kinds of objects that may. is_alone: there is one rank.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+    require_free(module.named_parameters(), shared_with)
+    if not is_alone:
+        refuse_renormed(module)
+    give_memory(module)
 
 
 def check_arguments(
@@ -27,6 +43,8 @@ def check_arguments(
     master: Any,
 ) -> None:
     """TypeError or ValueError where an argument of `FullyShard` is wrong."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
     _check_class(optimizer_class)
     if isinstance(offload, str) and not offload:
         raise ValueError("offload is '', which names no directory; give False, 'cpu' or a directory")
@@ -40,6 +58,8 @@ def check_arguments(
         raise TypeError(f"prefetch is {prefetch!r}; give True, False, or None to have it chosen")
     _check_master(master)
     require_trained("module", module.parameters())
+    require_elementwise(optimizer_class)
+    check_module(module)
 
 
 def check_zero_arguments(stage: Any, optimizer_class: Any, bucket_mb: Any, master: Any) -> None:

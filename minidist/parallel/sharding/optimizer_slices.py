@@ -52,9 +52,14 @@ class OptimizerSlice:
     value: Tensor  # the parameter, or the elements in the bucket
     tensor: nn.Parameter  # the optimizer updates this: `value`, a view of it, or a copy in the master dtype
     is_master: bool  # whether it is a copy
+    cuts: bool  # whether it may begin and end inside a parameter, and its state with it
 
     def __len__(self) -> int:
         return sum(map(len, self.ranges))
+
+    def has_cut(self, key: str, value: Any) -> bool:
+        """Whether the state under `key` is cut along with the parameter."""
+        return self.cuts and has_elements(key, value)
 
 
 RangeOfSlice = tuple[OptimizerSlice, ParameterRange, Tensor, OptimizerState]
@@ -65,7 +70,12 @@ class OptimizerSlices:
     """The slices that replace the parameters in `optimizer`'s groups; its state belongs to them.
 
     master: the dtype of the copies that it updates; None for the values themselves. memory: where copies and
-    state lie. whole: this rank owns everything, and the groups have the parameters or their masters already.
+    state lie.
+
+    Attributes:
+        has_shares: whether any slice is a part of a share. cuts_anywhere: whether those may begin and end
+            inside a parameter.
+        updating: the optimizer's step is under way.
     """
 
     def __init__(
@@ -73,12 +83,11 @@ class OptimizerSlices:
         optimizer: torch.optim.Optimizer,
         master: torch.dtype | None,
         memory: MemorySource | None = None,
-        whole: bool = False,
     ) -> None:
         self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
-        self.whole, self.cut_anywhere = whole, is_elementwise(type(optimizer)) and not whole
+        self.cuts_anywhere = is_elementwise(type(optimizer))
         self.all: list[OptimizerSlice] = []
-        self.updating = False  # the optimizer's step is under way
+        self.updating = self.has_shares = False
         self._why: Why = lambda _: None
 
     def guarded_by(self, why: Why) -> None:
@@ -86,24 +95,30 @@ class OptimizerSlices:
         self._why = why
         guard([each.tensor for each in self.all], why)
 
-    def own(self, parameters: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> None:
-        """Make slices of whole parameters; `masters` has for each the tensor that the optimizer updates."""
+    @classmethod
+    def none(cls) -> OptimizerSlices:
+        """No slices, for a loop with an optimizer of its own."""
+        nothing: Any = [{"params": []}]
+        return cls(torch.optim.SGD(nothing), None)
+
+    def add_whole(self, parameters: Sequence[nn.Parameter], updated: Sequence[nn.Parameter]) -> None:
+        """Make slices of whole parameters; `updated` has for each the tensor that the optimizer updates."""
         groups = enumerate(self.optimizer.param_groups)
         group_of = {id(p): number for number, group in groups for p in group["params"]}
-        for index, (value, tensor) in enumerate(zip(parameters, masters, strict=True)):
-            span = [ParameterRange(index, 0, value.numel())]
-            group = group_of.get(id(tensor))
-            self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value))
+        for index, (value, tensor) in enumerate(zip(parameters, updated, strict=True)):
+            span, group = [ParameterRange(index, 0, value.numel())], group_of.get(id(tensor))
+            self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
 
     def add(self, bucket: Bucket, group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's share of a bucket; `group_of` has a group for each parameter index."""
-        limit = self._limit(bucket) if self.cut_anywhere else bucket.length
+        self.has_shares = True
+        limit = self._limit(bucket) if self.cuts_anywhere else bucket.length
         for start, whole in bucket.ranges():
             for at in range(0, len(whole), limit):
                 first = whole.start + at
                 span = ParameterRange(whole.param_index, first, min(first + limit, whole.stop))
                 value = bucket.shard[start + at : start + at + len(span)]
-                if not self.cut_anywhere:
+                if not self.cuts_anywhere:
                     value = value.view(bucket.shapes[bucket.param_indices.index(span.param_index)])
                 group = group_of.get(span.param_index)
                 self.all.append(self._slice(bucket, group, start + at, [span], value, None))
@@ -112,26 +127,32 @@ class OptimizerSlices:
 
     # A step: gradients, the optimizer's own step, values.
 
-    def give_gradients(self, used: Sequence[float] = ()) -> None:
+    def give_gradients(self, used: Mapping[int, float]) -> None:
         """Give slices their reduced gradients; None to those of parameters that no rank used.
 
         used: for each parameter index how many ranks used it; whole parameters that none used have no
         gradient.
         """
-        if self.whole:
-            for each in self.all if self.master is not None else ():
-                grad = each.value.grad
-                each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
+        self.give_whole_gradients()
+        if not self.has_shares:
             return
-        counts = [sum(used[span.param_index] > 0 for span in each.ranges) for each in self.all]
-        if any(0 < count < len(each.ranges) for count, each in zip(counts, self.all, strict=True)):
+        of_shares = [each for each in self.all if each.bucket is not None]
+        counts = [sum(used[span.param_index] > 0 for span in each.ranges) for each in of_shares]
+        if any(0 < count < len(each.ranges) for count, each in zip(counts, of_shares, strict=True)):
             self.regroup(lambda each, span, _: (id(each), used[span.param_index] > 0))
         for each in self.all:
-            assert each.bucket is not None
-            reduced, grad = each.bucket.reduced, None
-            if reduced is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
-                grad = reduced[each.start : each.start + each.value.numel()].view(each.tensor.shape)
-            each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
+            if each.bucket is not None:
+                reduced, grad = each.bucket.reduced, None
+                if reduced is not None and used[each.ranges[0].param_index] > 0:  # as all of the slice's
+                    grad = reduced[each.start : each.start + each.value.numel()].view(each.tensor.shape)
+                each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
+
+    def give_whole_gradients(self) -> None:
+        """Give the masters of whole parameters the parameters' gradients, in the master dtype."""
+        for each in self.all if self.master is not None else ():
+            if each.bucket is None and each.is_master:
+                grad = each.value.grad
+                each.tensor.grad = grad if grad is None else grad.to(each.tensor.dtype)
 
     def gradients(self) -> list[Tensor]:
         """The gradients that were given."""
@@ -199,7 +220,7 @@ class OptimizerSlices:
                     self.optimizer.step(**options)
                     groups[each.group]["params"] = []
                     state = self.optimizer.state[each.tensor]
-                    state.update({k: self.memory.keep(v) for k, v in state.items() if self.is_cut(k, v)})
+                    state.update({k: self.memory.keep(v) for k, v in state.items() if each.has_cut(k, v)})
         finally:
             self.hand_over()
 
@@ -221,7 +242,7 @@ class OptimizerSlices:
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were given; those of whole parameters are their own."""
-        for each in self.all if not self.whole or self.master is not None else ():
+        for each in self.all if self.has_shares or self.master is not None else ():
             if each.tensor is not each.value:
                 each.tensor.grad = None
 
@@ -251,7 +272,8 @@ class OptimizerSlices:
             master = self.memory.copy(value, self.master) if master is None else self.memory.keep(master)
         tensor = nn.Parameter(value if master is None else master)
         guard([tensor], self._why)
-        return OptimizerSlice(bucket, group, start, ranges, value, tensor, master is not None)
+        is_master = master is not None
+        return OptimizerSlice(bucket, group, start, ranges, value, tensor, is_master, self.cuts_anywhere)
 
     def _limit(self, bucket: Bucket) -> int:
         """The most elements that a slice may have."""
@@ -269,27 +291,23 @@ class OptimizerSlices:
             for span in each.ranges:
                 stop = at + len(span)
                 state = {
-                    key: value[at:stop] if self.is_cut(key, value) else value
+                    key: value[at:stop] if each.has_cut(key, value) else value
                     for key, value in self.optimizer.state.get(each.tensor, {}).items()
                 }
                 tensor = each.tensor.detach()
-                yield each, span, tensor if self.whole else tensor.view(-1)[at:stop], state
+                yield each, span, tensor if each.bucket is None else tensor.view(-1)[at:stop], state
                 at = stop
-
-    def is_cut(self, key: str, value: Any) -> bool:
-        """Whether the state under `key` is cut along with the parameter."""
-        return self.cut_anywhere and _has_elements(key, value)
 
     def regroup(self, key: Callable[[OptimizerSlice, ParameterRange, OptimizerState], Hashable]) -> None:
         """Cut and join slices so that neighbours with the same `key`, and no others, are one.
 
         Whole parameters stay as they are. Where slices are joined, the scalars of their states are equal.
         """
-        if not self.cut_anywhere:
+        if not (self.has_shares and self.cuts_anywhere):
             return
-        now = []
+        now = [each for each in self.all if each.bucket is None]
         for _, together in groupby(
-            [*self.by_parameter()],
+            [part for part in self.by_parameter() if part[0].bucket is not None],
             lambda part: (id(part[0].bucket), part[0].group, key(part[0], part[1], part[3])),
         ):
             for run in self._runs([*together]):
@@ -326,7 +344,7 @@ class OptimizerSlices:
         made = self._slice(first.bucket, first.group, start, ranges, value, master)
         state = {
             key: self.memory.keep(torch.cat([each[key] for *_, each in run]))
-            if _has_elements(key, one)
+            if has_elements(key, one)
             else deepcopy(one)
             for key, one in run[0][3].items()
         }
@@ -342,7 +360,7 @@ class OptimizerSlices:
         """Make neighbours whose scalars agree one slice."""
         self.regroup(
             lambda _, span, state: tuple(
-                (k, None if _has_elements(k, v) else float(v)) for k, v in sorted(state.items())
+                (k, None if has_elements(k, v) else float(v)) for k, v in sorted(state.items())
             )
         )
 
@@ -351,7 +369,7 @@ class OptimizerSlices:
         self.apart()
         for each in self.all:
             (span,) = each.ranges
-            if span.param_index in states:
+            if each.bucket is not None and span.param_index in states:
                 self.optimizer.state[each.tensor] = {
                     key: self._own_part(key, value, each, span)
                     for key, value in states[span.param_index].items()
@@ -363,11 +381,12 @@ class OptimizerSlices:
             return value
         if key == "step":  # keeps its device and precision
             return value.detach().clone()
-        if self.cut_anywhere and key not in SCALARS:
+        if into.cuts and key not in SCALARS:
             value = value.reshape(-1)[span.start : span.stop]
         dtype = into.tensor.dtype if value.is_floating_point() else value.dtype
         return value.detach().to(device=into.tensor.device, dtype=dtype, copy=True)
 
 
-def _has_elements(key: str, value: Any) -> bool:
+def has_elements(key: str, value: Any) -> bool:
+    """Whether the state under `key` has a number for each element of a parameter."""
     return isinstance(value, Tensor) and value.dim() > 0 and key not in SCALARS

@@ -1,87 +1,414 @@
-"""A set of parameters that ranks share in one way, and what all such sets have in common: update, publish,
-clip.
+"""A set of parameters: what each rank keeps of them, which ranks average them, and which of them own a share.
 
-A set says which parameters it has, what each rank keeps whole (residency.py), which ranks average the
-gradients and which of them own a share each (`GradientComm`). How gradients come to be complete differs:
-where parameters are whole, whenever some arrive (whole_parameters.py); otherwise when a unit of the model is
-left (sharded_parameters.py). From there on all sets do the same.
+A model has one such set, or several: experts, say, are averaged over fewer ranks than the rest. A set's
+gradients are summed in rounds: they come to its buckets, each bucket is reduced, and what the table does not
+keep is let go (`Bucket.give_back`). This is the one place where that happens, whatever the residency
+(residency.py). Two events lead here: a gradient has arrived (reducer.py), or, where parameters are not whole,
+the backward pass has left a unit (unit_runtime.py).
+
+| What a rank keeps | Where gradients lie | A bucket's reduction |
+|---|---|---|
+| gradients and state whole | in buckets; `grad` is a view | all-reduce, or its compressed form |
+| gradients whole, state 1/n | in buckets; the sums replace this rank's share | reduce-scatter |
+| gradients 1/n | whole only until `Bucket.give_back`; the share of the sums stays | reduce-scatter |
+
+A `ZeroOptimizer` of stage 1 leaves `grad` to the loop around it, so its buckets only carry copies.
+
+Sources: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3.2; Rajbhandari et al. 2020,
+"ZeRO" (see zero.py), sections 5.2 (buckets) and 7.1.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.sharding.gradient_rounds import GradientRounds
-from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.comm.work import bytes_of, rank_in
+from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
+from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
+from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
+from minidist.parallel.sharding.optimizer_slices import OptimizerSlice, OptimizerSlices
 from minidist.parallel.sharding.residency import Residency
-from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_gradients
+from minidist.parallel.training import clipping
+
+TRANSIENT = 2
+"""Buckets that have memory at a time where it is lent: one is filled while the one before it is sent."""
+TAIL_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of gradients among which counts of ranks, rows and a loss can be sent."""
 
 
-class ParameterSet(ABC):
-    """Parameters that the same ranks share in the same way.
+class ParameterSet:
+    """Parameters that the same ranks share in the same way, and the rounds of their gradients.
+
+    residency: what every rank keeps whole. gradient_comm: its `group` averages the gradients, and its
+    `share_group` are the owners of a share each. names: of the parameters; None for all that are in no other
+    set.
 
     Attributes:
-        residency: what every rank keeps whole. gradient_comm: its `group` averages the gradients, and its
-            `share_group` are the owners of a share each.
-        parameters: by index. buckets: hold them, as far as they are dealt. slices: this rank's part. rounds:
-            reduce the gradients, once the first backward pass has dealt the parameters.
-        waiting: indices of parameters that no bucket holds yet, where a share of them will have the state.
-        masters: their whole masters until then.
+        indices: of its parameters, among all of the model.
+        buckets: hold their gradients, in the order in which they are sent.
+        op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
+            gradients before they are summed. compression: of reductions to all ranks.
+        leaves_grad: `grad` stays as the backward pass left it. in_buckets: gradients stay in their buckets
+            between backward passes.
+        total_count: how many numbers are summed along with a round.
+        unused: indices of the parameters without a gradient on this rank, in the round that runs.
+        users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
+        totals, sums: weight and loss, added up since `begin`; every total of the last round alone.
+        tail, tail_in_bucket: for each parameter the number of ranks that used it, then the totals; whether
+            this is the end of the last bucket, or a message of its own.
+        sparse: parameters in no bucket, whose gradients come as rows.
+    """
+
+    op, scale = "sum", 1.0
+    compression: Compression | None = None
+    leaves_grad = in_buckets = tail_in_bucket = False
+    total_count = 2
+
+    def __init__(
+        self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
+    ) -> None:
+        self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
+        self.users = torch.zeros(0, dtype=torch.float64)
+        self.totals = torch.zeros(2, dtype=torch.float64)
+        self.empty()
+
+    def empty(self) -> None:
+        """Have no parameters and no buckets."""
+        self.indices: list[int] = []
+        self.unused: list[int] = []
+        self.buckets: list[Bucket] = []
+        self.memories: list[GradientMemory] = []
+        self.reductions: list[Reduction] = []  # of compression, for each bucket
+        self.sparse: list[nn.Parameter] = []
+        self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
+        self._lies_in: dict[int, tuple[Bucket, int]] = {}
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank's part counts in a sum over all ranks in which each element counts once."""
+        owners = 1 if self.residency.state else self.gradient_comm.owners
+        return rank_in(self.gradient_comm.group) < owners
+
+    # Buckets, and memory for gradients.
+
+    def deal(
+        self,
+        parameters: Sequence[nn.Parameter],
+        order: Sequence[int],
+        limit: int,
+        cut_anywhere: bool,
+        name_of: Callable[[int], str],
+    ) -> list[Bucket]:
+        """Make buckets of up to `limit` bytes for the parameters at the indices in `order`. A collective.
+
+        Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
+        """
+        over = None if self.residency.state else self.gradient_comm
+        if over is not None and not cut_anywhere and order:  # a large one's bucket would be mostly padding
+            limit = max(limit, over.owners * max(bytes_of(parameters[index]) for index in order))
+        new = [
+            Bucket(part, parameters, over, cut_anywhere, name_of=name_of)
+            for part in deal_to_buckets(parameters, order, limit)
+        ]
+        for bucket in new if over is not None else ():
+            bucket.keep_values()
+        self.buckets += new
+        return new
+
+    def make_room(self, parameters: Sequence[nn.Parameter], sparse: Collection[int] = ()) -> None:
+        """Make memory for a round of the parameters and buckets that there are now. A collective.
+
+        What the rounds before have summed stays. sparse: indices of parameters in no bucket.
+        """
+        over, device = self.gradient_comm, parameters[0].device if parameters else torch.device("cpu")
+        self.sparse = [parameters[index] for index in self.indices if index in sparse]
+        for bucket in self.buckets:
+            bucket.op, bucket.everyone = self.op, over if self.residency.state else None
+            for at, index in enumerate(bucket.param_indices):
+                self._lies_in[index] = bucket, at
+        self._number_of = {index: number for number, index in enumerate(self.indices)}
+        carries = self.residency.state and self.compression is None and bool(self.buckets)
+        self.tail_in_bucket = carries and self.buckets[-1].dtype in TAIL_DTYPES
+        tail_length = len(self.indices) + self.total_count
+        self.in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
+        if self.in_buckets:
+            self._hold(tail_length)
+        else:
+            for bucket in self.buckets:
+                if bucket.reduced is None:
+                    bucket.reduced = torch.zeros_like(bucket.shard)
+            self.memories = lend_memory(self.buckets, over)
+        if not self.tail_in_bucket:
+            self.tail = over.zeros(tail_length, torch.float64, device)
+        if self.compression is not None:
+            self.reductions = []
+            for number, bucket in enumerate(self.buckets):
+                self.reductions.append(self.compression.reduction(bucket, over, number))
+                bucket.reduction = self.reductions[-1].run
+        before, self.users = self.users, torch.zeros(len(self.indices), dtype=torch.float64, device=device)
+        if not self.residency.state:
+            self.users[: len(before)] = before
+        self.totals = self.totals.to(device)
+        self.sums = torch.zeros(self.total_count, dtype=torch.float64, device=device)
+
+    def _hold(self, tail_length: int) -> None:
+        """Give each bucket memory of its own, since gradients stay there."""
+        for bucket in self.buckets:
+            if bucket.holds:
+                continue
+            length = bucket.length
+            if bucket is self.buckets[-1] and self.tail_in_bucket:
+                length += tail_length
+            if self.compression is not None:  # the bucket itself is not sent
+                flat = torch.zeros(length, dtype=bucket.dtype, device=bucket.device)
+            else:
+                flat = self.gradient_comm.zeros(length, bucket.dtype, bucket.device)
+            bucket.hold(flat)
+            self.tail = flat[bucket.length :]
+            if not self.residency.state:
+                bucket.reduced = flat[bucket.own]
+
+    # Before a bucket is reduced: its gradients come to it.
+
+    def view(self, param_index: int) -> Tensor | None:
+        """Where a parameter's gradient lies when its bucket is sent; None where it is sparse."""
+        found = self._lies_in.get(param_index)
+        if found is None:
+            return None
+        bucket, at = found
+        if not bucket.holds:
+            bucket.borrow()
+        return bucket.views[at]
+
+    def place(self, param_index: int, parameter: nn.Parameter, scale: float) -> None:
+        """Bring a gradient to its bucket, multiplied by `scale`; a sparse one that is in none stays."""
+        view, grad = self.view(param_index), parameter.grad
+        if view is None or grad is None:
+            return
+        if grad.requires_grad:  # of backward(create_graph=True)
+            grad = grad.detach()
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if scale != 1:
+            torch.mul(grad, scale, out=view)  # one pass instead of one to copy and one to divide
+        elif grad is not view:
+            view.copy_(grad)
+        if grad is not view and not self.leaves_grad:
+            parameter.grad = view if self.in_buckets else None
+
+    # The end of a round: who used what, and the totals.
+
+    def fill_tail(self, totals: Sequence[float | Tensor] = ()) -> None:
+        """Note which parameters this rank used, and its totals, as many as are summed."""
+        count = len(self.indices)
+        self.tail[:count], self.tail[count:] = 1.0, 0.0
+        for index in self.unused:
+            self.tail[self._number_of[index]] = 0.0
+        for position, value in enumerate(totals[: self.total_count], count):
+            self.tail[position] = value
+
+    def send_tail(self) -> Messages:
+        """Launch the sum of the tail over the ranks, where no bucket carries it."""
+        return Messages(iter([self.gradient_comm.all_reduce(self.tail, blocking=True)]))
+
+    def summed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """React to a complete round."""
+        count, unused = len(self.indices), self.unused
+        self.sums, self.unused = self.tail[count:], []
+        if self.residency.state:
+            self._drop_unused(unused, parameters)
+            return
+        if self.residency.gradients:  # the sums of this round are all
+            self.begin()
+        self.users += self.tail[:count]
+        self.totals += self.tail[count : count + 2]
+
+    def _drop_unused(self, unused: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Set the gradient of parameters that no rank used to None, so that the optimizer skips them."""
+        if not unused:
+            return
+        users = self.tail.tolist()
+        for index in unused:
+            if not users[self._number_of[index]]:
+                parameters[index].grad = None
+            elif (view := self.view(index)) is not None:
+                parameters[index].grad = view
+
+    def begin(self) -> None:
+        """Forget the sums: the next round begins them anew."""
+        if not self.residency.state:
+            for bucket in self.buckets:
+                bucket.begun = False
+            self.users.zero_()
+            self.totals.zero_()
+
+    def clear(self) -> None:
+        """Drop the gradients, and what compression has kept back of them."""
+        for reduction in self.reductions:
+            reduction.forget()
+        for bucket in self.buckets:
+            if self.residency.state:
+                bucket.gradients.zero_()
+                continue
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self.begin()
+
+    def rescale(self, factor: float, kept: bool) -> None:
+        """Multiply the gradients in the buckets, and with `kept` what compression has kept back of them."""
+        for bucket in self.buckets:
+            bucket.gradients[: bucket.elements].mul_(factor)
+        for reduction in self.reductions if kept else ():
+            reduction.rescale(factor)
+        for parameter in self.sparse:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    # What it holds and sends.
+
+    def tensors(self) -> list[Tensor]:
+        """All memory for gradients."""
+        own = [bucket.gradients for bucket in self.buckets if bucket.holds]
+        reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
+        return [*(memory.flat for memory in self.memories), *own, *reduced]
+
+    def bytes_sent(self) -> int:
+        """Bytes that a rank sends in a round, without sparse gradients."""
+        ranks = self.gradient_comm.ranks
+        if ranks == 1:
+            return 0
+        tail_bytes = 8 * (len(self.indices) + self.total_count)
+        sent = 0 if self.tail_in_bucket else all_reduce_bytes(tail_bytes, ranks)
+        if not self.residency.state:
+            return sum(bucket.reduce_bytes() for bucket in self.buckets) + sent
+        for bucket in self.buckets:
+            if self.compression is None:
+                sent += all_reduce_bytes(bucket.gradients.nbytes, ranks)
+            else:
+                sent += self.compression.bytes_sent(bucket.parameters, ranks)
+        return sent
+
+
+def set_for(name: str, sets: Sequence[ParameterSet]) -> ParameterSet:
+    """The set that has the parameter, or the buffer, of this name: the first, unless another names it."""
+    return next((own for own in sets if own.names is not None and name in own.names), sets[0])
+
+
+def require_alike(module: nn.Module, sets: Sequence[ParameterSet]) -> list[tuple[ParameterSet, list[Tensor]]]:
+    """Each set that several ranks share, with its tensors; the first has the buffers. A collective.
+
+    ValueError where the ranks of a set have other ones.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found = []
+    for own in sets:
+        if own.gradient_comm.ranks > 1:
+            mine = [(name, tensor) for name, tensor in named if set_for(name, sets) is own]
+            require_same("parameters and buffers", mine, own.gradient_comm.group)
+            found.append((own, [tensor for _, tensor in mine]))
+    return found
+
+
+def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[GradientMemory]:
+    """Have the buckets take turns in memory for two of each dtype and device. A collective."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Bucket]] = {}
+    for bucket in buckets:
+        kinds.setdefault((bucket.dtype, bucket.device), []).append(bucket)
+    made = []
+    for (dtype, device), those in kinds.items():
+        longest = max(bucket.length for bucket in those)
+        count = min(TRANSIENT, len(those))
+        memories = [GradientMemory(gradient_comm.zeros(longest, dtype, device)) for _ in range(count)]
+        for number, bucket in enumerate(those):
+            bucket.lend(memories[number % len(memories)])
+        made += memories
+    return made
+
+
+class ParameterSets(ABC):
+    """All parameters of a model, in sets, and this rank's part of the optimizer: update, publish, clip.
+
+    How gradients come to be complete differs: where parameters are whole, whenever some arrive
+    (whole_parameters.py); otherwise when a unit of the model is left (sharded_parameters.py). From there on
+    all sets do the same.
+
+    Attributes:
+        sets: the first one's ranks are all that train the model; those of the others are some of them.
+        parameters: by index. set_of: the set of each. buckets: hold them, as far as they are dealt.
+        slices: this rank's part.
+        undealt: indices of parameters in no bucket yet, where a share of them will have the state.
+        undealt_masters: their whole masters until then.
         orders: parameter indices, for each time that some were dealt; None where none are.
     """
 
-    residency: Residency
-    gradient_comm: GradientComm
+    sets: list[ParameterSet]
     parameters: Sequence[nn.Parameter]
+    set_of: dict[Tensor, ParameterSet]
     buckets: list[Bucket]
     slices: OptimizerSlices
-    rounds: GradientRounds | None
-    waiting: list[int]
-    masters: dict[Tensor, Tensor]
+    undealt: list[int]
+    undealt_masters: dict[Tensor, Tensor]
     orders: list[list[int]] | None
-
-    @abstractmethod
-    def complete(self, steps: bool = False) -> None:
-        """Complete the gradients and give them to the slices, unless that is done. A collective.
-
-        steps: an update follows, which uses them up.
-        """
-
-    @abstractmethod
-    def publish(self) -> None:
-        """Let all ranks compute with what the optimizer has made of the slices. A collective."""
 
     @abstractmethod
     def name_of(self, param_index: int) -> str:
         """A parameter's name."""
 
-    def rescale(self, factor: float, kept: bool = True) -> None:
-        """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
-        for gradient in self.gradients():
-            gradient.mul_(factor)
+    @abstractmethod
+    def value_buckets(self) -> list[Bucket]:
+        """The buckets that hold parameters' values, cut into shares."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Sum the gradients over the ranks and give the slices their part, unless that is done."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums, as far as the slices have it."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Let all ranks compute with what the optimizer has made of the slices. A collective."""
+
+    def set_of_slice(self, each: OptimizerSlice) -> ParameterSet:
+        """The set of the parameters in a slice."""
+        whole = each.value if each.bucket is None else self.parameters[each.ranges[0].param_index]
+        return self.set_of[whole]
 
     def after_own_method(self, *_: Any) -> None:
         """Publish what a method of the optimizer's own has changed, unless its step calls that method."""
         if not self.slices.updating:
             self.publish()
 
-    @abstractmethod
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the complete gradients."""
+    def norm(self, norm_type: float = 2.0) -> float:
+        """The norm of the gradients over all ranks, each element counted once. A collective.
+
+        It sends 2 (n - 1) / n 8 bytes over the owners of the shares, if there are any; with several sets over
+        all ranks.
+        """
+        gradients, (first, *others) = self.gradients(), self.sets
+        over, is_shared = first.gradient_comm.share_group, not first.residency.state
+        if others:
+            counted = [each for each in self.slices.all if self.set_of_slice(each).counts_here]
+            gradients = [each.tensor.grad for each in counted if each.tensor.grad is not None]
+            over, is_shared = first.gradient_comm.group, True
+        return clipping.global_norm(gradients, is_shared, over, norm_type)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Shorten the gradients if their norm over all ranks is above `max_norm`; returns the norm before.
 
-        A collective: it completes the gradients, and sends 2 (n - 1) / n 8 bytes more if they are shared.
+        A collective: it completes the gradients, and sends what `norm` does.
         """
-        check_max_norm("max_norm", max_norm)
-        check_norm_type(norm_type)
+        clipping.check_max_norm("max_norm", max_norm)
+        clipping.check_norm_type(norm_type)
         self.complete()
-        is_shared, over = not self.residency.state, self.gradient_comm.share_group
-        return clip_gradients(self.gradients(), max_norm, is_shared, over, norm_type)
+        norm = self.norm(norm_type)
+        if (factor := clipping.clip_factor(norm, max_norm)) != 1:
+            for gradient in self.gradients():
+                gradient.mul_(factor)
+        return norm

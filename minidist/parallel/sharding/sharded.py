@@ -2,13 +2,14 @@
 
 The table decides (residency.py): data parallelism and ZeRO 1 to 3 are this one strategy with four rows. It
 tells the parameters which backward pass is a step's last, sums weight and loss, and lets the optimizer update
-this rank's slices. How gradients become sums is in whole_parameters.py, or, where parameters are not whole,
+this rank's slices. A model may have several sets of parameters, each with its row and its ranks
+(parameter_set.py). How gradients become sums is in whole_parameters.py, or, where parameters are not whole,
 in sharded_parameters.py; where each part of the state lies is in state_by_name.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,11 +20,12 @@ from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.gradient_comm import GradientComm
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_set import ParameterSet, set_for
 from minidist.parallel.sharding.residency import ROWS, Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
@@ -41,7 +43,7 @@ class Sharded(Strategy):
     residency: the row. options: where parameters are whole, of `DataParallel` (bucket_mb, overlap,
     compression, algorithm, broadcast_buffers); otherwise of `FullyShard`, such as offload. master: the dtype
     in which the optimizer updates copies of the parameters; None for no copies. gradient_comm: the ranks;
-    None for all.
+    None for all. others: sets of parameters that some of these ranks share in another way, such as experts.
 
     Attributes:
         shared: the parameters and the way they are shared. slices: this rank's part of them for the
@@ -56,15 +58,19 @@ class Sharded(Strategy):
         options: Options | None = None,
         master: torch.dtype | None = None,
         gradient_comm: GradientComm | None = None,
+        others: Sequence[ParameterSet] = (),
     ) -> None:
-        self.model, self.residency = model, residency
-        self.gradient_comm = over = gradient_comm or GradientComm(None)
-        self.group = over.group
-        if not residency.state:
-            self.share_group, self.owners = over.share_group, over.owners
+        self.model, self.gradient_comm = model, gradient_comm or GradientComm(None)
+        self.group, self._master = self.gradient_comm.group, master
+        self.sets = [ParameterSet(residency, self.gradient_comm), *others]
+        if any(own.residency.parameters != residency.parameters for own in others):
+            raise ValueError(
+                f"the residencies are {[own.residency for own in self.sets]}; either all sets of parameters "
+                "are whole between steps, or none is"
+            )
         make = self._share_whole if residency.parameters else self._share_shards
         self.shared: WholeParameters | ShardedParameters
-        self.shared, group_names = make(optimizer, options or {}, master)
+        self.shared, group_names = make(optimizer, dict(options or {}))
         self.slices = self.shared.slices
         self.optimizer = self.slices.optimizer
         self._state = StateByName(model, self.shared, group_names)
@@ -72,63 +78,63 @@ class Sharded(Strategy):
     @property
     def sharded(self) -> bool:  # type: ignore[override]
         """Whether this rank's update uses a share of the gradients."""
-        return not self.residency.state
+        return any(not own.residency.state for own in self.sets)
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]
         """Whether a forward pass is a collective."""
-        return not self.residency.parameters
+        return not self.sets[0].residency.parameters or len(self.sets) > 1  # rows go to their experts
 
     def _share_whole(
-        self, make: MakeOptimizer, options: Options, master: torch.dtype | None
+        self, make: MakeOptimizer, options: dict[str, Any]
     ) -> tuple[WholeParameters, list[list[str]]]:
         """Share parameters that stay whole, and the names in each of the optimizer's groups."""
         if self.sharded and options.get("compression") is not None:
-            zero = next(number for number, row in ROWS.items() if row == self.residency)
+            zero = next(number for number, row in ROWS.items() if row == self.sets[0].residency)
             raise ValueError(
                 f"compression is {options['compression']!r} with zero={zero} in the layout, which reduces "
                 "gradients to their owners as they are; use zero=0 for compressed ones"
             )
-        model, over = self.model, self.gradient_comm
-        over.algorithm = options.get("algorithm", "auto")
-        check_bucket_mb(bucket_mb := options.get("bucket_mb", 25))
-        start_equal(model, over)
-        # An owner of everything gives the optimizer the parameters, or their masters; a share comes later.
-        parameters = [*model.parameters()]
-        optimizer, masters = optimizer_of_masters(parameters, make, master if self.residency.state else None)
-        slices = OptimizerSlices(optimizer, master, whole=self.residency.state)
-        if self.residency.state:
-            slices.own(parameters, masters)
-        else:
+        options["compression"] = compression_of(options.get("compression"))
+        check_bucket_mb(options.get("bucket_mb", 25))
+        algorithm = options.pop("algorithm", "auto")
+        for own in self.sets:
+            own.gradient_comm.algorithm = algorithm
+        start_equal(self.model, self.sets)
+        # Whoever owns all of a parameter gives the optimizer this, or its master; a share comes later.
+        names, parameters = names_of(self.model), [*self.model.parameters()]
+        is_whole = [set_for(names[parameter], self.sets).residency.state for parameter in parameters]
+        dtypes = [self._master if whole else None for whole in is_whole]
+        optimizer, updated = optimizer_of_masters(parameters, make, dtypes)
+        slices = OptimizerSlices(optimizer, self._master)
+        pairs = [pair for *pair, whole in zip(parameters, updated, is_whole, strict=True) if whole]
+        slices.add_whole([parameter for parameter, _ in pairs], [tensor for _, tensor in pairs])
+        if self.sharded:
             refuse_unshareable(type(optimizer))
             optimizer.register_state_dict_pre_hook(refuse_state_of_slices)
             optimizer.register_load_state_dict_pre_hook(refuse_state_of_slices)
-        names = dict(zip(masters, map(names_of(model).__getitem__, parameters), strict=True))
+        groups = [[*group["params"]] for group in optimizer.param_groups]
         shared = WholeParameters(
-            model.named_parameters,
-            self.residency,
-            over,
+            self.model.named_parameters,
+            self.sets,
             slices,
-            [{"params": [*group["params"]]} for group in optimizer.param_groups],
-            model,
-            bucket_mb,
-            options.get("overlap", True),
-            compression_of(options.get("compression")),
-            broadcast_buffers=options.get("broadcast_buffers", False),
+            groups=[{"params": group} for group in groups],
+            module=self.model,
             average=False,  # the engine weights them
+            **options,
         )
-        if self.sharded or master is not None:
+        if self.sharded or self._master is not None:
             follow_own_methods(optimizer, weakly(shared.after_own_method))
-        return shared, [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
+        return shared, [[name_of[tensor] for tensor in group] for group in groups]
 
     def _share_shards(
-        self, make: MakeOptimizer, options: Options, master: torch.dtype | None
+        self, make: MakeOptimizer, options: dict[str, Any]
     ) -> tuple[ShardedParameters, list[list[str]]]:
         """Share parameters of which each rank keeps its shards, and the names in each of the groups."""
-        rest = dict(options)
-        memory = memory_source(rest.pop("offload", False))
+        memory = memory_source(options.pop("offload", False))
         shared = ShardedParameters(
-            self.model, make, self.residency, self.gradient_comm, memory, master=master, average=False, **rest
+            self.model, make, self.sets, memory, master=self._master, average=False, **options
         )
         return shared, shared.groups.names
 
@@ -144,7 +150,7 @@ class Sharded(Strategy):
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
-        if self.residency.state:
+        if not self.sharded:
             self.optimizer.zero_grad()  # an optimizer's own may do more
         self.shared.forget()
 
@@ -162,13 +168,18 @@ class Sharded(Strategy):
 
     # The gradients, and the update.
 
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients; in flat tensors where it is a share."""
-        return self.shared.gradients()
+    def announce(self, is_padding: bool) -> None:
+        """Say whether the rows of the next pass are padding, which uses no parameter."""
+        for own in self.sets:
+            own.gradient_comm.counts = not is_padding
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def norm(self) -> float:
+        """The norm of all gradients; the same on all ranks."""
+        return self.shared.norm()
+
+    def named_gradients(self, once: bool = False) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of each parameter's gradient, a share flat. Skips parameters that no rank used."""
-        return self._state.named_gradients()
+        return self._state.named_gradients(once)
 
     def gradient_boxes(self) -> Iterator[TensorBox]:
         """Boxes of this rank's part of the gradients."""
@@ -217,28 +228,28 @@ class Sharded(Strategy):
 
     def held(self) -> ResidentTensors:
         """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
-        rounds = self.shared.rounds
+        sums = [tensor for each in self.sets for tensor in each.tensors()]
         own = [p.grad for p in self.model.parameters() if p.grad is not None]
         state = self.optimizer.state.values()
         return ResidentTensors(
             self.shared.resident(),
-            [*own, *(rounds.tensors() if rounds is not None else [])],
+            [*own, *sums],
             [
                 *self.slices.masters(),
-                *self._state.masters.values(),
+                *self.shared.undealt_masters.values(),
                 *(box.tensor for each in state for box in tensor_boxes("", each)),
             ],
             [*self.model.buffers()],
         )
 
-    def chunks(self) -> Iterator[TensorBox]:
+    def state_boxes(self) -> Iterator[TensorBox]:
         """Boxes of this rank's part of the training state."""
         return self._state.boxes()
 
     def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
         """Let masters begin with these values, whole where a backward pass has yet to deal the parameters."""
         self._state.begin_masters(exact)
-        if not self._state.waiting():
+        if not self.shared.undealt:
             super().begin_masters(exact)
 
     def settings(self) -> dict[str, Any]:

@@ -21,21 +21,23 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.comm import work
+from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
-from minidist.comm.transport.algorithm_choice import choose
 from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm, Messages
-from minidist.parallel.flat.joined_messages import broadcast_together, require_same
+from minidist.parallel.flat.buckets import Bucket, Messages
+from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.ownership import FULLY_SHARD, claim
 from minidist.parallel.sharding.cut_into_units import Units, build
-from minidist.parallel.sharding.gradient_rounds import GradientRounds
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
-from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.sharding.parameter_set import (
+    ParameterSet,
+    ParameterSets,
+    require_alike,
+    set_for,
+)
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.training.clipping import guard
@@ -43,21 +45,19 @@ from minidist.parallel.training.elementwise_optimizers import require_elementwis
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(ParameterSet):
+class ShardedParameters(ParameterSets):
     """A model of which this rank keeps its shards, and the optimizer that updates them.
 
-    Making it is a collective, and takes the values of the module's parameters. The arguments are those of
-    `FullyShard`. average: gradients become means over the ranks, and not sums.
+    Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
+    shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and
+    not sums.
     """
-
-    rounds: GradientRounds
 
     def __init__(
         self,
         module: nn.Module,
         make_optimizer: type[torch.optim.Optimizer] | MakeOptimizer,
-        residency: Residency,
-        gradient_comm: GradientComm,
+        sets: Sequence[ParameterSet],
         memory: MemorySource,
         *,
         units: Units = None,
@@ -67,19 +67,28 @@ class ShardedParameters(ParameterSet):
         average: bool = True,
         **defaults: Any,
     ) -> None:
-        self.residency, self.gradient_comm, self.group = residency, gradient_comm, gradient_comm.group
-        if gradient_comm.ranks > 1:
-            state = [*module.named_parameters(), *module.named_buffers()]
-            require_same("parameters and buffers", state, self.group)
+        self.sets, (first, *_) = [*sets], sets
+        if any(own.residency != first.residency for own in sets):
+            raise ValueError(
+                f"sets have {[own.residency for own in sets]}; parameters that are not whole are gathered "
+                "and reduced with their units, so give all sets one residency"
+            )
+        self.group, self.parameters = first.gradient_comm.group, [*module.parameters()]
+        self._names = [name for name, _ in module.named_parameters()]
+        for index, name in enumerate(self._names):
+            set_for(name, sets).indices.append(index)
+        require_alike(module, sets)
+        self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
         self.groups = FlatParameterGroups(make_optimizer, module, defaults)
         require_elementwise(type(self.groups.optimizer))
-        self.units = build(module, units, gradient_comm, initialize, memory, master)
+        comms = [self.set_of[parameter].gradient_comm for parameter in self.parameters]
+        self.units = build(module, units, comms, initialize, memory, master)
         claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
         for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)
-        self.parameters = [*module.parameters()]
-        self._names = [name for name, _ in module.named_parameters()]
+        self.parameters = [*module.parameters()]  # others, if they were on the meta device
+        self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
         for bucket in self.buckets:
@@ -89,16 +98,18 @@ class ShardedParameters(ParameterSet):
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
             values = (bucket.values for bucket in self.buckets)
-            how = {choose("all_gather", "auto", gradient_comm.share_group, each, True) for each in values}
+            over = first.gradient_comm.share_group
+            how = {choose("all_gather", "auto", over, each) for each in values}
             prefetch = how != {"shared_memory"}
-        self.waiting, self.masters, self.orders = [], {}, None
-        self._op = "mean" if average else "sum"
+        self.undealt, self.undealt_masters, self.orders = [], {}, None
+        for own in sets:
+            own.op = "mean" if average else "sum"
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
-        self.is_complete = False  # all ranks know which were used, and no backward pass has come since
-        self.used = bytearray(len(self.parameters))  # for each parameter: has it had a gradient on this rank?
-        self.rounds = self._new_rounds()
+        self.had_gradient = bytearray(len(self.parameters))  # on this rank, since `forget`
+        self.is_complete = False  # the slices have the sums, and no backward pass has come since
+        self._make_room()
         called = weakly(self.reduce), weakly(self.wait), weakly(self.follow_changes)
         self.runtime = UnitRuntime(self.units, *called, self.group, prefetch)
         self._watch(self.optimizer)
@@ -117,6 +128,10 @@ class ShardedParameters(ParameterSet):
     def pieces(self) -> list[nn.Parameter]:
         """This rank's shards as the optimizer takes them, including those that it leaves out."""
         return [each.tensor for each in self.slices.all]
+
+    def value_buckets(self) -> list[Bucket]:
+        """All buckets."""
+        return self.buckets
 
     def name_of(self, param_index: int) -> str:
         """A parameter's name in the module."""
@@ -143,24 +158,27 @@ class ShardedParameters(ParameterSet):
                 self.slices.add(bucket, self.groups.of)
             self.groups.begin((each.group, each.tensor) for each in self.slices.all)
             self.wait()
-            self.rounds = self._new_rounds()
+            self._make_room()
 
-    def _new_rounds(self) -> GradientRounds:
-        """Rounds, with memory for the gradients of the buckets that are not frozen. A collective."""
-        trained = [bucket for bucket in self.buckets if not bucket.frozen]
-        return GradientRounds(self.parameters, trained, self.gradient_comm, self.residency, self._op)
+    def _make_room(self) -> None:
+        """Make memory for the gradients of the buckets that are not frozen. A collective."""
+        for own in self.sets:
+            indices = set(own.indices)
+            trained = [bucket for bucket in self.buckets if not bucket.frozen]
+            own.buckets = [bucket for bucket in trained if bucket.param_indices[0] in indices]
+            own.make_room(self.parameters)
 
     def reduce(self, unit: Unit, ahead: bool) -> None:
         """Launch the round of a unit's buckets, which are complete. ahead: while something else computes."""
         if self._accumulates:
             return
-        self.is_complete, over = False, self.gradient_comm
+        self.is_complete = False
         for bucket in unit.buckets:
             if bucket.frozen:
                 continue
             self._fill(bucket)
             messages = bucket.reduce(blocking=not ahead)
-            if over.hybrid is not None:  # do not wait for the sum over copies
+            if bucket.comm.hybrid is not None:  # do not wait for the sum over copies
                 (self._last if ahead else messages).advance()
                 self._last = messages
             elif not ahead:
@@ -178,14 +196,14 @@ class ShardedParameters(ParameterSet):
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.used[index] |= self.gradient_comm.counts
+            self.had_gradient[index] |= bucket.comm.counts
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)
 
     def wait(self) -> None:
         """Wait for all reductions."""
-        for bucket in self.rounds.buckets:
+        for bucket in self.buckets:
             bucket.complete()
 
     # A step.
@@ -208,7 +226,7 @@ class ShardedParameters(ParameterSet):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, whole gradients add up on this rank, if the residency keeps them whole."""
-        self._accumulates = self.residency.gradients
+        self._accumulates = self.sets[0].residency.gradients
         try:
             yield
         finally:
@@ -227,28 +245,35 @@ class ShardedParameters(ParameterSet):
         """Complete the gradients, with up to two numbers that are summed too; see
         `FullyShard.synchronize`."""
         self.runtime.finish()
-        rounds = self.rounds
-        unused = [index for index, used in enumerate(self.used) if not used]
-        rounds.fill_tail(unused, [*totals, 0.0, 0.0][:2])
-        rounds.send_tail().complete()
-        counted: list[float] = rounds.tail.tolist()
-        self.slices.give_gradients(counted[:-2])
+        users: dict[int, float] = {}
+        for own in self.sets:
+            own.unused = [index for index in own.indices if not self.had_gradient[index]]
+            own.fill_tail(totals)
+            own.send_tail().complete()
+            users.update(zip(own.indices, own.tail.tolist(), strict=False))
+        self.slices.give_gradients(users)
         self.is_complete = True
-        return counted[-2:]
+        sums: list[float] = self.sets[0].tail[-2:].tolist()
+        return sums
 
-    def complete(self, steps: bool = False) -> None:
-        """Complete the gradients, unless no backward pass has come since they were."""
+    def complete(self) -> None:
+        """Sum the gradients, unless no backward pass has come since they were. A collective."""
         if not self.is_complete:
             self.sum_over_ranks()
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums."""
+        return self.slices.gradients()
+
+    def rescale(self, factor: float, kept: bool = True) -> None:
+        """Multiply the gradients."""
+        for gradient in self.gradients():
+            gradient.mul_(factor)
 
     def publish(self) -> None:
         """Round masters to the shards, which the next pass gathers."""
         self.slices.round_masters()
         self.runtime.changed()
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the complete gradients."""
-        return self.slices.gradients()
 
     def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update this rank's slices and publish them; `zero_grad` forgets the gradients."""
@@ -261,8 +286,9 @@ class ShardedParameters(ParameterSet):
     def forget(self) -> None:
         """Forget the gradients; the next ones are the first."""
         self.wait()
-        self.rounds.begin()
-        self.used, self.is_complete = bytearray(len(self.used)), False
+        for own in self.sets:
+            own.begin()
+        self.had_gradient, self.is_complete = bytearray(len(self.parameters)), False
         self.runtime.forget_copies()
         self.slices.drop_gradients()
 
@@ -286,8 +312,9 @@ class ShardedParameters(ParameterSet):
                 if bucket.secondary is not None:
                     near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
                 sent += bucket.gather_bytes() + again * near
-                sent += 0 if bucket.frozen else self.residency.reductions(passes) * bucket.reduce_bytes()
-        return sent + all_reduce_bytes(8 * len(self.rounds.tail), self.gradient_comm.ranks)
+                rounds = 0 if bucket.frozen else self.sets[0].residency.reductions(passes)
+                sent += rounds * bucket.reduce_bytes()
+        return sent + sum(all_reduce_bytes(8 * len(own.tail), own.gradient_comm.ranks) for own in self.sets)
 
     # The whole model, between steps.
 

@@ -30,9 +30,7 @@ from minidist.parallel.sharding.whole_parameters import WholeParameters
 class StateByName:
     """The state of a model whose parameters are `shared`; group_names: those of the optimizer's groups.
 
-    Attributes:
-        masters: of whole parameters that no backward pass has dealt to buckets yet. The optimizer's state is
-            then that of whole parameters, too.
+    Parameters that no backward pass has dealt to buckets yet have whole masters, and whole optimizer state.
     """
 
     def __init__(
@@ -42,41 +40,41 @@ class StateByName:
         group_names: Sequence[Sequence[str]],
     ) -> None:
         self._model, self._shared, self._group_names = model, shared, group_names
-        self._slices, self._names, self.masters = shared.slices, names_of(model), shared.masters
+        self._slices, self._names = shared.slices, names_of(model)
         self._updated = {name for names in group_names for name in names}  # others have no masters
 
-    def waiting(self) -> list[nn.Parameter]:
-        """The parameters that will be in a bucket, and are in none yet."""
-        return [self._shared.parameters[index] for index in self._shared.waiting]
+    def undealt(self) -> list[nn.Parameter]:
+        """The parameters that will be in a bucket with state, and are in none yet."""
+        return [self._shared.parameters[index] for index in self._shared.undealt]
 
     def _parameter(self, each: OptimizerSlice, span: ParameterRange) -> Tensor:
-        return each.value if self._slices.whole else self._shared.parameters[span.param_index]
+        return each.value if each.bucket is None else self._shared.parameters[span.param_index]
 
     # Gradients, once they are complete.
 
-    def _gradients(self) -> Iterator[tuple[Tensor, ParameterRange, Tensor]]:
-        """Each parameter with a gradient, which part of it this rank has, and that part."""
+    def _gradients(self) -> Iterator[tuple[OptimizerSlice, ParameterRange, Tensor]]:
+        """Each slice with a gradient, a range of a parameter in it, and that range's gradient."""
         self._shared.gradients()  # from here on the slices have them
         for each in self._slices.all:
             grad = each.tensor.grad
             if grad is None:
                 continue
-            if self._slices.whole:
-                yield each.value, each.ranges[0], grad
-                continue
-            parts = torch.split(grad.view(-1), [*map(len, each.ranges)])
-            for span, part in zip(each.ranges, parts, strict=True):
-                yield self._parameter(each, span), span, part
+            lengths = [*map(len, each.ranges)]
+            parts = [grad] if each.bucket is None else torch.split(grad.view(-1), lengths)
+            yield from ((each, span, part) for span, part in zip(each.ranges, parts, strict=True))
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's elements of each parameter's gradient."""
-        return ((self._names[parameter], part) for parameter, _, part in self._gradients())
+    def named_gradients(self, once: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """This rank's elements of each parameter's gradient; once: without those that count elsewhere."""
+        for each, span, part in self._gradients():
+            if not once or self._shared.set_of_slice(each).counts_here:
+                yield self._names[self._parameter(each, span)], part
 
     def gradient_boxes(self) -> Iterator[TensorBox]:
         """The same as boxes."""
-        for parameter, span, part in self._gradients():
+        for each, span, part in self._gradients():
+            parameter = self._parameter(each, span)
             name = f"gradient.{self._names[parameter]}"
-            if self._slices.whole:
+            if each.bucket is None:
                 yield _whole(name, part.to_dense() if part.is_sparse else part)
             else:
                 yield from cut_chunks(name, tuple(parameter.shape), span.start, part)
@@ -89,7 +87,8 @@ class StateByName:
         A parameter with several names comes under each of them, as in a state_dict; its optimizer state comes
         under the first.
         """
-        slices, buckets = self._slices, [] if self._slices.whole else self._shared.buckets
+        slices, parameters = self._slices, self._shared.parameters
+        buckets = self._shared.value_buckets()
         for bucket in buckets:
             if not bucket.frees:  # else its parameters are views only during a pass
                 bucket.refuse_reassigned()
@@ -99,10 +98,8 @@ class StateByName:
             for parameter in bucket.parameters
             if bucket.frees or slices.master not in (None, bucket.dtype)
         }
-        masters = {
-            **self.masters,
-            **({each.value: each.tensor for each in slices.all} if slices.whole else {}),
-        }
+        masters = {each.value: each.tensor for each in slices.all if each.bucket is None}
+        masters |= self._shared.undealt_masters  # type: ignore[arg-type]
         aliases: dict[Tensor, list[str]] = {}
         parameter: Tensor
         for name, value in loadable_tensors(self._model).items():
@@ -114,11 +111,11 @@ class StateByName:
                 yield _whole("model." + name, masters.get(value, value).detach())
         for bucket in buckets:
             for start, span in bucket.ranges() if bucket.frozen else ():
-                parameter = self._shared.parameters[span.param_index]
+                parameter = parameters[span.param_index]
                 for alias in aliases[parameter]:
                     values = bucket.shard[start : start + len(span)]
                     yield from cut_chunks(alias, tuple(parameter.shape), span.start, values)
-        for parameter in self.waiting():
+        for parameter in self.undealt():
             yield from tensor_boxes(self._names[parameter], slices.optimizer.state.get(parameter, {}))
         given = set()  # names of scalars: this rank may have several slices of one parameter
         for each, span, tensor, state in slices.by_parameter():
@@ -128,7 +125,7 @@ class StateByName:
                 yield from cut_chunks(alias, shape, span.start, tensor)
             for box in tensor_boxes(self._names[parameter], state):
                 key = box.name.rpartition(".")[2]
-                if slices.is_cut(key, box.tensor):
+                if each.has_cut(key, box.tensor):
                     yield from cut_chunks(box.name, shape, span.start, box.tensor)
                 elif box.name not in given:
                     given.add(box.name)
@@ -136,9 +133,9 @@ class StateByName:
 
     def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
         """Keep these values, whole, for the masters of parameters that no backward pass has dealt."""
-        for parameter in self.waiting():
+        for parameter in self.undealt():
             if self._names[parameter] in self._updated & exact.keys():
-                self.masters[parameter] = exact[self._names[parameter]]
+                self._shared.undealt_masters[parameter] = exact[self._names[parameter]]
 
     def settings(self) -> dict[str, Any]:
         """The optimizer's groups, the numbers in this rank's part of its state, and the order of the
@@ -150,7 +147,7 @@ class StateByName:
         states = [
             (self._parameter(each, span), state) for each, span, _, state in self._slices.by_parameter()
         ]
-        states += [(parameter, optimizer.state.get(parameter, {})) for parameter in self.waiting()]
+        states += [(parameter, optimizer.state.get(parameter, {})) for parameter in self.undealt()]
         numbers: dict[str, dict[str, Any]] = {}
         for parameter, state in states:
             if own := {key: _numbers(value) for key, value in state.items() if not isinstance(value, Tensor)}:
@@ -175,7 +172,7 @@ class StateByName:
         for group, values in zip(slices.optimizer.param_groups, settings["groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         slices.optimizer.state.clear()
-        self.masters.clear()
+        self._shared.undealt_masters.clear()
         self._shared.make_buckets(settings.get("order"), {*state, *settings["state"]})
         wholes: dict[tuple[str, str], Tensor] = {}  # one for all slices of a parameter, until `loaded`
 
@@ -191,24 +188,24 @@ class StateByName:
                     values[key] = wholes.setdefault((name, key), whole)
             return put_in_lists(values)
 
-        for parameter in self.waiting():
+        for parameter in self.undealt():
             if values := empty(parameter, parameter.device, None):
                 slices.optimizer.state[parameter] = values
             if slices.master not in (None, parameter.dtype) and self._names[parameter] in self._updated:
-                self.masters[parameter] = parameter.detach().to(slices.master)
+                self._shared.undealt_masters[parameter] = parameter.detach().to(slices.master)
         slices.apart()
         for each in slices.all:
             (span,) = each.ranges
-            elements = len(span) if slices.cut_anywhere else None
+            elements = len(span) if each.cuts else None
             if values := empty(self._parameter(each, span), each.tensor.device, elements):
                 slices.optimizer.state[each.tensor] = values
 
     def loaded(self) -> None:
         """Join slices whose state agrees, and let all ranks compute with the loaded values. A collective."""
-        if self._slices.reload() or not self._shared.residency.parameters:
+        if self._slices.reload() or not self._shared.sets[0].residency.parameters:
             self._shared.publish()
         with torch.no_grad():
-            for parameter, master in self.masters.items():
+            for parameter, master in self._shared.undealt_masters.items():
                 parameter.copy_(master)
 
 

@@ -18,47 +18,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist import comm
-from minidist.comm.work import bytes_of
 from minidist.parallel.compression.compressor import Compression
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import MB, broadcast_together, deal_to_buckets, require_same
-from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners
-from minidist.parallel.sharding.gradient_rounds import GradientRounds
+from minidist.parallel.flat.buckets import Bucket, GradientComm
+from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
+from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
+from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.parameter_set import ParameterSet
+from minidist.parallel.sharding.parameter_set import (
+    ParameterSet,
+    ParameterSets,
+    require_alike,
+    set_for,
+)
 from minidist.parallel.sharding.reducer import Reducer
-from minidist.parallel.sharding.residency import Residency
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-class WholeParameters(ParameterSet):
+class Gradients(Enum):
+    """How far the gradients of a step have come on this rank."""
+
+    OWN = "of this rank's own rows; backward passes may add to them"
+    SUMMED = "sums over the ranks"
+    GIVEN = "sums, and the optimizer's slices have this rank's part"
+
+
+class WholeParameters(ParameterSets):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
-    changed. slices, groups: this rank's part of the optimizer, and its groups of whole parameters; none for a
-    loop of data parallelism, which has an optimizer of its own. module: is watched for parameters that are
-    added to its parts. average: gradients become means over the ranks, and not sums. leaves_grad: see
-    `GradientRounds`. broadcast_buffers: send rank 0's buffers of the module to all before each pass that
-    sends gradients.
+    changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
+    whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
+    watched for parameters that are added to its parts. average: gradients become means over the ranks, and
+    not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's buffers of the module to all
+    before each pass that sends gradients.
     """
 
     def __init__(
         self,
         named: Callable[[], Named],
-        residency: Residency,
-        gradient_comm: GradientComm,
+        sets: Sequence[ParameterSet],
         slices: OptimizerSlices | None = None,
+        *,
         groups: Sequence[dict[str, Any]] = (),
         module: nn.Module | None = None,
         bucket_mb: float = 25,
@@ -68,20 +78,27 @@ class WholeParameters(ParameterSet):
         leaves_grad: bool = False,
         broadcast_buffers: bool = False,
     ) -> None:
-        self._named, self.residency, self.gradient_comm = named, residency, gradient_comm
-        self.groups, self.bucket_mb, self.overlap = groups, bucket_mb, overlap
-        self.compression, self.average, self.leaves_grad = compression, average, leaves_grad
-        if slices is not None:
-            self.slices = slices
-        self._has_masters = slices is not None and slices.master is not None
+        self._named, self.sets, self.groups = named, [*sets], groups
+        self.slices = OptimizerSlices.none() if slices is None else slices
+        self._bucket_bytes, self._overlap, self._leaves_grad = int(bucket_mb * MB), overlap, leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
+        for own in self.sets:
+            own.leaves_grad, own.compression = leaves_grad, compression
+            if average and own.residency.state:
+                own.scale = 1 / own.gradient_comm.ranks
+            elif average:  # a reduction to owners takes the mean itself
+                own.op = "mean"
+            if not own.residency.state:
+                own.total_count = 3  # see `begin_final_backward`
+        self._state_shared = [own for own in self.sets if not own.residency.state]
+        self._state_whole = [own for own in self.sets if own.residency.state]
         self.parameters: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
-        self.orders, self.buckets, self.masters = [], [], {}
-        self.replaced = False  # another set has been made of the same parameters
-        self.reducer: Reducer | None = None  # None where there is nobody to share with
-        self._before: GradientRounds | None = None  # the next rounds continue it
+        self.orders, self.undealt_masters = [], {}
+        self.gradients_are = Gradients.OWN
+        self.replaced = False  # another object has taken the same parameters
+        self.reducers: list[Reducer] = []  # none where there is nobody to share with
+        self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
-        self._is_reduced = self._is_given = False  # gradients are sums now; the slices have their part
         self._attach()
 
     # Hooks, on the parameters that get gradients.
@@ -90,41 +107,59 @@ class WholeParameters(ParameterSet):
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
         named = [*self._named()]
         self._names: dict[Tensor, str] = {p: name for name, p in reversed(named)}
+        self.set_of = {p: set_for(name, self.sets) for p, name in self._names.items()}
         self._all = [p for _, p in named]
         trained = [p for p in self._all if p.requires_grad]
         self._parts = [] if self._module is None else [*self._module.modules()]
         self._known, self._trained = set(map(id, self._all)), self._trained_now()
-        if self.residency.state:
-            self.parameters, self.orders, self.buckets = trained, [], []
-            claim(self, DATA_PARALLEL, trained)
-        else:
-            self._list(trained)
+        for own in self._state_whole:
+            own.empty()
+        if self._state_shared:
+            values = [p for p in self._all if self.set_of[p] in self._state_shared]
             self._hooked = set(map(id, trained))
-            guard(self._all, weakly(self._why_not_clipped))
-            self._replace_others(self._all)
-        syncing = self.reducer is None or self.reducer.syncing
-        self.reducer = None
-        if self.residency.state and self.gradient_comm.ranks == 1:
+            guard(values, weakly(self._why_not_clipped))
+            self._replace_others(values)
+        else:
+            self.parameters, self.orders = [], []
+        claim(self, DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
+        self._list(trained)
+        if all(own.residency.state and own.gradient_comm.ranks == 1 for own in self.sets):
             self.orders = None
             return
         listed = [(self.name_of(index), p) for index, p in enumerate(self.parameters)]
-        self.reducer = Reducer(listed, self.gradient_comm, self.overlap, weakly(self._first_round))
-        self.reducer.syncing = syncing and not self.leaves_grad
-        if not (self.average and self.residency.state):  # a reduction to owners takes the mean itself
-            self.reducer.scale = 1.0
+        in_shares = [own for own in self.sets if not own.residency.gradients]
+        whole = [own for own in self.sets if own.residency.gradients]
+        for sets in (in_shares, whole):
+            # Sums of every pass come first. Whole gradients wait for them, so that all ranks keep one order.
+            overlap = self._overlap and (sets is in_shares or not in_shares)
+            if sets:
+                deal = weakly(self._first_round, sets)
+                self.reducers.append(Reducer(listed, sets, overlap, deal))
+        self._accumulate(self._accumulates)
 
     def _list(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Number parameters that have no index yet; returns whether there are any."""
-        listed = set(map(id, self.parameters))
-        new = [parameter for parameter in parameters if id(parameter) not in listed]
-        self.parameters += new
-        return bool(new)
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        count, placed = len(numbers), {index for own in self.sets for index in own.indices}
+        for parameter in parameters:
+            if id(parameter) not in numbers:
+                numbers[id(parameter)] = len(numbers)
+                self.parameters.append(parameter)
+            if numbers[id(parameter)] not in placed:
+                self.set_of[parameter].indices.append(numbers[id(parameter)])
+        return len(numbers) > count
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters; their gradients stay as they are."""
+        for reducer in self.reducers:
+            reducer.detach()
+        self.reducers = []
 
     def _replace_others(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take parameters from a set with shared state that this one replaces."""
+        """Take parameters from an object with shared state that this one replaces."""
         for other in owners(parameters, ZERO):
             if other is not self:
-                other.reducer.detach()
+                other.detach()
                 other.replaced = True
         claim(self, ZERO, parameters)
 
@@ -141,14 +176,13 @@ class WholeParameters(ParameterSet):
 
     def follow_changes(self) -> None:
         """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
-        if self.residency.state:
+        for bucket in self.value_buckets():
+            bucket.refuse_reassigned()
+        if self._state_whole:
             if self._trained_now() != self._trained:
                 self._require_known()
                 self.reattach()
-            return
-        for bucket in self.buckets:
-            bucket.refuse_reassigned()
-        if any(p.requires_grad and id(p) not in self._hooked for p in self._all):
+        elif any(p.requires_grad and id(p) not in self._hooked for p in self._all):
             self.reattach()
 
     def _require_known(self) -> None:
@@ -161,10 +195,7 @@ class WholeParameters(ParameterSet):
 
     def reattach(self) -> None:
         """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
-        if self.reducer is not None:
-            if not self.residency.state:  # whose buckets are made anew
-                self._before = self.reducer.rounds or self._before
-            self.reducer.detach()
+        self.detach()
         self._attach()
 
     def name_of(self, param_index: int) -> str:
@@ -178,76 +209,77 @@ class WholeParameters(ParameterSet):
     # Dealing: to buckets, in the order of a backward pass.
 
     @property
-    def waiting(self) -> list[int]:  # type: ignore[override]
+    def buckets(self) -> list[Bucket]:  # type: ignore[override]
+        """The buckets of all sets."""
+        return [bucket for own in self.sets for bucket in own.buckets]
+
+    def value_buckets(self) -> list[Bucket]:
+        """Those that hold parameters' values."""
+        return [bucket for own in self._state_shared for bucket in own.buckets]
+
+    @property
+    def undealt(self) -> list[int]:  # type: ignore[override]
         """The indices of parameters that are in no bucket yet, where buckets have the state."""
-        return [] if self.residency.state else self._undealt()
+        dealt = {index for bucket in self.value_buckets() for index in bucket.param_indices}
+        return sorted({index for own in self._state_shared for index in own.indices} - dealt)
 
-    def _undealt(self) -> list[int]:
-        dealt = {index for order in self.orders or () for index in order}
-        return [index for index in range(len(self.parameters)) if index not in dealt]
-
-    def _first_round(self, seen: Iterable[int]) -> GradientRounds:
-        """Deal the parameters that are in no bucket, and begin rounds of all. A collective."""
-        over, count = self.gradient_comm, len(self.parameters)
+    def _first_round(
+        self, sets: Sequence[ParameterSet], seen: Iterable[int]
+    ) -> list[tuple[ParameterSet, Bucket]]:
+        """Deal the sets' parameters that are in no bucket, and make room for a round. A collective."""
+        over, count = self.sets[0].gradient_comm, len(self.parameters)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        if over.ranks > 1:
-            require_same(
-                "parameters", [(self.name_of(i), self.parameters[i]) for i in range(count)], over.group
-            )
+        for own in sets:
+            if own.gradient_comm.ranks > 1:
+                named = [(self.name_of(index), self.parameters[index]) for index in own.indices]
+                require_same("parameters", named, own.gradient_comm.group)
+        numbers = {index: number for number, own in enumerate(self.sets) for index in own.indices}
+        if len(self.sets) > 1:  # whose parameters may have other names elsewhere, but lie alike
+            placed = [(str(numbers[index]), self.parameters[index]) for index in sorted(numbers)]
+            require_same("sets of parameters", placed, over.group)
         order, sparse = agree_on_order([*seen], count, over, device), list[int]()
-        if self.residency.state:  # then every rank gets the rows of sparse gradients
+        if any(own.residency.state for own in sets):  # then every rank gets the rows of sparse gradients
             grads = [p.grad for p in self.parameters]
-            own = torch.tensor([int(g is not None and g.is_sparse) for g in grads], device=device)
-            anywhere = comm.all_reduce(own, "max", group=over.group).tolist()
-            sparse = [index for index, is_sparse in enumerate(anywhere) if is_sparse]
-        self._deal(order, sparse)
-        before, self._before = self._before, None  # its buckets' memory goes with it
-        return GradientRounds(
-            self.parameters,
-            self.buckets,
-            over,
-            self.residency,
-            "mean" if self.average else "sum",
-            self.leaves_grad,
-            self.compression,
-            sparse,
-            total_count=2 if self.residency.state else 3,  # see `begin_final_backward`
-            before=before,
-        )
+            is_sparse = torch.tensor([int(g is not None and g.is_sparse) for g in grads], device=device)
+            anywhere = comm.all_reduce(is_sparse, "max", group=over.group).tolist()
+            sparse = [index for index, found in enumerate(anywhere) if found]
+        self._deal(sets, order, sparse)
+        for own in sets:
+            own.make_room(self.parameters, sparse)
+        when = {index: at for at, index in enumerate(i for each in self.orders or () for i in each)}
+        pairs = [(own, bucket) for own in sets for bucket in own.buckets]
+        return sorted(pairs, key=lambda pair: max(when[index] for index in pair[1].param_indices))
 
-    def _deal(self, seen: Iterable[int], sparse: Sequence[int] = ()) -> None:
-        """Make buckets, with loaded state, for the parameters in `seen` that are in none. A collective."""
-        undealt, limit = {*self._undealt()}, int(self.bucket_mb * MB)
-        order = [index for index in seen if index in undealt]
+    def _deal(self, sets: Sequence[ParameterSet], seen: Iterable[int], sparse: Collection[int] = ()) -> None:
+        """Make buckets, with loaded state, for parameters of the sets that are in none. A collective."""
+        dealt = {index for own in sets for bucket in own.buckets for index in bucket.param_indices}
+        mine = {index for own in sets for index in own.indices}
+        order = [index for index in seen if index in mine and index not in dealt]
         if order and self.orders is not None:
             self.orders.append(order)
-        if self.residency.state:
-            parts = deal_to_buckets(self.parameters, [index for index in order if index not in sparse], limit)
-            self.buckets += [Bucket(part, self.parameters) for part in parts]
-            return
-        cut_anywhere = self.slices.cut_anywhere
-        if not cut_anywhere and order:  # a large parameter's bucket would be mostly padding
-            limit = max(limit, self.gradient_comm.owners * max(bytes_of(self.parameters[i]) for i in order))
-        new = [
-            Bucket(part, self.parameters, self.gradient_comm, cut_anywhere, name_of=weakly(self.name_of))
-            for part in deal_to_buckets(self.parameters, order, limit)
-            if part
-        ]
+        for own in sets:
+            indices = set(own.indices)
+            part = [index for index in order if index in indices]
+            if own.residency.state:
+                part = [index for index in part if index not in sparse]
+            cut, name_of = self.slices.cuts_anywhere, weakly(self.name_of)
+            new = own.deal(self.parameters, part, self._bucket_bytes, cut, name_of)
+            if not own.residency.state:
+                self._move_state(new, part)
+
+    def _move_state(self, new: Sequence[Bucket], order: Sequence[int]) -> None:
+        """Make slices of new buckets, with the masters and the state that whole parameters had."""
         number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
         numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
         group_of = {index: number for index, number in numbers.items() if number is not None}
         whole = self.slices.optimizer.state
         states = {i: whole.pop(self.parameters[i]) for i in order if self.parameters[i] in whole}
         for bucket in new:
-            bucket.keep_values()
             self.slices.add(bucket, group_of)
-        for _, span, tensor, _ in self.slices.by_parameter():
-            master = self.masters.get(self.parameters[span.param_index])
-            if master is not None:
+        masters = {i: self.undealt_masters.pop(self.parameters[i], None) for i in order}
+        for each, span, tensor, _ in self.slices.by_parameter():
+            if each.bucket in new and (master := masters[span.param_index]) is not None:
                 tensor.copy_(master.reshape(-1)[span.start : span.stop])
-        for index in order:
-            self.masters.pop(self.parameters[index], None)
-        self.buckets += new
         if states:
             self.slices.load_whole_states(states)
 
@@ -256,31 +288,34 @@ class WholeParameters(ParameterSet):
 
         A run that saved no order is taken to have that of registration, reversed.
         """
-        if self.residency.state:
+        if not self._state_shared:
             return
         self.follow_changes()
         had = {*saved, *(name for each in order or () for name in each)}
-        frozen = [p for name, p in self._named() if name in had]
+        frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
         if self._list(frozen):  # the optimizer has state of them, although they get no gradients now
             self.reattach()
-        if self.buckets:
+        if self.value_buckets():
             return
         index_of = {self.name_of(index): index for index in range(len(self.parameters))}
         for each in [[*reversed(index_of)]] if order is None else order:
-            self._deal(index_of[name] for name in each if name in index_of)
-        if self.buckets and not self.waiting and self.reducer is not None:
-            self.reducer.settled()
+            self._deal(self._state_shared, [index_of[name] for name in each if name in index_of])
+        if self.value_buckets() and not self.undealt:
+            for reducer in self.reducers:
+                if not {*reducer.sets} & {*self._state_whole}:
+                    reducer.settle()
 
     # A step: passes, gradients, and the parameters to all ranks.
 
     def ready(self) -> None:
-        """Prepare a forward pass: complete a round that an error has interrupted, and follow changes."""
-        if self.reducer is not None and torch.is_grad_enabled():
-            self.reducer.recover()
+        """Prepare a forward pass: finish a round that an error has interrupted, and follow changes."""
+        if self.reducers and torch.is_grad_enabled():
+            for reducer in self.reducers:
+                reducer.recover()
             self.follow_changes()
             module = self._module
-            if module is not None and self._broadcast_buffers and module.training and self.reducer.syncing:
-                broadcast_together([*module.buffers()], self.gradient_comm.group)
+            if module is not None and self._broadcast_buffers and module.training and not self._accumulates:
+                broadcast_together([*module.buffers()], self.sets[0].gradient_comm.group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's rows."""
@@ -290,15 +325,19 @@ class WholeParameters(ParameterSet):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients add up on this rank and nothing is sent, if the residency keeps them whole."""
-        before = self.reducer is None or self.reducer.syncing
+        """Inside, gradients that the residency keeps whole add up on this rank, and are not sent."""
+        before = self._accumulates
         try:
-            if self.reducer is not None and self.residency.gradients:
-                self.reducer.syncing = False
+            self._accumulate(True)
             yield
         finally:
-            if self.reducer is not None:  # perhaps another: `requires_grad` may have changed
-                self.reducer.syncing = before
+            self._accumulate(before)
+
+    def _accumulate(self, accumulates: bool) -> None:
+        self._accumulates = accumulates
+        for reducer in self.reducers:
+            is_kept = reducer.sets[0].residency.gradients
+            reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
 
     def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
         """Have the next backward pass complete the round, which also sums `totals` over the ranks.
@@ -306,69 +345,73 @@ class WholeParameters(ParameterSet):
         Where the state is shared, a third total counts the ranks for which this is the step's last pass.
         """
         self._own = totals
-        if self.reducer is not None:
-            last: tuple[float, ...] = () if self.residency.state else (1.0,)
-            self.reducer.totals, self.reducer.waits = (*totals, *last), waits
+        for reducer in self.reducers:
+            reducer.totals, reducer.waits = (*totals, 1.0), waits
 
     def synchronize(self) -> tuple[float, float]:
-        """Complete the gradients; returns the totals, summed over the ranks.
+        """Sum the gradients; returns the totals, summed over the ranks.
 
         Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
         the others' until it was the last one for all.
         """
-        self._is_reduced, self._is_given = True, False
-        if self.reducer is None:
+        self.sum_over_ranks(of_all_passes=True)
+        if not self.reducers:
             weight, loss = map(float, self._own)
             return weight, loss
-        rounds = self.current().synchronize()
-        while not self.residency.state and float(rounds.sums[2]) < self.gradient_comm.ranks:
-            self.reducer.totals = (0.0, 0.0, 1.0)
-            self.reducer.synchronize()
-        weight, loss = (rounds.sums if self.residency.state else rounds.totals).tolist()
+        first = self.sets[0]
+        weight, loss = (first.sums if first.residency.state else first.totals).tolist()
         return weight, loss
 
-    def current(self) -> Reducer:
-        """The reducer of the parameters that get gradients now."""
+    def sum_over_ranks(self, of_all_passes: bool = False) -> None:
+        """Make sure that rounds have summed the gradients that came. A collective.
+
+        of_all_passes: take part until it was the last pass for all ranks.
+        """
         if self.replaced:
             raise RuntimeError(
                 "this ZeroOptimizer's parameters have been given to another since; step with that one"
             )
-        if not self.residency.state:
+        if self._state_shared:
             self.follow_changes()
-        assert self.reducer is not None
-        return self.reducer
+        for reducer in self.reducers:
+            reducer.finish_round()
+            own = reducer.sets[0]
+            while of_all_passes and not own.residency.gradients and own.sums[2] < own.gradient_comm.ranks:
+                reducer.totals = (0.0, 0.0, 1.0)
+                reducer.finish_round()
+        self.gradients_are = Gradients.SUMMED
 
-    def complete(self, steps: bool = False) -> None:
-        """Complete the gradients and give the slices their part, unless that is done. A collective."""
-        if not self._is_reduced:
-            self.reduce()
-        elif self.reducer is not None and self.reducer.pending:
+    def complete(self) -> None:
+        """Sum the gradients and give the slices their part, unless that is done. A collective."""
+        if self.gradients_are is Gradients.OWN:
+            self.sum_over_ranks()
+        elif any(reducer.pending for reducer in self.reducers):
             raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
         self.gradients()
-        self._is_reduced = not steps
-
-    def reduce(self) -> None:
-        """Make sure that a round has summed the gradients that came. A collective."""
-        if self.reducer is not None:
-            self.current().synchronize()
-        self._is_reduced, self._is_given = True, False
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of the sums, which the slices get now if they have not."""
-        if self._is_reduced and not self._is_given:
-            self.slices.give_gradients(self.rounds.used.tolist() if self.rounds is not None else ())
-            self._is_given = True
+        if self.gradients_are is Gradients.SUMMED:
+            users: dict[int, float] = {}
+            for own in self._state_shared:
+                users.update(zip(own.indices, own.users.tolist(), strict=True))
+            self.slices.give_gradients(users)
+            self.gradients_are = Gradients.GIVEN
         return self.slices.gradients()
 
     def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update this rank's slices and publish them; forget the sums that this has used."""
-        loss = self.slices.update(partial(self.complete, steps=True), self.publish, closure, **options)
+
+        def use_gradients() -> None:
+            self.complete()
+            self.gradients_are = Gradients.OWN
+
+        loss = self.slices.update(use_gradients, self.publish, closure, **options)
         self.slices.drop_gradients()
-        if self.rounds is not None:
-            self.rounds.begin()
-        if not (self.residency.state or self.leaves_grad):
-            for parameter in self.parameters:  # sums in one part, and this rank's own gradients in the others
-                parameter.grad = None
+        for own in self._state_shared:
+            own.begin()
+            for index in own.indices if not self._leaves_grad else ():
+                self.parameters[index].grad = None  # sums in one part, its own gradients in the others
         return loss
 
     def forget(self) -> None:
@@ -379,45 +422,58 @@ class WholeParameters(ParameterSet):
 
     def forget_sums(self) -> None:
         """Forget the sums of a step's gradients."""
-        self._is_reduced = False
+        self.gradients_are = Gradients.OWN
         self.slices.drop_gradients()
-        if not self.residency.state and self.reducer is not None:
-            self.reducer.recover()
-            if self.reducer.rounds is not None:
-                self.reducer.rounds.begin()
+        for reducer in self.reducers if self._state_shared else ():
+            reducer.recover()
+        for own in self._state_shared:
+            own.begin()
 
     def rescale(self, factor: float, kept: bool = True) -> None:
-        """Multiply the complete gradients; with `kept` also what compression has kept back of them."""
-        if not self.residency.state or (self._has_masters and not kept):
-            super().rescale(factor)
-            return
-        if self.rounds is not None:
-            self.rounds.rescale(factor, kept)
-        else:
-            for parameter in self._all:
+        """Multiply the gradients; with `kept` also what compression has kept back of them."""
+        exact = not kept and self.slices.master is not None  # in the masters' precision
+        if not exact:
+            for own in self._state_whole:
+                own.rescale(factor, kept)
+            for parameter in self._all if not self.reducers else ():  # which are in no bucket
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        self._is_given = False  # masters take theirs anew
+            if self.gradients_are is Gradients.GIVEN:
+                self.slices.give_whole_gradients()  # masters take theirs anew
+        if exact or self._state_shared:
+            self.gradients()
+        given = [each.tensor.grad for each in self.slices.all if exact or each.bucket is not None]
+        for gradient in given:
+            if gradient is not None:
+                gradient.mul_(factor)
+
+    def divide_by_rows(self, rows: float) -> None:
+        """Turn means over ranks into the mean over all ranks' rows; ValueError if there are none."""
+        over = self.sets[0].gradient_comm
+        device = next((parameter.device for parameter in self._all), None)
+        total = float(
+            comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=over.group)
+        )
+        if rows < 0 or not total:
+            raise ValueError(
+                f"rows is {rows:g}, and over all ranks {total:g}; give each rank's number of rows"
+            )
+        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
+        self.rescale(over.ranks / total, kept=False)
 
     def clear(self) -> None:
         """Drop the gradients in the buckets, and what compression has kept back of them."""
-        if self.rounds is not None:
-            self.rounds.clear()
+        for own in self.sets:
+            own.clear()
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
         self.slices.round_masters()
-        if self.residency.state:
-            return
-        for bucket in self.buckets:  # launch
-            bucket.gather(blocking=bucket is self.buckets[-1])
-        for bucket in self.buckets:  # wait
+        buckets = self.value_buckets()
+        for bucket in buckets:  # launch
+            bucket.gather(blocking=bucket is buckets[-1])
+        for bucket in buckets:  # wait
             bucket.wait()
-
-    @property
-    def rounds(self) -> GradientRounds | None:  # type: ignore[override]
-        """The rounds, once the first backward pass has dealt the parameters to buckets."""
-        return None if self.reducer is None else self.reducer.rounds
 
     def resident(self) -> list[Tensor]:
         """The parameters, whole."""
@@ -425,12 +481,12 @@ class WholeParameters(ParameterSet):
 
     def bytes_per_step(self, passes: int = 1) -> int:
         """Bytes that this rank sends in a step of so many passes, once a first one has made the buckets."""
-        if self.reducer is None:
-            return 0
-        if self.reducer.rounds is None:
+        if any(reducer.buckets is None for reducer in self.reducers):
             raise RuntimeError("the buckets follow from the first backward pass; train a step first")
-        published = 0 if self.residency.state else sum(bucket.gather_bytes() for bucket in self.buckets)
-        return self.residency.reductions(passes) * self.reducer.rounds.bytes_sent() + published
+        sent = sum(bucket.gather_bytes() for bucket in self.value_buckets())
+        for own in self.sets if self.reducers else ():
+            sent += own.residency.reductions(passes) * own.bytes_sent()
+        return sent
 
 
 def agree_on_order(
@@ -446,9 +502,28 @@ def agree_on_order(
     return agreed
 
 
-def start_equal(module: nn.Module, gradient_comm: GradientComm) -> None:
-    """Give all ranks rank 0's parameters and buffers. A collective; ValueError where the modules differ."""
-    if gradient_comm.ranks > 1:
-        state = [*module.named_parameters(), *module.named_buffers()]
-        require_same("parameters and buffers", state, gradient_comm.group)
-        broadcast_together([tensor for _, tensor in state], gradient_comm.group)
+def start_equal(module: nn.Module, sets: Sequence[ParameterSet]) -> None:
+    """Give a set's ranks the first one's values, and all rank 0's buffers; see `require_alike`."""
+    for own, tensors in require_alike(module, sets):
+        broadcast_together(tensors, own.gradient_comm.group)
+
+
+def named_in(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of an optimizer's groups with their numbers, for a loop without a module."""
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return [(str(index), parameter) for index, parameter in enumerate(parameters)]
+
+
+def take_new(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> None:
+    """Give parameters that a loop adds to a set rank 0's values, if they may be shared. A collective."""
+    for _, parameter in named:
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"params has one of layout {parameter.layout}, which cannot be dealt out; "
+                "give dense parameters (their gradients may be sparse)"
+            )
+    require_free(named, shared_with=[DATA_PARALLEL, ZERO])
+    refuse_meta("params", named)
+    if own.gradient_comm.ranks > 1:
+        require_same("parameters", named, own.gradient_comm.group)
+        broadcast_together([parameter for _, parameter in named], own.gradient_comm.group)

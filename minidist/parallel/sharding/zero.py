@@ -1,42 +1,30 @@
-"""ZeRO, stages 1 and 2, for a loop that the user writes: each rank keeps the optimizer's state only for its
-share.
+"""ZeRO, stages 1 and 2, for a loop of one's own: each rank keeps the optimizer's state only for its share.
 
-Every rank has the whole model and computes on its rows, as in data parallelism. But a rank updates only the
-n-th of the parameters that it owns: a reduce-scatter brings it that share of the gradients, summed; it
-updates the share; an all-gather publishes everyone's shares. An all-reduce consists of just these two, so a
-step sends what data parallelism sends. Stage 2 reduces gradients while backward runs, and keeps only its
-share of them.
+A rank updates only the n-th of the parameters that it owns: a reduce-scatter brings it that share of the
+gradients, summed; it updates the share; an all-gather publishes everyone's shares. An all-reduce consists of
+just these two, so a step sends what data parallelism sends. Stage 2 reduces gradients while backward runs,
+and keeps only its share of them. The work is done in whole_parameters.py; who keeps what: residency.py.
 
-| Bytes a parameter, Adam in float32 | parameters | gradients | state |
-|---|---|---|---|
-| data parallelism | 4 | 4 | 8 |
-| stage 1 | 4 | 4 | 8 / n |
-| stage 2 | 4 | 4 / n | 8 / n |
-
-The work is done in whole_parameters.py. Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward
-Training Trillion Parameter Models", sections 5.1, 5.2 and 7.1.
+Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from minidist._arguments import is_whole
 from minidist.comm.work import Group
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.flat.joined_messages import broadcast_together, require_same
-from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, require_free
-from minidist.parallel.guards.refusals import refuse_meta, require_optimizer
+from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.consolidated_state import consolidated, load
 from minidist.parallel.sharding.loop_arguments import check_zero_arguments
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.residency import ROWS
-from minidist.parallel.sharding.whole_parameters import WholeParameters
+from minidist.parallel.sharding.whole_parameters import WholeParameters, named_in, take_new
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute
 
@@ -51,19 +39,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     >>> optimizer.zero_grad()
 
     Making it sends rank 0's parameters to all. All ranks call `step`, which averages the gradients over the
-    ranks itself: the model needs no `DataParallel`, which changes nothing in stage 1 and must not be used in
-    stage 2.
+    ranks itself: the model needs no `DataParallel`, which must not be used in stage 2. The result is that of
+    `optimizer_class` in one process, to rounding. An elementwise optimizer of torch's
+    (`elementwise_optimizers.ELEMENTWISE`) updates a share of equal size on each rank; with any other, such as
+    Adafactor, Muon or your own, a rank updates whole parameters. A second ZeroOptimizer of the same
+    parameters replaces the first, which can make no more steps.
 
-    The result is that of `optimizer_class` in one process, to rounding. An optimizer of torch's that looks at
-    each element alone (`elementwise_optimizers.ELEMENTWISE`) updates a share of equal size on each rank; with
-    any other, such as Adafactor, Muon or your own, a rank updates whole parameters. As in torch, a parameter
-    without a gradient, on all ranks, is left out. A second ZeroOptimizer of the same parameters replaces the
-    first, which can make no more steps.
-
-    Stage 1 leaves `grad` as backward left it. Stage 2 sums gradients over the ranks in each backward pass and
-    sets `grad` to None. All ranks make as many backward passes, and the sums add up in the owner's share
-    until a step or `zero_grad`: adding up on this rank, without sending, would take whole gradients. The
-    first backward pass, which shows the order in which gradients come, holds all of them.
+    Stage 1 leaves `grad` as backward left it. Stage 2 sums gradients over the ranks in each backward pass,
+    sets `grad` to None, and adds the sums up in the owner's share until a step or `zero_grad`; all ranks make
+    as many backward passes. The first one, which shows the order of the gradients, holds all of them.
 
     A method of the optimizer's own, such as a schedule-free one's `train`, is a collective: it publishes too.
 
@@ -81,9 +65,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             its share of them in this dtype.
         defaults: options of the optimizer.
 
-    Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks' parameters differ, or the state of the
-            optimizer cannot be shared, or an engine or a FullyShard trains the parameters.
+    Raises TypeError or ValueError if an argument is wrong, the ranks' parameters differ, the optimizer's
+    state cannot be shared, or an engine or a FullyShard trains the parameters.
     """
 
     def __init__(
@@ -101,18 +84,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner = optimizer_class(params, **defaults)
         require_optimizer(self.inner, "optimizer_class")
         refuse_unshareable(type(self.inner))
-        over, row = GradientComm.over(group), ROWS[stage]
-        self.stage, self.group = stage, over.group
+        own = ParameterSet(ROWS[stage], GradientComm.over(group))
+        self.stage, self.group = stage, own.gradient_comm.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        _join(_named(self.param_groups), over)
+        take_new(named_in(self.param_groups), own)
         self.shared = WholeParameters(
-            partial(_named, self.param_groups),  # not a method: hooks would keep this alive
-            row,
-            over,
+            partial(named_in, self.param_groups),  # not a method: hooks would keep this alive
+            [own],
             OptimizerSlices(self.inner, master),
-            self.param_groups,
+            groups=self.param_groups,
             bucket_mb=bucket_mb,
-            leaves_grad=row.gradients,
+            leaves_grad=own.residency.gradients,
         )
         self._consolidated: dict[str, Any] | None = None
 
@@ -122,7 +104,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if hasattr(self, "shared"):  # torch's own __init__ calls this too
             self.inner.add_param_group({**self.param_groups[-1]})
             added = len(self.param_groups[-1]["params"])
-            _join(_named(self.param_groups)[-added:], self.shared.gradient_comm)
+            take_new(named_in(self.param_groups)[-added:], self.shared.sets[0])
             self.shared.reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -134,9 +116,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Sum the gradients over the ranks, update this rank's share, and publish it. A collective.
 
-        closure: computes the loss, which is returned, and its gradients anew. An optimizer that requires one
-        calls it itself; each call but the first then also sends the all-gather. options: further arguments
-        of the optimizer's own `step`.
+        closure: computes the loss, which is returned, and its gradients anew; each call but the first then
+        also sends the all-gather. options: further arguments of the optimizer's own `step`.
         """
         self._consolidated = None
         self.give_options()
@@ -152,18 +133,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.
+        """What `torch.nn.utils.clip_grad_norm_` does in one process, but for `grad`; before `step`.
 
-        It does what `torch.nn.utils.clip_grad_norm_` does in one process, but leaves `grad` as it is. A
-        collective: it sums the gradients, so that `step` need not, and sends 2 (n - 1) / n 8 bytes more.
-
-        max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
+        A collective: it sums the gradients, so that `step` need not, and sends 2 (n - 1) / n 8 bytes more.
+        norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
         """
         return self.shared.clip_grad_norm(max_norm, norm_type)
 
     def synchronize(self) -> None:
         """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
-        self.shared.reduce()
+        self.shared.sum_over_ranks()
 
     def publish(self) -> None:
         """Bring everyone's share of the parameters to all. A collective."""
@@ -206,16 +185,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to rank `to` of the group; the others send it their shares. A collective."""
-        if not is_whole(to):
-            raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
         self._consolidated = consolidated(self.shared, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a plain optimizer of all parameters, after `consolidate_state_dict` to this rank."""
         if self._consolidated is None:
             raise RuntimeError(
-                f"the state is spread over {self.shared.gradient_comm.ranks} ranks; let every rank call "
-                "consolidate_state_dict(to) first, and rank `to` state_dict()"
+                f"the state is spread over {self.shared.sets[0].gradient_comm.ranks} ranks; let every rank "
+                "call consolidate_state_dict(to) first, and rank `to` state_dict()"
             )
         return self._consolidated
 
@@ -226,24 +203,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         load(self.shared, state_dict)
         self._consolidated = None
-
-
-def _named(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
-    """The groups' parameters with their numbers."""
-    parameters = (parameter for group in groups for parameter in group["params"])
-    return [(str(index), parameter) for index, parameter in enumerate(parameters)]
-
-
-def _join(named: Sequence[tuple[str, nn.Parameter]], over: GradientComm) -> None:
-    """Give new parameters rank 0's values, if they may be shared."""
-    for _, parameter in named:
-        if parameter.layout is not torch.strided:
-            raise ValueError(
-                f"params has one of layout {parameter.layout}, which cannot be dealt out; "
-                "give dense parameters (their gradients may be sparse)"
-            )
-    require_free(named, shared_with=[DATA_PARALLEL, ZERO])
-    refuse_meta("params", named)
-    if over.ranks > 1:
-        require_same("parameters", named, over.group)
-        broadcast_together([parameter for _, parameter in named], over.group)

@@ -8,8 +8,7 @@ Start with `parallelize`, which cuts a model by a plan. The layers can also be u
 | plans.py | `plan_for`: the plan of a GPT, or of a model of transformers; the bytes that a pass sends |
 | styles.py | a plan resolved to modules and checked |
 | heads.py | cuts between attention heads, and modules that count them |
-| column_parallel.py | `ColumnParallelLinear`: a layer cut by its outputs; several layers of one input |
-| row_parallel.py | `RowParallelLinear`: a layer cut by its inputs |
+| linear_layers.py | layers cut by their outputs (`ColumnParallelLinear`) or inputs (`RowParallelLinear`) |
 | vocabulary.py | an embedding cut by rows; a cross entropy that never holds all logits |
 | sequence_parallel.py | norms, dropout and attention that work on a rank's own tokens or heads |
 | operators.py | collectives forward and backward between whole and shared parts |

@@ -66,21 +66,10 @@ class TensorParallel(nn.Module, ABC):
 
     group: Group  # the ranks that share the parameters; None for all
     sequence_parallel: bool  # whether each rank has only a share of the sequence outside the cut layers
-    transposed = False  # whether the weight is that of a Conv1D, (in, out)
 
     @abstractmethod
     def cuts(self) -> dict[str, Cut]:
         """Return the `Cut` of each of the module's own parameters that is cut."""
-
-    def turned(self, cut: Cut) -> Cut:
-        """The cut of the weight as it is stored, from that of a Linear's weight."""
-        return cut.transposed() if self.transposed else cut
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as a Linear has it, (out, in); a view."""
-        weight: Tensor = self.weight  # type: ignore[assignment]
-        return weight.t() if self.transposed else weight
 
 
 def cuts(module: nn.Module) -> dict[str, Cut]:
@@ -99,7 +88,7 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
     return {name: found[parameter] for name, parameter in named if parameter in found}
 
 
-def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
+def own_range(size: int, group: Group = None, unit: int = 1, what: str = "the tensor") -> range:
     """Return this rank's part of `size` elements, cut between units. `what` names the tensor in errors.
 
     Raises ValueError if there are more ranks than units, or `unit` does not divide `size`.
@@ -116,37 +105,9 @@ def share(size: int, group: Group = None, unit: int = 1, what: str = "the tensor
     return share_of(size, rank_in(group), ranks, unit)
 
 
-def is_conv1d(module: object) -> bool:
-    """Whether a layer is GPT-2's linear layer of transformers, whose weight is (in, out)."""
-    kind = type(module)
-    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
-
-
 def base_of(module: Any) -> Any:
-    """The layer in a LoRA of peft's; of any other module, itself."""
+    """Return the layer inside a LoRA of peft; any other module itself."""
     return module.base_layer if hasattr(module, "lora_A") and hasattr(module, "base_layer") else module
-
-
-def linear_sizes(linear: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs a linear layer has; TypeError if it is none."""
-    check_linear(linear)
-    weight: Tensor = linear.weight  # type: ignore[assignment]
-    rows, columns = weight.shape
-    return (rows, columns) if is_conv1d(linear) else (columns, rows)
-
-
-def check_linear(linear: object) -> None:
-    """Raise TypeError if a layer computes neither what `torch.nn.Linear` does, nor GPT-2's Conv1D."""
-    if is_conv1d(linear):
-        return
-    if isinstance(linear, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise TypeError(
-            "a MultiheadAttention holds queries, keys and values in one matrix and reads its out_proj's "
-            "weight itself, so it cannot be cut; leave it out of the plan, which may cut the layers around "
-            "it, or write attention with layers of torch.nn.Linear"
-        )
-    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
 
 
 def send_whole(module: nn.Module, group: Group) -> None:

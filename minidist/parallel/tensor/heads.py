@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
-from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
 from minidist.parallel.tensor.cuts import TensorParallel, base_of
-from minidist.parallel.tensor.row_parallel import RowParallelLinear
+from minidist.parallel.tensor.linear_layers import ColumnParallelLinear, RowParallelLinear
 from minidist.parallel.tensor.sequence_parallel import Forward, wrap
 from minidist.parallel.tensor.styles import StyledModule
 from minidist.parallel.training.random_state import own_random_state, random_state_of

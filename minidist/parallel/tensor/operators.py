@@ -35,7 +35,7 @@ from minidist import comm
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.guards.refusals import refuse_transforms
-from minidist.parallel.tensor.cuts import share
+from minidist.parallel.tensor.cuts import own_range
 from minidist.parallel.tensor.shares import share_of, sizes_of
 
 Finish = Callable[[], Tensor]
@@ -71,7 +71,7 @@ def split_to_ranks(x: Tensor, dim: int = -1, group: Group = None) -> Tensor:
     Forward: sends nothing. Backward: an all-gather of the gradients; sends (n - 1) times the largest part.
     Raises ValueError if there are more ranks than elements.
     """
-    own = share(x.shape[dim], group, what=f"dimension {dim}")
+    own = own_range(x.shape[dim], group, what=f"dimension {dim}")
     sizes = sizes_of(x.shape[dim], len(ranks_of(group)))
     return _pair(
         x,

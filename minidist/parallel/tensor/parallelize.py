@@ -49,10 +49,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from minidist.comm.work import Group, ranks_of
-from minidist.parallel.tensor.column_parallel import ColumnParallelLinear, SharedInput
 from minidist.parallel.tensor.cuts import TensorParallel, send_whole
 from minidist.parallel.tensor.heads import cut_between_heads, work_on_own_heads
-from minidist.parallel.tensor.row_parallel import RowParallelLinear
+from minidist.parallel.tensor.linear_layers import ColumnParallelLinear, RowParallelLinear, SharedInput
 from minidist.parallel.tensor.sequence_parallel import (
     on_own_tokens,
     split_after,

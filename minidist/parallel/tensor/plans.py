@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from minidist._names import fits
 from minidist.parallel.compression.compressor import all_reduce_bytes
-from minidist.parallel.tensor.cuts import base_of, linear_sizes
+from minidist.parallel.tensor.cuts import base_of
+from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.styles import alternatives
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def plan_of_ours(model: nn.Module) -> dict[str, str]:
             f"{head}.norm": "sequence",
             f"{head}.output": "vocabulary",
         }
+        if getattr(model.config, "experts", 0):  # ep shares them, and every tensor-parallel rank has a copy
+            del plan["layers.*.mlp.up"], plan["layers.*.mlp.down"]
         if getattr(model.config, "dropout", 0.0):
             plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
         return plan
@@ -135,7 +138,7 @@ def _found(model: nn.Module) -> dict[str, str]:
 
 
 def _by_transformers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """The styles that models of transformers bring, for the parts that they can be given to.
+    """Return styles from the plans that models of transformers bring, where they fit.
 
     `_vocabulary` looks after tied parameters.
     """
@@ -153,7 +156,7 @@ def _by_transformers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, st
 
 
 def _pairs(part: nn.Module) -> Iterator[dict[str, str]]:
-    """Styles by name, from `part` on, of the pairs of layers in it whose names and sizes fit."""
+    """Return styles, by name below `part`, for pairs of layers in it whose names and sizes fit."""
     for first, second in (*ATTENTION, *FEED_FORWARD):
         try:
             sizes = [linear_sizes(base_of(part.get_submodule(name))) for name in alternatives(first)]
@@ -170,7 +173,7 @@ def _pairs(part: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def _in_sequence(part: nn.Module) -> Iterator[dict[str, str]]:
-    """Styles of each two Linear layers in a Sequential with nothing but functions of one number between."""
+    """Return styles for pairs of Linear layers in a Sequential with only elementwise functions between."""
     first = None
     for name, child in part.named_children() if isinstance(part, nn.Sequential) else ():
         if type(base_of(child)) is nn.Linear:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from minidist._names import fits, fits_none, unknown
-from minidist.parallel.tensor.cuts import TensorParallel, base_of, linear_sizes
+from minidist.parallel.tensor.cuts import TensorParallel, base_of
+from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.vocabulary import check_embedding
 
 STYLES = (
@@ -103,7 +104,7 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
 
 
 def _with_adapters(name: str, module: nn.Module, style: str) -> dict[str, str]:
-    """The style of a layer by its name; of a LoRA, of the layer in it, and of the adapters' parts beside it.
+    """Return the layer's style by its name; for a LoRA, those of the layer inside it and of its adapters.
 
     The matrix on the side on which the layer is cut is cut alike. The others stay whole.
     """

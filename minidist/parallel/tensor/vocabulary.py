@@ -20,8 +20,8 @@ from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
-from minidist.parallel.tensor.column_parallel import ColumnParallelLinear
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, part_of, send_whole, share
+from minidist.parallel.tensor.cuts import Cut, TensorParallel, own_range, part_of, send_whole
+from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
 from minidist.parallel.tensor.operators import (
     SharedFunction,
     gather_from_ranks,
@@ -62,7 +62,7 @@ class VocabParallelEmbedding(TensorParallel):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = whole.padding_idx
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.own = share(num_embeddings, group, what="the vocabulary")
+        self.own = own_range(num_embeddings, group, what="the vocabulary")
         send_whole(whole, group)
         self._take(whole)
 
@@ -119,7 +119,7 @@ def vocab_parallel_cross_entropy(
     N times the bytes of a logit. Backward: sends nothing.
 
     Args:
-        local_logits: (..., V / n), this rank's part of the vocabulary, cut as by `share`.
+        local_logits: (..., V / n), this rank's part of the vocabulary, cut as by `own_range`.
         targets: (...), integers from 0 to V - 1, the same on all ranks.
         group: the ranks that share the logits; None for all.
         vocabulary: V; None to ask the ranks, which sends 8 (n - 1) bytes more.

@@ -46,14 +46,14 @@ def master_of(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Paramete
 
 
 def optimizer_of_masters(
-    parameters: Sequence[nn.Parameter], make: MakeOptimizer, dtype: torch.dtype | None
+    parameters: Sequence[nn.Parameter], make: MakeOptimizer, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """The optimizer that `make` makes of the parameters' masters, and these; without a dtype themselves."""
-    masters = [master_of(parameter, dtype) for parameter in parameters]
+    masters = [master_of(parameter, dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)]
     optimizer = make(masters)
     require_optimizer(optimizer)
     known = set(map(id, masters))
-    if dtype and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+    if any(dtypes) and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "optimizer did not use the parameters that it was called with, which are float32 copies of "
             "the model's; give a function of its parameters, such as "
@@ -90,7 +90,7 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> None:
         self.parameters, self._dtype = [*parameters], dtype
         self.factor = 1.0  # the next step multiplies the cast gradients by this, then resets it to 1
-        self.inner, self.masters = optimizer_of_masters(self.parameters, make, dtype)
+        self.inner, self.masters = optimizer_of_masters(self.parameters, make, [dtype] * len(self.parameters))
         super().__init__(self.masters or [{"params": []}], {})
         self._follow()
 

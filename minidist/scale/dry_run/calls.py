@@ -94,16 +94,19 @@ def axis_names(mesh: Mesh, *shares: int) -> Callable[[Call], str]:
     """
     groups = {mesh.ranks(axis): axis for axis in ("tp", "pp", "cp", "dp") if mesh.size(axis) > 1}
     whole, own = mesh.ranks("dp_cp"), mesh.rank("dp_cp")
+    attending = {*mesh.ranks("cp")} if mesh.size("cp") > 1 else set()
     gradients = {whole}
     for size in shares:
         first = own // size * size
         gradients |= {whole[first : first + size], whole[own % size :: size]}
 
     def name(call: Call) -> str:
-        # Messages, and the sizes that are exchanged before them (int64), are ring attention's.
-        if call.group in gradients and call.name not in _RING and call.dtype != "int64":
-            return "dp"
-        return groups.get(call.group, "dp" if call.group in gradients else "world")
+        # Among cp's ranks attention alone sends messages, sizes (int64), and tokens for heads.
+        if attending.issuperset(call.group) and (
+            call.name in (*_RING, "all_to_all") or call.dtype == "int64"
+        ):
+            return "cp"
+        return "dp" if call.group in gradients else groups.get(call.group, "world")
 
     return name
 

@@ -6,17 +6,15 @@ takes no memory. A few small numbers are computed, such as counts of rows, which
 the code bases decisions. So the same code runs as in training, and `untyped_storage()`, views, hooks and
 `data_ptr()` behave the same.
 
-A buffer may hold both, such as a bucket with gradients and counts of use. Then its bytes are tracked: those
-copied from a tensor without data have none. Shapes of results come from torch's fake tensors, which are asked
-once for each kind of call.
+A buffer may hold both, such as a bucket with gradients and counts of use. It begins as zeros, and what is
+copied from a tensor without data leaves it as it is. Shapes of results come from torch's fake tensors, which
+are asked once for each kind of call.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import weakref
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -53,7 +51,6 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._first = address(self._room)
         self._end = self._first + len(self._room)
         self._next = 0
-        self._mixed: dict[int, Spans] = {}  # bytes without data, in other storages
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
         self._kinds: dict[Any, OperationKind] = {}
@@ -94,36 +91,11 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     part._buffers[name] = self.empty(buffer.shape, buffer.dtype)
         return module
 
-    def lacks_data(self, x: Tensor) -> bool:
-        """Whether some of a tensor's values are not those that training would compute."""
-        if x.is_meta:
-            return False
-        if self._first <= x.data_ptr() < self._end:
-            return True
-        spans = self._mixed.get(x.untyped_storage()._cdata) if self._mixed else None
-        return spans is not None and spans.overlaps(*extent(x))
-
-    def write(self, x: Tensor) -> None:
-        """Record that the bytes of `x` hold no data, since they were copied from such a tensor."""
-        if x.is_meta or not x.numel() or self._first <= x.data_ptr() < self._end:
-            return
-        storage = x.untyped_storage()
-        spans = self._mixed.get(storage._cdata)
-        if spans is None:
-            spans = self._mixed[storage._cdata] = Spans()
-            key, mixed = storage._cdata, self._mixed
-            spans.alive = weakref.ref(storage, lambda _: mixed.pop(key, None))
-        spans.add(*extent(x))
-
-    def parts_with_data(self, x: Tensor) -> list[Tensor]:
-        """The parts of a contiguous tensor that hold data, as flat views; parts above LARGE are left out."""
-        if self._first <= x.data_ptr() < self._end or not x.numel():
-            return []
-        spans, (start, stop) = self._mixed.get(x.untyped_storage()._cdata), extent(x)
-        flat, each = x.view(-1), x.element_size()
-        gaps = [(start, stop)] if spans is None else spans.gaps(start, stop)
-        found = [flat[(low - start) // each : (high - start) // each] for low, high in gaps]
-        return [part for part in found if 0 < part.numel() <= LARGE]
+    def computes_with(self, *operands: Tensor) -> bool:
+        """Whether an operation on these tensors is computed: all have data, and none is large."""
+        return not any(
+            x.numel() > LARGE or self._first <= x.data_ptr() < self._end for x in operands if not x.is_meta
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run or imitate one operation; torch calls this."""
@@ -136,11 +108,14 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = tensors_in((args, kwargs))
         if str(kwargs.get("device")) == "meta" or any(x.is_meta for x in operands):
             return func(*args, **kwargs)  # takes no memory as it is
-        if not any(x.numel() > LARGE or self.lacks_data(x) for x in operands):
+        if self.computes_with(*operands):
             size = () if operands or kind.size is None else args[kind.size]
-            if math.prod(size) > LARGE:
-                options = {key: kwargs.get(key) for key in ("dtype", "device", "layout")}
-                return torch.empty(size, **options)
+            dtype, is_large = kwargs.get("dtype") or torch.get_default_dtype(), math.prod(size) > LARGE
+            if func is aten.empty.memory_format:  # a small one may be read before it is written
+                return torch.empty(size, dtype=dtype) if is_large else torch.zeros(size, dtype=dtype)
+            if is_large:  # zeros, whose pages take memory only once they are written to
+                held = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
+                return torch.frombuffer(held, dtype=dtype).view(size)
             return func(*args, **kwargs)
         self.calls += 1
         if func in _READS:
@@ -149,14 +124,9 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "compute; decide by sizes instead"
             )
         named = {**dict(zip(kind.names, args, strict=False)), **kwargs}
-        if kind.written:
-            if any(self.lacks_data(x) for x in operands):
-                for name in kind.written:
-                    for x in tensors_in([named.get(name)]):
-                        self.write(x)
-            if not kind.makes:
-                returned = [named[name] for name in kind.returned]
-                return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
+        if kind.written and not kind.makes:
+            returned = [named[name] for name in kind.returned]
+            return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
         return self._made(func, kind, args, kwargs, named)
 
     def _made(self, func: Any, kind: OperationKind, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
@@ -228,7 +198,7 @@ class OperationKind:
         viewed = any(alias is not None and not alias.is_write for alias in aliases)
         self.is_view = viewed or torch.Tag.inplace_view in func.tags
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.written = [argument.name for argument in writes]
+        self.written = bool(writes)
         by_set = {next(iter(a.alias_info.before_set)): a.name for a in writes if a.alias_info.before_set}
         self._outputs = [
             by_set.get(next(iter(alias.before_set))) if alias is not None and alias.before_set else None
@@ -263,47 +233,10 @@ def _fake(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-# Reserved addresses without memory, and ranges of bytes that hold no data.
+# Addresses without memory.
 
 RESERVED = 2**46
 """Bytes of addresses to reserve, at most; no address is used twice in a run."""
-
-
-class Spans:
-    """Ranges of bytes in order; ranges that touch are joined."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-        self.alive: Any = None
-
-    def add(self, start: int, stop: int) -> None:
-        """Add a range."""
-        low, high = bisect_left(self.stops, start), bisect_right(self.starts, stop)
-        if low < high:
-            start, stop = min(start, self.starts[low]), max(stop, self.stops[high - 1])
-        self.starts[low:high], self.stops[low:high] = [start], [stop]
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Whether a range overlaps one of them."""
-        index = bisect_right(self.stops, start)
-        return index < len(self.starts) and self.starts[index] < stop
-
-    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of a range that none of them covers."""
-        found, at = [], start
-        for low, high in zip(self.starts, self.stops, strict=True):
-            if low > at:
-                found.append((at, min(low, stop)))
-            at = max(at, high)
-        return [(low, high) for low, high in [*found, (at, stop)] if low < min(high, stop)]
-
-
-def extent(x: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the first byte after it."""
-    start = int(x.storage_offset())
-    last = start + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return start * x.element_size(), (last + 1) * x.element_size()
 
 
 @cache

@@ -21,26 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from minidist.comm.transport import algorithm_choice
-from minidist.comm.transport.shared_memory import Failed
-from minidist.scale.dry_run.fake_tensors import DryTensors
+from minidist.comm.transport import shared_memory
+from minidist.comm.work import Failed
+from minidist.scale.dry_run.fake_tensors import LARGE, DryTensors
+from minidist.scale.dry_run.peers import Peers
 
 NAME = "dry"
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 LIMIT = timedelta(seconds=60)
 WAYS = ("torch", "shared_memory")
-
-
-class Peers:
-    """The other ranks' messages, where they differ from this rank's."""
-
-    def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """Return what each rank of a group gives to an all-gather, if this rank gives `own`."""
-        return [own] * len(ranks)
-
-    def message(self, into: Tensor, source: int) -> Tensor | None:
-        """The message from rank `source` that this rank receives into `into`; None for one without data."""
-        return None
 
 
 class CountingGroup(dist.ProcessGroup):
@@ -69,13 +58,13 @@ class CountingGroup(dist.ProcessGroup):
         return SimpleNamespace(options=SimpleNamespace(_timeout=LIMIT))
 
     def shared_memory(self) -> Any:
-        """Stands in for a host's shared memory; see `algorithm_choice.group_memory`."""
+        """Stands in for a host's shared memory; see `transport.shared_memory.group_memory`."""
         if self._world.way == "torch":
             raise Failed("this is a dry run of ranks that talk over a network")
         return SimpleNamespace(group=self, hosts=[self._members], empty=lambda shape, dtype: None)
 
     def background(self) -> _Answers:
-        """Stands in for the thread that runs collectives; see `algorithm_choice.background`."""
+        """Stands in for the thread that runs collectives; see `comm.work.background`."""
         return _Answers(self)
 
     # Collectives, called by torch.distributed.
@@ -89,8 +78,9 @@ class CountingGroup(dist.ProcessGroup):
 
     def _reduced(self, x: Tensor, operation: str) -> None:
         if operation == "sum":
-            for part in self._world.tensors.parts_with_data(x):
-                part.mul_(self.size())
+            numbers = x.view(-1)[-LARGE:]  # a bucket has them at its end
+            if self._world.tensors.computes_with(numbers):
+                numbers.mul_(self.size())
         elif operation not in ("mean", "min", "max"):
             raise ValueError("a dry run supports only sums, means, minima and maxima; use one of them")
 
@@ -108,9 +98,7 @@ class CountingGroup(dist.ProcessGroup):
         return self._allgather_base(output, input, opts)
 
     def _gathered(self, into: Tensor, x: Tensor) -> None:
-        if self._world.tensors.lacks_data(x):
-            self._world.tensors.write(into)
-        elif x.numel():
+        if self._world.tensors.computes_with(into, x) and x.numel():
             parts = self._world.peers.gathered(x.clone(), self._members)
             for rank, (room, part) in enumerate(zip(into.view(len(parts), -1), parts, strict=True)):
                 if rank != self._rank or room.data_ptr() != x.data_ptr():
@@ -124,8 +112,7 @@ class CountingGroup(dist.ProcessGroup):
         return _Done()
 
     def _exchanged(self, into: Tensor, x: Tensor, goes: list[int]) -> None:
-        if self._world.tensors.lacks_data(x):
-            self._world.tensors.write(into)
+        if not self._world.tensors.computes_with(into, x):
             return
         sizes = list(goes) or [len(x) // self.size()] * self.size()
         own = torch.split(x, sizes)[self._rank]
@@ -139,10 +126,8 @@ class CountingGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         """Receive what `Peers` says."""
         for x in tensors:
-            message = self._world.peers.message(x, self._members[source])
-            if message is None:
-                self._world.tensors.write(x)
-            else:
+            message = self._world.peers.message(x)
+            if message is not None:
                 x.copy_(message)
         return _Done()
 
@@ -177,9 +162,7 @@ class _Answers:
             group._reduced(*args)
         elif name == "reduce_scatter":
             x, out, op, offsets = args
-            if tensors.lacks_data(x):
-                tensors.write(out)
-            else:
+            if tensors.computes_with(x, out):
                 out.copy_(x[offsets[group._rank] : offsets[group._rank + 1]])
                 group._reduced(out, op)
         elif name == "all_gather":
@@ -237,7 +220,7 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
         try:
             yield
         finally:
-            algorithm_choice.forget()
+            shared_memory.forget()
             dist.destroy_process_group()
     finally:
         sys.excepthook = hook

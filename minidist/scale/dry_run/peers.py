@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.arguments import TOLD
+from minidist.parallel.context.ring_attention import TOLD
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
 from minidist.parallel.pipeline.stage_messages import MOST_DIMS, headers
 from minidist.parallel.tensor.shares import share_of
-from minidist.scale.dry_run.fake_world import Peers
 from minidist.scale.memory.training_setup import AXES
 
 Form = tuple[Sequence[int], torch.dtype]
 """A tensor's shape and dtype."""
 
 
-class LayoutPeers(Peers):
+class Peers:
     """The peers of a rank on one stage of a layout.
 
     received: from one of the rank's chunks and a micro-batch's rows to what the stage before sends: the shape
@@ -51,16 +50,19 @@ class LayoutPeers(Peers):
                 self._told.add(key)
                 self._forms.extend(headers(self.received(*key)))
 
-    def message(self, into: Tensor, source: int) -> Tensor | None:
-        """The shape of a stage's output, sent as numbers; None for other messages, which hold no data."""
+    def message(self, into: Tensor) -> Tensor | None:
+        """What this rank receives: a stage's output's shape, as numbers; None for messages without data."""
         if into.dtype != torch.int64 or into.shape != (2 + MOST_DIMS,) or not self._forms:
             return None
         return torch.tensor(self._forms.popleft())
 
     def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """How many tokens each rank of ring attention has; see `parallel/context/arguments.py`."""
+        """What each of these ranks gives to an all-gather to which this rank gives `own`.
+
+        It is the same, except for the ranks' numbers of tokens; see `parallel/context/ring_attention.py`.
+        """
         if self.layout.cp == 1 or own.dtype != torch.int64 or own.numel() != TOLD:
-            return super().gathered(own, ranks)
+            return [own] * len(ranks)
         length = int(own.view(-1)[TOLD - 2])
         found = []
         for index in range(len(ranks)):

@@ -32,7 +32,7 @@ from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import WAYS, dry_world
 from minidist.scale.dry_run.own_model import OwnModel
-from minidist.scale.dry_run.peers import LayoutPeers, kinds
+from minidist.scale.dry_run.peers import Peers, kinds
 from minidist.scale.dry_run.transformer import Subject, Transformer, subject_of
 from minidist.scale.memory.training_setup import BatchSize, TrainingSetup, check_types, coordinates
 from minidist.scale.time.hardware import Hardware
@@ -162,7 +162,7 @@ def dryrun(
     place = coordinates(layout, rank)
     own_rows = len(range(place["dp"], rows, layout.dp))
     own_tokens = zigzag_order.size(tokens, layout.cp, place["cp"]) if layout.cp > 1 else tokens
-    peers = LayoutPeers(layout, place["pp"])
+    peers = Peers(layout, place["pp"])
     tensors = DryTensors()
     try:
         with tensors, dry_world(rank, layout.ranks, tensors, peers, way):
@@ -295,7 +295,7 @@ def _check_options(data_parallel: object, fully_shard: object) -> None:
 
 
 def _step(
-    engine: Engine, peers: LayoutPeers, batch: tuple[torch.Tensor, torch.Tensor], names: Any
+    engine: Engine, peers: Peers, batch: tuple[torch.Tensor, torch.Tensor], names: Any
 ) -> tuple[DryCall, ...]:
     """Make a step; return its calls."""
     peers.begin(len(batch[0]))

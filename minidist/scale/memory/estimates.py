@@ -138,11 +138,11 @@ def _on_rank(
         return Estimate.of(states)
     options = setup.sharing.element, attention, part, layout.sequence_parallel, layout.cp > 1
     whole, count = Saved(shape, rows, tokens, *options), min(layout.micro_batches, rows)
-    return Estimate.of(states, *_activations(whole, count, layout.recompute))
+    return Estimate.of(states, *activations(whole, count, layout.recompute))
 
 
 @lru_cache(maxsize=16384)
-def _activations(whole: Saved, count: int, recompute: bool | str) -> tuple[int, int]:
+def activations(whole: Saved, count: int, recompute: bool | str) -> tuple[int, int]:
     """Peak bytes that `count` micro-batches of the `whole` rows save on a stage, and the transient logits.
 
     The result does not depend on ZeRO's stage, so a planner asks for each four times.

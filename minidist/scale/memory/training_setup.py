@@ -140,6 +140,16 @@ def check_divisible(config: object, layout: Layout) -> None:
                 f"pp is {layout.pp} with chunks={layout.chunks} in the layout, and {config.layers} blocks "
                 "and two ends cannot be cut into as many parts; give fewer"
             )
+        if layout.trading > max(config.heads // layout.tp, 1):
+            raise ValueError(
+                f"{layout.trading} ranks trade tokens for heads with cp_kind={layout.cp_kind!r}, and have "
+                f'{config.heads // layout.tp} heads; give cp_kind="ring", or let fewer trade'
+            )
+        if layout.ep > 1 or (isinstance(config, GPTConfig) and config.experts):
+            raise ValueError(
+                "the models of memory and time know no experts, whose load depends on the tokens; run a few "
+                "steps and read engine.memory() and `minidist trace`, or give a config without experts"
+            )
     elif not is_number(config):
         raise TypeError(f"config is {config!r}; give a GPTConfig, a BERTConfig, a name, or a number")
     elif not 0 <= config < math.inf or layout.tp * layout.pp * layout.cp > 1:

@@ -113,8 +113,9 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
             continue
         planned = [name for name, kind in SCHEDULES.items() if kind.planned] if pp > 1 else [DEFAULT_SCHEDULE]
         sequence = (False, True) if tp > 1 else (False,)
+        kinds = ("ring", "ulysses") if cp > 1 else ("ring",)
         sharings = [(0, 0, 0), *_sharings(question, dp * cp, tp)]
-        for (zero, shard, secondary), shared, schedule in product(sharings, sequence, planned):
+        for (zero, shard, secondary), shared, schedule, kind in product(sharings, sequence, planned, kinds):
             fields = {
                 "dp": dp,
                 "tp": tp,
@@ -126,6 +127,7 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
                 "schedule": schedule,
                 "chunks": SCHEDULES[schedule].least_chunks,
                 "shard": shard,
+                "cp_kind": kind,
             }
             yield from _of_one_form(question, fields, secondary)
 

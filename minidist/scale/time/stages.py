@@ -156,8 +156,10 @@ class StepStages:
         tp_backward += (whole + (attention - whole) / 4 * layout.sequence_parallel) * tp_forward
         cp_backward += attention * cp_forward
         cp_hidden[1] += attention * cp_hidden[0]
+        traded = blocks * self.wires.traded(keys)  # before and after attention, with nothing to compute
         tp_backward -= tp_hidden
-        cp_forward, cp_backward = cp_forward - cp_hidden[0], cp_backward - cp_hidden[1]
+        cp_forward = cp_forward - cp_hidden[0] + traded
+        cp_backward = cp_backward - cp_hidden[1] + (1 + attention) * traded
         parts = {
             "compute": forward + backward,
             "recompute": again,

@@ -6,8 +6,8 @@ ranks have three kinds of groups inside: "shares" own a share of one copy of the
 same share, and "secondary" share a second copy of the parameters.
 
 Sources: NVIDIA/nccl, src/graph/tuning.cc (a ring's hops within and between hosts); Shoeybi et al. 2019,
-section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism); Liu et al. 2023 (cp). The bytes are
-those that minidist's strategies document.
+section 3 (tp); Korthikanti et al. 2022, section 4 (sequence parallelism); Liu et al. 2023 and Jacobs et al.
+2023 (cp). The bytes are those that minidist's strategies document.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ALGORITHMS = {
     "all_reduce": ("ring", "halving_doubling"),
     "reduce_scatter": ("ring",),
     "all_gather": ("ring",),
+    "all_to_all": ("direct",),
 }
 """Algorithms between devices: rings, and for small tensors one with few rounds, such as NCCL's trees."""
 
@@ -57,6 +58,7 @@ class Wires:
         """Ranks in each of the axis's groups; dp includes cp."""
         ranks, shares = self.layout.dp * self.layout.cp, self.layout.owners
         sizes = {
+            "trading": self.layout.trading,
             "dp": ranks,
             "shares": shares,
             "copies": ranks // shares,
@@ -139,11 +141,15 @@ class Wires:
     def _gather(self, stream: float) -> float:
         return self.collective("all_gather", stream / self.layout.tp, "tp")
 
+    def traded(self, keys: float) -> float:
+        """Seconds in which a block trades tokens for heads and back, for so many bytes of a rank's keys."""
+        return sum(self.collective("all_to_all", many * keys, "trading") for many in (3, 1))
+
     def ring(self, keys: float, element: int) -> tuple[float, float]:
         """Seconds of a block's ring attention, forward and backward, for so many bytes of a rank's keys.
 
         Keys and values go round the ring; backward, their gradients follow in float32 or wider.
         """
-        hops = self.layout.cp - 1
+        hops = self.layout.cp // self.layout.trading - 1
         forward = hops * self.message(2 * keys, "cp")
         return forward, forward + hops * self.message(2 * keys * max(element, 4) / element, "cp")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minidist.comm import algorithms
@@ -150,7 +150,16 @@ def rounds(draw: st.DrawFn) -> CollectiveSchedule:
     return CollectiveSchedule("all_reduce", ELEMENTS, tuple(map(tuple, steps)))
 
 
+def overwritten_early() -> CollectiveSchedule:
+    """Rank 0 awaits data from rank 1, and then sends it on with data that rank 2 overwrites after that."""
+    receives = Message(1, 0, 1), Message(2, 1, 2)
+    own = Step(receives=receives[:1]), Step((Message(1, 0, 2),)), Step(receives=receives[1:])
+    other = Step((Message(0, 0, 1),)), Step(receives=(Message(0, 0, 2),))
+    return CollectiveSchedule("all_reduce", ELEMENTS, (own, other, (Step((Message(0, 1, 2),)),)))
+
+
 @settings(max_examples=200, deadline=None)
+@example(one=overwritten_early(), segment=1, ahead=2, seed=0)
 @given(one=rounds(), segment=st.integers(1, 9), ahead=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_any_steps_give_what_their_rules_say(
     one: CollectiveSchedule, segment: int, ahead: int, seed: int

@@ -280,15 +280,6 @@ def test_the_time_limit_says_where_each_rank_was() -> None:
         assert isinstance(caught.value, TimeoutError)
 
 
-def test_a_stopped_rank_does_not_hang_the_caller() -> None:
-    with md.Cluster(ranks=2, timeout=1.0) as cluster:
-        processes = cluster.run(os.getpid)
-        os.kill(processes[1], signal.SIGSTOP)
-        with pytest.raises(md.RankTimeout, match="rank 1"):
-            cluster.run(md.rank)
-    wait_until_gone(processes)
-
-
 def test_a_rank_stopped_in_a_message_does_not_hang_the_caller() -> None:
     """The rank stops before it reads a call that exceeds its socket's room, or while it sends its result."""
 

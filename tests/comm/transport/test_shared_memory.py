@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
@@ -48,9 +47,9 @@ def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
     """Without the second barrier ranks read results too early, which the tests above would notice."""
 
     def reduce() -> bool:
-        from minidist.comm.transport import algorithm_choice
+        from minidist.comm.transport import shared_memory
 
-        memory = algorithm_choice.group_memory(None).memory
+        memory = shared_memory.group_memory(None).memory
         assert memory is not None
         barrier, calls = memory.barrier, iter(range(10**6))
         memory.barrier = lambda: barrier() if next(calls) % 2 == 0 else None  # type: ignore[method-assign]
@@ -74,7 +73,7 @@ def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
 def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
     def overlap() -> tuple[float, float, float]:
         x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]
-        comm.barrier()  # makes the memory, for which an asynchronous call would not wait
+        comm.barrier()  # makes the memory
         with comm.ledger() as ledger:
             begun = time.perf_counter()
             works = [comm.all_reduce(part, async_op=True) for part in x]
@@ -91,37 +90,6 @@ def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clu
     for complete, hidden, longest in cluster_of(2).run(overlap):
         assert 0 < hidden < 1
         assert longest <= complete  # the thread says when a call was complete, not when somebody asked
-
-
-def test_a_result_is_this_ranks_own(cluster_of: Clusters) -> None:
-    """When a rank changes a result in shared memory, for example clips it, no other rank sees that."""
-
-    def change() -> list[float]:
-        x = comm.empty_shared((4,)).fill_(1.0)
-        comm.all_reduce(x)
-        comm.barrier()
-        x.mul_(md.rank() + 1)
-        comm.barrier()
-        return x.tolist()
-
-    assert cluster_of(2).run(change) == [[2.0] * 4, [4.0] * 4]
-
-
-def test_groups_have_memory_of_their_own(cluster_of: Clusters) -> None:
-    def both() -> tuple[float, float, float]:
-        pair = dist.new_group([0, 2])
-        alone = dist.new_group([1])
-        mine = comm.empty_shared((5,), group=pair if md.rank() != 1 else alone).fill_(md.rank() + 1.0)
-        works = [comm.all_reduce(mine, group=pair if md.rank() != 1 else alone, async_op=True)]
-        x = torch.full((3,), float(md.rank()))
-        comm.all_reduce(x)
-        works[0].wait()
-        crossed = comm.all_reduce(mine.clone())  # of the pair's segment, in the world: staged
-        y = comm.all_reduce(mine)
-        exact(y, crossed)
-        return float(x[0]), float(crossed[0]), float(y[-1])
-
-    assert cluster_of(3).run(both) == [(3.0, 10.0, 10.0)] * 3
 
 
 def test_memory_goes_with_the_last_tensor(cluster_of: Clusters) -> None:
@@ -246,38 +214,12 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
         assert {sizes[9] for sizes in results} == {(24 * 8 + 12 * 8, 12 * 8)}
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_share_may_be_put_where_it_was(cluster_of: Clusters, shared: bool) -> None:
-    def reduce() -> tuple[torch.Tensor, torch.Tensor]:
-        rows = inputs(1, (5 * md.size(),), torch.float64, md.size())
-        x = rows[md.rank()].clone()
-        if shared:
-            x = comm.empty_shared(tuple(x.shape), x.dtype).copy_(x)
-        own = x.view(md.size(), -1)[md.rank()]
-        comm.reduce_scatter(x, out=own)
-        return own.clone(), rows.sum(0).view(md.size(), -1)[md.rank()]
-
-    for share, whole in cluster_of(4).run(reduce):
-        exact(share, whole)
-
-
-def test_hierarchical_in_place() -> None:
-    def reduce() -> list[float]:
-        os.environ["MINIDIST_HOST"] = str(md.rank() // 3)
-        x = comm.empty_shared((6,)).copy_(torch.arange(6.0) * 10 ** md.rank())
-        result: list[float] = comm.all_reduce(x, algorithm="hierarchical").tolist()
-        return result
-
-    # Three ranks a host: the third one's part is in the third of the tensors that it reduces.
-    assert md.launch(reduce, ranks=6) == [[111111.0 * i for i in range(6)]] * 6
-
-
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
     def evaluate() -> list[float]:
-        from minidist.comm.transport import algorithm_choice
+        from minidist.comm.transport import shared_memory
 
-        algorithm_choice.forget()  # so that the staging buffers are made here
+        shared_memory.forget()  # so that the staging buffers are made here
         comm.barrier()
         totals = []
         with torch.inference_mode():

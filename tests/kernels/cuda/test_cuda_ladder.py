@@ -10,7 +10,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from minidist.kernels import cuda
 from minidist.kernels.cuda.runtime import gpu_driver
@@ -28,7 +27,6 @@ from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 LARGEST = {1: 45, 2: 45, 3: 45, 4: 80, 5: 140, 6: 140, 7: 140, 8: 140, 9: 140, 10: 270}
 BY_LAYOUT = CUDA_LADDER[5:]  # rungs that are compiled for the order of a and of b
 TENSOR_CORES = CUDA_LADDER[8:]
-TORCH = [(step, dtype) for step in CUDA_LADDER for dtype in step.dtypes[:2]]
 EVERY_DTYPE = [(step, dtype) for step in CUDA_LADDER for dtype in step.dtypes]
 
 every_rung = pytest.mark.parametrize("step", CUDA_LADDER, ids=lambda step: step.name)
@@ -159,28 +157,6 @@ def test_nan_and_infinity_travel_as_ieee_754_has_it(step):
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(c[~finite], expected[~finite])
         assert np.isfinite(c[finite]).all()
-
-
-@pytest.mark.parametrize(("step", "dtype"), TORCH, ids=[f"{step.name}-{dtype}" for step, dtype in TORCH])
-def test_torch_tensors(step, dtype, large_tiles):
-    """bfloat16 too; in main memory, of any strides, with a result of the same kind."""
-    if dtype == "bfloat16":
-        large_tiles(step)
-    kind = getattr(torch, dtype)
-    a, b = torch.randn(37, 30).to(kind), torch.randn(30, 24).to(kind)
-    out = torch.full((37, 26), torch.nan, dtype=kind)[:, 1:25]
-    assert step.matmul(a, b, out=out) is out
-    c = step.matmul(a, b)
-    assert c.dtype == kind
-    torch.testing.assert_close(c, out, rtol=0, atol=0)
-    expected = a.double() @ b.double()
-    scale = (a.double().abs() @ b.double().abs()).numpy()
-    bound = harness.error_bound(30, dtype, step.sums(dtype), tf32=step.tf32 and dtype == "float32")
-    error = (c.double() - expected).abs().numpy()
-    rounding = harness.unit_roundoff(dtype) * expected.abs().numpy() if kind.itemsize == 2 else 0
-    assert (error <= 1.01 * bound * scale + 1.01 * rounding).all()
-    assert step.matmul(a[:0], b).shape == (0, 24)
-    assert (step.matmul(a[:, :0], b[:0]) == 0).all()
 
 
 @pytest.mark.parametrize("count", [2, 4])

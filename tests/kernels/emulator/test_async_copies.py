@@ -47,27 +47,6 @@ def test_cp_async_fills_up_with_zeros(size):
         np.testing.assert_array_equal(arrived[lane], expected)
 
 
-def test_cp_async_reads_nothing_where_it_may_not():
-    """With 0 bytes, or ignore-src, the source may be anywhere."""
-    x, y = words(64), result(128)  # x ends after 16 lanes
-    sizes = "setp.lt.u32 %p1, %tid, 16;\nselp.u32 %r6, 16, 0, %p1;\n"
-    execute(ISSUE + sizes + COPY.replace("16;", "16, %r6;") + COMMIT + WAIT + OUT, x=x, y=y)
-    np.testing.assert_array_equal(y, np.concatenate([x, np.zeros(64)]))
-    y[:] = 7
-    ignored = "setp.ge.u32 %p1, %tid, 16;\n" + COPY.replace("16;", "16, %p1;")
-    execute(ISSUE + ignored + COMMIT + WAIT + OUT, x=x, y=y)
-    np.testing.assert_array_equal(y, np.concatenate([x, np.zeros(64)]))
-
-
-def test_cp_async_by_some_lanes():
-    x, y = words(256), result(256)
-    odd = "and.b32 %r7, %tid, 1;\nsetp.eq.u32 %p1, %r7, 1;\nmov.u32 %r2, 5;\n"
-    store = "@!%p1 st.shared.v4.u32 [%r1], {%r2, %r2, %r2, %r2};\n"
-    execute(ISSUE + odd + store + "@%p1 " + COPY + COMMIT + WAIT + OUT, threads=64, x=x, y=y)
-    rows = np.arange(64)[:, None] % 2
-    np.testing.assert_array_equal(y.reshape(64, 4), np.where(rows == 1, x.reshape(64, 4), 5))
-
-
 def test_cp_async_reads_global_memory_when_it_is_waited_for():
     x, y = words(128), result(128)
     store = "mov.u32 %r8, 77;\nst.global.u32 [%d1], %r8;\n"
@@ -227,15 +206,6 @@ def test_mbarriers_order_what_warps_do():
     # A store after the arrival is not released by it.
     after = INIT.replace("COUNT", "64") + ARRIVE + STORE + TRY + LOAD
     fault_of("race", "warp . wrote", after, threads=64, y=y)
-
-
-def test_mbarriers_of_one_arrival_a_warp_and_of_counts():
-    y = result(64)
-    elected = "setp.eq.u32 %p3, %lane, 0;\n@%p3 " + ARRIVE
-    execute(INIT.replace("COUNT", "2") + STORE + elected + TRY + LOAD, threads=64, y=y)
-    counted = "mbarrier.arrive.shared::cta.b64 _, [%r1], 3;\n"
-    execute(INIT.replace("COUNT", "192") + STORE + counted + TRY + LOAD, threads=64, y=y)
-    np.testing.assert_array_equal(y, np.arange(64) ^ 32)
 
 
 def test_mbarrier_phases_alternate_and_test_wait_does_not_wait():
@@ -465,10 +435,3 @@ UNMET = GATHER.replace("bar.sync 0;", "fence.proxy.async;")
 )
 def test_tensor_store_mistakes(kind, match, body):
     fault_of(kind, match, body, threads=64, t=matrix(swizzle=0)[1])
-
-
-def test_a_fence_counts_in_the_thread_that_stores_or_after_the_barrier():
-    late = PUT + GATHER + FENCE + at(0, 0) + BOX_OUT + BULK_COMMIT + BULK_WAIT
-    execute(late, threads=64, t=matrix(swizzle=0)[1])
-    again = PUT + FENCE + GATHER + at(0, 0) + BOX_OUT + BULK_COMMIT + BULK_WAIT + REUSE + FENCE + GATHER
-    execute(again + BOX_OUT + BULK_COMMIT + BULK_WAIT, threads=64, t=matrix(swizzle=0)[1])

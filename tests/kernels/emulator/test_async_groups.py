@@ -127,10 +127,6 @@ def test_wgmma_mistakes(kind, match, body):
     fault_of(kind, match, body, threads=128, x=operands()[2])
 
 
-def test_wgmma_may_be_followed_by_stores_when_it_was_waited_for():
-    execute(READY + FENCE + MULTIPLY + COMMIT + WAIT + MEET + OTHER, threads=128, x=operands()[2])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -156,11 +152,6 @@ def registers(give, take):
         f"setmaxnreg.inc.sync.aligned.u32 {take};\nbra END;\n"
         f"GIVE:\nsetmaxnreg.dec.sync.aligned.u32 {give};\nEND:\n"
     )
-
-
-def test_registers_go_from_one_warp_group_to_others():
-    execute(registers(40, 232), threads=384)
-    execute(registers(24, 240), threads=384)
 
 
 @pytest.mark.parametrize(

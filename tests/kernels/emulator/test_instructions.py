@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from minidist.kernels.cuda.runtime.matrix import TensorMap
-from minidist.kernels.emulator.arithmetic import fragments
 from minidist.kernels.emulator.copies import tensor_copies
 from minidist.kernels.emulator.instructions import mma, wgmma
 from minidist.kernels.emulator.instructions.register_pool import at_launch
@@ -14,10 +13,9 @@ from minidist.kernels.emulator.memory import descriptors
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
-from minidist.kernels.emulator.synchronization.async_groups import AsyncGroups
 from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier
 from tests.helpers import ptx_fragments as manual
-from tests.helpers.ptx_fragments import LANES, bits_of, registers_of, words_of
+from tests.helpers.ptx_fragments import bits_of, registers_of, words_of
 
 
 def small_integers(rng, *shape):
@@ -79,24 +77,6 @@ def test_mma_of_float64():
     )  # |a||b| < 20
 
 
-def test_tf32_ignores_the_low_13_bits():
-    a = np.ones((4, 32), np.float32)
-    b = np.ones((2, 32), np.float32)
-    c = np.zeros((4, 32), np.float32)
-    noisy = (a.view(np.uint32) | np.uint32(0x1FFF)).view(np.float32)
-    assert (mma.multiply_add("m16n8k8", "tf32", noisy, b, c) == 8).all()
-    kept = (a.view(np.uint32) | np.uint32(0x2000)).view(np.float32)
-    assert (mma.multiply_add("m16n8k8", "tf32", kept, b, c) == 8 * (1 + 2.0**-10)).all()
-
-
-def test_nan_and_infinity_pass_through_mma_without_warnings():
-    a, b, c = np.zeros((4, 32), np.uint32), np.zeros((2, 32), np.uint32), np.zeros((4, 32), np.float32)
-    a[0, 0] = 0x7F80  # bfloat16 infinity at (0, 0)
-    d = mma.multiply_add("m16n8k16", "bf16", a, b, c)  # infinity times 0
-    assert np.isnan(d[:2, :4]).all()
-    assert (d[:, 4:] == 0).all()
-
-
 def test_mma_names_what_it_does_not_have():
     zeros = np.zeros((4, 32), np.uint32)
     for shape, dtype, sums in (
@@ -106,45 +86,6 @@ def test_mma_names_what_it_does_not_have():
     ):
         with pytest.raises(EmulatorError, match="not emulated"):
             mma.multiply_add(shape, dtype, zeros, zeros, zeros, sums)
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_ldmatrix_and_stmatrix(count, transposed):
-    rng = np.random.default_rng(count)
-    rows = rng.integers(0, 1 << 16, (5, count, 8, 8)).astype(np.uint16)
-    registers = fragments.load_matrices(rows, transposed)
-    assert registers.shape == (count, 5 * 32)
-    registers = registers.reshape(count, 5, 32)
-    for lane, matrix in itertools.product(LANES, range(count)):
-        x = rows[:, matrix].swapaxes(1, 2) if transposed else rows[:, matrix]
-        low, high = x[:, lane // 4, 2 * (lane % 4)], x[:, lane // 4, 2 * (lane % 4) + 1]
-        np.testing.assert_array_equal(
-            registers[matrix, :, lane], low.astype(np.uint32) | high.astype(np.uint32) << 16
-        )
-    np.testing.assert_array_equal(fragments.store_matrices(registers.reshape(count, -1), transposed), rows)
-
-
-@pytest.mark.parametrize("span", [32, 64, 128])
-def test_swizzle_is_an_involution_that_misses_no_bank(span):
-    addresses = np.arange(4096)
-    there = descriptors.swizzle(addresses, span)
-    np.testing.assert_array_equal(descriptors.swizzle(there, span), addresses)
-    np.testing.assert_array_equal(
-        there // descriptors.CHUNK * descriptors.CHUNK + addresses % descriptors.CHUNK, there
-    )
-    # The manual's picture: in row r of 128 bytes, chunk c of a row of the pattern lies at c XOR r.
-    row, chunk = addresses // 128, addresses // 16 % 8
-    wide = span // 16
-    expected = chunk // wide * wide + (
-        chunk % wide ^ row % 8 % wide if span == 128 else chunk % wide ^ row % wide
-    )
-    np.testing.assert_array_equal(there, row * 128 + expected * 16 + addresses % 16)
-    # A column of chunks, 8 rows of `span` bytes, is one wavefront: all 32 banks, each once.
-    for column in range(wide):
-        starts = descriptors.swizzle(np.arange(8) * span + column * 16, span)
-        banks = (starts[:, None] + 4 * np.arange(4)) // 4 % 32
-        assert len(np.unique(banks)) == 32
 
 
 def descriptor(start, leading, stride, span, base=0):
@@ -218,21 +159,6 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
     np.testing.assert_array_equal(wgmma.read_operand(shared, blocks, addresses, dtype, major == "mn"), tiles)
 
 
-def test_wgmma_steps_through_a_swizzled_row_by_its_start_address():
-    """K-major with a 128-byte swizzle: the tile 32 bytes further in the row is the next 16 of the depth."""
-    rng = np.random.default_rng(4)
-    tile = small_integers(rng, 64, 64)
-    shared = np.zeros((1, 16384), np.uint8)
-    addresses = np.arange(64 * 8).reshape(64, 8) * 16 + 2048
-    shared.reshape(-1).view("V16")[descriptors.swizzle(addresses, 128) // 16] = bits_of(tile, "bf16").view(
-        "V16"
-    )
-    words = np.array([descriptor(2048 + 32 * step, 16, 1024, 128) for step in range(4)])
-    read = wgmma.operand_addresses(words, 64, "bf16", False, 16384)
-    steps = wgmma.read_operand(shared, np.zeros(4, np.int64), read, "bf16", False)
-    np.testing.assert_array_equal(np.concatenate(list(steps), axis=1), tile)
-
-
 def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
     spans = [128, 0, 32, 128, 64]
     words = np.array([descriptor(1024 * i, 256, 1024, span) for i, span in enumerate(spans)])
@@ -274,16 +200,6 @@ def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
         np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "place", "elements"), [("bf16", manual.a_16x16, 8), ("tf32", manual.a_16x8_tf32, 4)]
-)
-def test_wgmma_takes_a_from_registers(dtype, place, elements):
-    rng = np.random.default_rng(7)
-    tile = small_integers(rng, 64, mma.DEPTH[dtype])
-    words = words_of(registers_of(tile, manual.a_of_group(place), elements, range(128)), dtype)
-    np.testing.assert_array_equal(wgmma.register_operand(words, dtype)[0], tile)
-
-
 def tensor(values, box, swizzle=0, dtype=None, pitch=None):
     """A tensor map of a matrix whose rows lie `pitch` elements apart, and what is around it in memory."""
     rows, columns = values.shape
@@ -291,45 +207,6 @@ def tensor(values, box, swizzle=0, dtype=None, pitch=None):
     memory = np.full(rows * pitch, 99, values.dtype)
     memory.reshape(rows, pitch)[:, :columns] = values
     return TensorMap(memory, rows, columns, pitch, *box, dtype or values.dtype.name, swizzle), memory
-
-
-def box_of(values, x, y, rows, columns):
-    """The box at (x, y), zeros outside, by a padding that is larger than any box."""
-    padded = np.pad(values, 500)
-    return padded[500 + y : 500 + y + rows, 500 + x : 500 + x + columns]
-
-
-# Corners of a box of 8 x 32 around all edges and corners of a matrix of 20 x 50, and far off.
-CORNERS = list(
-    itertools.product((-400, -32, -31, -1, 0, 3, 18, 19, 49, 50, 400), (-400, -8, -7, 0, 12, 13, 19, 20, 400))
-)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_tensor_loads_fill_what_is_outside_with_zeros(dtype):
-    values = np.arange(1, 1001, dtype=dtype).reshape(20, 50)
-    source, _ = tensor(values, (8, 32))
-    tensor_copies.check(source)
-    assert tensor_copies.box_bytes(source) == 8 * 32 * values.itemsize
-    for x, y in CORNERS:
-        loaded = tensor_copies.load_box(source, x, y)
-        np.testing.assert_array_equal(
-            loaded.view(dtype).reshape(8, 32), box_of(values, x, y, 8, 32), f"{x}, {y}"
-        )
-
-
-def test_tensor_stores_write_only_what_is_inside():
-    values = np.zeros((20, 50), np.float32)
-    box = np.arange(1, 8 * 32 + 1, dtype=np.float32).reshape(8, 32)
-    for x, y in CORNERS:
-        target, memory = tensor(values, (8, 32))
-        tensor_copies.store_box(target, x, y, box.view("V16"))
-        expected = np.full((20, 64), 99, np.float32)
-        expected[:, :50] = 0
-        for i, j in itertools.product(range(8), range(32)):
-            if 0 <= y + i < 20 and 0 <= x + j < 50:
-                expected[y + i, x + j] = box[i, j]
-        np.testing.assert_array_equal(memory.reshape(20, 64), expected, f"{x}, {y}")
 
 
 @pytest.mark.parametrize("span", [0, 32, 64, 128])
@@ -366,28 +243,6 @@ def mbarrier(expected):
     return Mbarrier(expected, nothing, 0, 1, nothing)
 
 
-def test_mbarrier_phases_follow_arrivals_and_bytes():
-    barrier = mbarrier(2)
-    assert barrier.over(1)  # the phase before the first
-    assert not barrier.over(0)
-    assert not barrier.arrive(1, np.array([3, 0, 0, 0]))
-    assert barrier.arrive(1, np.array([0, 5, 0, 0]))
-    assert barrier.over(0)
-    assert not barrier.over(1)
-    np.testing.assert_array_equal(barrier.completed, [3, 5, 0, 0])
-    # The next phase: bytes too, that may come before they are announced; a relaxed arrival releases nothing.
-    assert not barrier.complete(96, np.array([0, 0, 7, 0]))
-    assert "96 bytes more than were announced" in barrier.lacks()
-    assert not barrier.expect(128)
-    assert not barrier.arrive(2, None)
-    assert barrier.lacks() == "lacks 32 bytes"
-    assert barrier.complete(32, np.array([0, 0, 0, 8]))
-    assert barrier.over(1)
-    np.testing.assert_array_equal(barrier.completed, [0, 0, 7, 8])
-    assert barrier.phase == 2
-    assert barrier.lacks() == "lacks 2 of 2 arrivals"
-
-
 def test_mbarriers_name_what_is_undefined():
     with pytest.raises(Fault, match="made for 0 arrivals"):
         mbarrier(0)
@@ -397,28 +252,6 @@ def test_mbarriers_name_what_is_undefined():
         mbarrier(2).arrive(3, None)
     with pytest.raises(Fault, match="waits for 1048576 bytes: it counts to 1048575"):
         mbarrier(1).expect(1 << 20)
-
-
-def test_groups_complete_as_late_as_allowed():
-    groups = AsyncGroups(4)
-    everyone, some = np.arange(4), np.array([1, 2])
-    groups.begin("first", everyone)
-    groups.commit(everyone)
-    groups.begin("second", some)
-    groups.commit(everyone)  # empty for the others
-    groups.begin("third", everyone)
-    assert groups.wait(everyone, 2) == []
-    assert [(name, due.tolist()) for name, due in groups.wait(np.array([1]), 1)] == [
-        ("first", [False, True, False, False])
-    ]
-    assert [(name, due.tolist()) for name, due in groups.wait(everyone, 0)] == [
-        ("first", [True, False, True, True]),
-        ("second", [True, True]),
-    ]
-    assert groups.wait(everyone, 0) == []  # the third is in no group yet
-    groups.commit(everyone)
-    assert [name for name, _ in groups.wait(everyone, 0)] == ["third"]
-    assert groups.pending == []
 
 
 def test_registers_at_launch():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from numba import cuda, int32
+from numba import cuda
 
 from minidist.kernels.emulator import Fault, launch
 
@@ -36,35 +36,6 @@ def test_a_flag_that_nobody_sets_is_a_deadlock_and_not_an_endless_loop():
     with pytest.raises(Fault, match="for ever") as caught:
         launch(in_vain, 2, 32, np.zeros(1, np.int32))
     assert caught.value.kind == "deadlock"
-
-
-def test_the_last_block_sums_what_all_blocks_left():
-    @cuda.jit
-    def total(x, parts, done, out):
-        tile = cuda.shared.array(64, int32)
-        last = cuda.shared.array(1, int32)
-        i = cuda.threadIdx.x
-        tile[i] = x[cuda.grid(1)]
-        cuda.syncthreads()
-        half = 32
-        while half > 0:
-            if i < half:
-                tile[i] += tile[i + half]
-            cuda.syncthreads()
-            half //= 2
-        if i == 0:
-            parts[cuda.blockIdx.x] = tile[0]
-            cuda.threadfence()
-            last[0] = cuda.atomic.add(done, 0, 1)
-        cuda.syncthreads()
-        if last[0] == cuda.gridDim.x - 1 and i == 0:
-            for block in range(cuda.gridDim.x):
-                out[0] += parts[block]
-
-    x = np.random.default_rng().integers(-99, 99, 64 * 20).astype(np.int32)
-    out = np.zeros(1, np.int32)
-    launch(total, 20, 64, x, np.zeros(20, np.int32), np.zeros(1, np.int32), out)
-    assert out[0] == x.sum()
 
 
 def test_a_barrier_of_the_whole_grid():

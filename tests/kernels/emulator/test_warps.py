@@ -68,18 +68,6 @@ def test_shuffles(seed, mode):
     assert not undefined[~active].any()
 
 
-def test_shuffles_of_numba():
-    """The operands as Numba writes them: cuda.shfl_down_sync(mask, x, 4) passes 31 as the last lane."""
-    lanes = np.arange(32, dtype=np.uint32)[None]
-    active, members = np.ones((1, 32), bool), np.full((1, 32), ALL, np.uint32)
-    four, last, first = (np.full((1, 32), n, np.uint32) for n in (4, 31, 0))
-    down, predicate, _ = run("shfl.sync.down.b32", active, lanes, four, last, members)
-    assert down[0].tolist() == [*range(4, 32), 28, 29, 30, 31]
-    assert predicate[0].tolist() == [True] * 28 + [False] * 4
-    up, _, _ = run("shfl.sync.up.b32", active, lanes, four, first, members)
-    assert up[0].tolist() == [0, 1, 2, 3, *range(28)]
-
-
 @settings(max_examples=50, deadline=None)
 @given(seeds)
 def test_votes_and_matches(seed):

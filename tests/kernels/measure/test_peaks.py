@@ -29,15 +29,6 @@ def test_attainable_by_hand():
     assert GPU.attainable(100, "bfloat16") == 400e12
 
 
-def test_an_array_gives_an_array():
-    found = ONE.attainable(np.array([[1, 2], [5, 80]]))
-    np.testing.assert_array_equal(found, [[20e9, 40e9], [100e9, 100e9]])
-    np.testing.assert_array_equal(ONE.attainable([1, 10]), [20e9, 100e9])
-    assert ONE.attainable(np.empty(0)).shape == (0,)
-    assert type(ONE.attainable(np.float32(1))) is float
-    assert type(ONE.attainable(3)) is float
-
-
 @given(peak=rates, bandwidth=rates, x=st.floats(0, 1e12))
 def test_attainable_is_the_lower_of_both_bounds(peak, bandwidth, x):
     roof = Roof("", {"float32": peak}, bandwidth)

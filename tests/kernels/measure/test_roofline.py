@@ -51,16 +51,6 @@ def test_peaks_are_measured_once_and_kept(measured):
     assert measured == [1]
 
 
-def test_fresh_measures_again_and_keeps_that(measured):
-    roofline.measure()
-    second = roofline.measure(fresh=True)
-    assert second.one.bandwidth == 2.0
-    assert roofline.measure() == second
-    forget()
-    assert roofline.measure() == second
-    assert measured == [1, 2]
-
-
 def test_a_spoilt_file_is_measured_again_and_replaced(measured):
     roofline.measure()
     forget()
@@ -213,12 +203,6 @@ def test_what_is_wrong_is_said_before_anything_is_timed():
             roofline.place(never, *arguments, peaks=PEAKS)
 
 
-def test_a_time_from_elsewhere_is_placed_too():
-    point = roofline.point("x", 1e-3, 100, 100, 100, "f8", "all", PEAKS)
-    assert point == roofline.Point("x", 100, 100, 100, "float64", 1e-3, ALL)
-    assert point.rate == 2e9
-
-
 def test_every_rung_can_be_placed():
     for rung in filter(runs_here, CPU_LADDER):
         point = roofline.place(rung, 5, 7, 3, peaks=PEAKS, seconds=0)
@@ -236,12 +220,6 @@ def test_rung_8_is_placed_below_the_matrix_unit_with_the_bytes_of_float32(monkey
     assert (point.dtype, point.stored, point.bytes) == ("bfloat16", "float32", 3 * 4 * 900)
     assert point.roof.peak(point.dtype) == 8e11
     assert (other.dtype, other.stored, other.intensity) == ("float32", "", point.intensity)
-
-
-def test_numpy_is_placed_as_its_own_time_says():
-    point = roofline.place(np.matmul, 96, 96, 96, peaks=PEAKS, seconds=0.02)
-    assert point.name == "numpy.matmul"
-    assert 0 < point.share < 100
 
 
 def test_the_command_prints_the_peaks_and_the_points(measured, capsys, tmp_path):

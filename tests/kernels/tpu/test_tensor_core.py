@@ -32,37 +32,6 @@ def row_times_column(row, column, start, unit="float32"):
     return float(tensor_core_mma(a, b, c, unit)[0, 0])
 
 
-@settings(deadline=None, max_examples=50)
-@given(seeds, st.sampled_from(EVERY_UNIT))
-def test_every_product_is_exact(seed, unit):
-    rng = np.random.default_rng(seed)
-    a, b = any_halves(rng, 20, 1), any_halves(rng, 1, 30)
-    d = tensor_core_mma(a, b, np.zeros((20, 30), "float32"), unit)
-    assert d.dtype == np.float32
-    for i, j in np.ndindex(d.shape):
-        assert Fraction(float(d[i, j])) == Fraction(float(a[i, 0])) * Fraction(float(b[0, j]))
-
-
-@every_unit
-def test_the_largest_and_the_smallest_products_fit(unit):
-    largest, smallest = 65504.0, 2.0**-24
-    assert row_times_column([largest], [-largest], 0, unit) == -(65504**2)
-    assert row_times_column([smallest], [smallest], 0, unit) == 2.0**-48
-
-
-@every_unit
-def test_sums_are_not_in_half(unit):
-    """2048 + 1 is 2048 in half, and 65504 + 65504 is infinite."""
-    assert row_times_column([2048] + [1] * 16, [1] * 17, 0, unit) == 2064
-    assert row_times_column([1] * 16, [1] * 16, 2048, unit) == 2064
-    assert row_times_column([65504] * 40, [1] * 40, 0, unit) == 40 * 65504
-
-
-def test_sums_are_not_in_float64():
-    """2**24 + 1 is 2**24 in float32. In float64, rounded at the end, the ones would add up."""
-    assert row_times_column([1] * 64, [1] * 64, 2**24) == 2**24
-
-
 def test_float32_sums_start_with_c_and_go_in_the_order_of_k():
     big = [4096, 1, 4096], [4096, 1, -4096]
     assert row_times_column(*big, 0) == 0  # 2**24 + 1 - 2**24, from the left
@@ -82,52 +51,6 @@ def test_float32_sums_round_each_sum_to_the_nearest(seed, m, n, k):
         exact = expected.astype("float64") + a[:, p, None].astype("float64") * b[p].astype("float64")
         expected = exact.astype("float32")
     np.testing.assert_array_equal(tensor_core_mma(a, b, c), expected)
-
-
-@settings(deadline=None, max_examples=30)
-@given(seeds)
-def test_the_error_is_within_the_bound(seed):
-    rng = np.random.default_rng(seed)
-    k = int(rng.integers(1, 60))
-    a, b, c = any_halves(rng, 1, k), any_halves(rng, k, 1), rng.standard_normal((1, 1)).astype("float32")
-    products = [Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a.ravel(), b.ravel(), strict=True)]
-    exact, scale = (
-        sum(products, Fraction(float(c[0, 0]))),
-        sum(map(abs, products), abs(Fraction(float(c[0, 0])))),
-    )
-    for unit, roundoff in (("float32", 2.0**-24), *((real, 2.0**-22) for real in UNITS)):
-        gamma = Fraction(k * roundoff / (1 - k * roundoff))
-        d = tensor_core_mma(a, b, c, unit)
-        assert abs(Fraction(float(d[0, 0])) - exact) <= gamma * scale
-
-
-# What tells the units apart, beside 2**24: products of 1, 0.5 or 0.25, so many that they would add up.
-@pytest.mark.parametrize(
-    ("unit", "added", "expected"),
-    [
-        # Before the sum, terms are cut below 2 (V100), 1 (A100) or 0.5 (H100).
-        ("V100", [1] * 4, 0),
-        ("V100", [2] * 4, 8),
-        ("A100", [1] * 8, 8),
-        ("A100", [0.5] * 8, 0),
-        ("H100", [0.5] * 16, 8),
-        ("H100", [0.25] * 16, 0),
-        # Cut, not rounded: 1.75 becomes 0, 1 and 1.5. The sum is cut once more, to a multiple of 2.
-        ("V100", [1.75] * 4, 0),
-        ("A100", [1.75] * 3, 2),
-        ("H100", [1.75] * 3, 4),
-        # Block by block: of twice 7 (or 15) ones and a half, the sum of each block is cut to a multiple of 2.
-        ("A100", ([1] * 7 + [0]) * 2, 12),
-        ("H100", ([1] * 15 + [0]) * 2, 28),
-        # IEEE 754 rounds each to the nearest: 2**24 + 1.75 is 2**24 + 2.
-        ("float32", [1] * 16, 0),
-        ("float32", [1.75] * 3, 6),
-    ],
-)
-def test_real_units_cut_what_lies_below_the_largest_term(unit, added, expected):
-    for sign in (1, -1):
-        d = row_times_column([sign] * len(added), added, sign * 2**24, unit)
-        assert d - sign * 2**24 == sign * expected
 
 
 def test_real_units_align_to_the_sum_of_the_factors_exponents():
@@ -172,18 +95,6 @@ def test_real_units_add_blocks_as_documented(seed, unit, k, any_size):
             products = [Fraction(x) * Fraction(y) for x, y in factors]
             expected = exact_block(products, factors, expected, UNITS[unit].extra_bits)
         assert float(d[i, j]) == expected
-
-
-def test_the_units_disagree_with_each_other_on_ordinary_numbers():
-    """What a model trained on one GPU gives on another: close, and not the same."""
-    rng = np.random.default_rng()
-    a, b = rng.standard_normal((2, 64, 64)).astype("float16")
-    c = np.zeros((64, 64), "float32")
-    results = [tensor_core_mma(a, b, c, unit) for unit in EVERY_UNIT]
-    for index, d in enumerate(results):
-        np.testing.assert_allclose(d, results[0], atol=1e-4)
-        for other in results[:index]:
-            assert (d != other).mean() > 0.1
 
 
 @every_unit

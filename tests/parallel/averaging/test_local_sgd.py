@@ -12,7 +12,7 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from tests.helpers import contract
-from tests.parallel.averaging.models import mlp, vectors
+from tests.helpers.models import mlp, vectors
 
 Clusters = Callable[[int], md.Cluster]
 

@@ -84,21 +84,6 @@ def test_a_rule_that_ignores_the_bound_is_caught(monkeypatch: pytest.MonkeyPatch
     assert max(world.servers[0].staleness) > 2
 
 
-def test_a_rule_that_makes_each_push_wait_for_all_others_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound 0 with single pushes cannot end: the first push makes the others too old."""
-
-    def alone(self: Updates) -> list[int]:
-        computing = self.pulled.keys() - self.waiting.keys()
-        if computing or len(self.waiting) != 1:
-            return []
-        return original(self)
-
-    original = Updates.next
-    monkeypatch.setattr(Updates, "next", alone)
-    with pytest.raises(AssertionError, match="in a circle"):
-        World(workers=2, servers=1, bound=0, steps=1, seed=0).run()
-
-
 def test_a_worker_that_leaves_is_not_waited_for() -> None:
     updates = Updates([5, 7], max_staleness=0)
     for worker in (5, 7):
@@ -109,25 +94,3 @@ def test_a_worker_that_leaves_is_not_waited_for() -> None:
     updates.leave(7)
     assert updates.next() == [5]
     assert updates.next() == []
-
-
-def test_what_a_worker_pushed_before_it_left_counts() -> None:
-    updates = Updates([0, 1], max_staleness=0)
-    updates.pull(0)
-    updates.push(0)
-    updates.leave(0)
-    assert updates.next() == [], "the other is still computing for the same update"
-    updates.pull(1)
-    updates.push(1)
-    assert updates.next() == [0, 1]
-    assert updates.staleness == {0: 2}
-
-
-def test_one_that_runs_ahead_waits_for_one_that_has_not_pulled_yet() -> None:
-    updates = Updates([0, 1], max_staleness=1)
-    for expected in ([0], []):
-        updates.pull(0)
-        updates.push(0)
-        assert updates.next() == expected
-    updates.pull(1)  # late, but with the newest parameters
-    assert updates.next() == [0]

@@ -115,7 +115,7 @@ def applied_and_kept(compression: Compression, dtype: torch.dtype) -> tuple[Tens
         model.synchronize()
         exact += gradients.mean(0)
         applied += torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    plan = model.reducer.rounds
+    plan = model.shared.sets[0]
     kept = torch.zeros(numel, dtype=dtype)
     starts = dict(zip(range(3), (0, 108, 115), strict=True))
     for bucket, reduction in zip(plan.buckets, plan.reductions, strict=True):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
-from minidist.parallel.context import sequence_share, zigzag_order
+from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.sequence_share import SequenceShare, apply
 from minidist.parallel.training.recompute import recompute
 
@@ -81,48 +81,6 @@ def test_a_gpt_trains_to_the_weights_of_one_process(cluster_of: Clusters, ranks:
 def test_so_it_does_with_a_loss_of_the_whole_outputs_and_with_recomputation(cluster_of: Clusters) -> None:
     for trained in (*cluster_of(3).run(train, True), *cluster_of(2).run(train, False, True)):
         compare(trained, train_whole())
-
-
-def train_with_plain_positions() -> tuple[list[float], dict[str, Tensor]]:
-    """A fault: positions count from 0 on every rank."""
-    right = sequence_share._positions
-    sequence_share._positions = lambda share, embedding, tokens: torch.arange(tokens.shape[1])
-    try:
-        return train(False)
-    finally:
-        sequence_share._positions = right
-
-
-def test_positions_that_are_not_the_wholes_are_seen(cluster_of: Clusters) -> None:
-    with pytest.raises(AssertionError):
-        compare(cluster_of(2).run(train_with_plain_positions)[0], train_whole())
-
-
-class HalfOfTheHeads(nn.Module):
-    """The heads that one of two tensor-parallel ranks would have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = GPT(TINY, dtype=torch.float64).layers[1].attention
-        for name in ("query", "key", "value"):
-            part = getattr(self.attention, name)
-            part.weight, part.bias = (nn.Parameter(x[4:].detach()) for x in (part.weight, part.bias))
-        self.attention.output.weight = nn.Parameter(self.attention.output.weight[:, 4:].detach())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attention(x)
-        return out
-
-
-def with_half_of_the_heads() -> None:
-    x = torch.randn(2, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    share = SequenceShare()
-    part = apply(HalfOfTheHeads(), share)(share.cut(x))
-    torch.testing.assert_close(part, share.cut(HalfOfTheHeads()(x)), **CLOSE)
-
-
-def test_it_works_with_a_part_of_the_heads(cluster_of: Clusters) -> None:
-    cluster_of(2).run(with_half_of_the_heads)
 
 
 # Cutting.

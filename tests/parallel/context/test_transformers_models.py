@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import minidist as md
 from minidist.model.loss import cross_entropy
 from minidist.parallel.context.sequence_share import SequenceShare
-from tests.helpers import contract
+from tests.helpers import contract, models
+from tests.helpers.models import Logits
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 
@@ -22,59 +23,15 @@ PRELOAD = ["transformers.models.llama.modeling_llama"]
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
-SMALL = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-MORE: dict[str, Any] = {**SMALL, "intermediate_size": 24, "max_position_embeddings": 16}
-DROPS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-DROPS_OF_BERT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 
 
-def llama_config(**others: Any) -> Any:
-    return transformers.LlamaConfig(**MORE, num_key_value_heads=2, **others)
-
-
-def llama(config: Any = None) -> Any:
-    model = transformers.LlamaForCausalLM(config or llama_config())
-    for name, part in [*model.named_modules()]:
-        if name.endswith("norm"):  # its own rounds to float32
-            model.set_submodule(name, nn.RMSNorm(part.weight.shape, eps=part.variance_epsilon))
-    return model
-
-
-def gpt2() -> Any:
-    sizes = {"vocab_size": 17, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    # Each layer has its own scale.
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, **DROPS, scale_attn_by_inverse_layer_idx=True)
-    )
-
-
-def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**MORE, **DROPS_OF_BERT))
-
-
-MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2": gpt2, "bert": bert}
-
-
-class Logits(nn.Module):
-    """A model of transformers that gives a tensor."""
-
-    def __init__(self, name: str, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner = MODELS[name]().double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.inner(x).logits
-        return logits
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 17, (count, 8), generator=generator)
-    return text[:, :-1], text[:, 1:]  # 7 tokens: one rank has 3, the other 4
+OWN_SCALES = {"scale_attn_by_inverse_layer_idx": True}  # one for each layer
+MODELS: dict[str, dict[str, Any]] = {"Llama": {}, "GPT-2": OWN_SCALES, "BERT": {}}
+tokens = partial(models.tokens, length=7)  # one rank has 3, the other 4
 
 
 def case(name: str) -> contract.Case:
-    return contract.Case(partial(Logits, name), tokens, SGD, batches=(4, 5, 4))
+    return contract.Case(partial(Logits, name, **MODELS[name]), tokens, SGD, batches=(4, 5, 4))
 
 
 DEEP = [
@@ -107,10 +64,10 @@ def test_positions_that_count_from_0_on_every_rank_are_seen(cluster_of: Clusters
     def train() -> contract.Trained:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
-            return contract.train_on_this_rank(case("llama"), PARSE("cp=2"))
+            return contract.train_on_this_rank(case("Llama"), PARSE("cp=2"))
 
     with pytest.raises(AssertionError, match="not close"):
-        contract.compare(cluster_of(2).run(train)[0], contract.train_in_one_process(case("llama")))
+        contract.compare(cluster_of(2).run(train)[0], contract.train_in_one_process(case("Llama")))
 
 
 def batch(**others: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -129,12 +86,9 @@ def prepared(model: Any) -> Any:
 def look() -> None:
     """Batches as loaders give them, in a process where another model has the same config."""
     ids = batch()[0]["input_ids"]
-    config = llama_config()
-    torch.manual_seed(0)
-    other, model = llama(config).double(), llama(config)
+    config = models.hugging_face("Llama", 0).config
+    other, model, whole = (models.hugging_face("Llama", 0, config=config) for _ in range(3))
     before, name = other(ids).logits, config._attn_implementation
-    whole = llama(config).double()
-    whole.load_state_dict(model.state_dict())
     engine = prepared(model)
     assert config._attn_implementation == other.config._attn_implementation == name
     assert torch.equal(other(ids).logits, before)
@@ -153,20 +107,18 @@ def test_batches_of_loaders_beside_a_model_with_the_same_config(cluster_of: Clus
 
 
 def refuse() -> None:
-    engine, ones = prepared(llama()), torch.ones(2, 7, dtype=torch.int64)
+    engine, ones = prepared(models.hugging_face("Llama")), torch.ones(2, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"attention_mask hides . tokens of padding"):
         engine.step(*batch(attention_mask=ones * 0))
     with pytest.raises(ValueError, match="position_ids are not those of one text"):
         engine.step(*batch(position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]).expand(2, 7)))
-    sizes = {**MORE, "num_key_value_heads": 2}
-    windows = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=4))
     with pytest.raises(ValueError, match="window of 4 tokens"):
-        prepared(windows).step(*batch())
+        prepared(models.hugging_face("Mistral", sliding_window=4)).step(*batch())
     with pytest.raises(ValueError, match=r"dropout is 0\.5 in attention"):
-        prepared(llama(llama_config(attention_dropout=0.5))).step(*batch())
+        prepared(models.hugging_face("Llama", attention_dropout=0.5)).step(*batch())
     small = transformers.T5Config(vocab_size=17, d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4)
     for model, why in (
-        (transformers.RobertaForMaskedLM(transformers.RobertaConfig(**MORE)), "that are not padding"),
+        (transformers.RobertaForMaskedLM(transformers.RobertaConfig(**models.TEXT)), "that are not padding"),
         (transformers.T5ForConditionalGeneration(small), "no argument `position_ids`"),
     ):
         forward, config = model.forward, model.config

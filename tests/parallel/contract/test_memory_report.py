@@ -212,6 +212,20 @@ def without_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sharded, "held", wrong)
 
 
+def test_tensors_in_lists_of_the_optimizers_state_count() -> None:
+    """LBFGS keeps its history in lists."""
+    engine = md.prepare(nn.Linear(50, 2), partial(torch.optim.LBFGS, lr=0.1, max_iter=3), md.Layout())
+    inputs, targets = torch.randn(4, 50), torch.tensor([0, 1, 0, 1])
+    for _ in range(2):
+        engine.step(inputs, targets)
+    (state,) = engine.optimizer.state.values()
+    lists = [x for value in state.values() if isinstance(value, list) for x in value]
+    in_lists = sum(x.nbytes for x in lists if isinstance(x, Tensor))
+    assert in_lists >= 2 * 4 * 102
+    direct = sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
+    assert engine.memory().optimizer == in_lists + direct
+
+
 @pytest.mark.parametrize("fault", [each_tensor_counts, elements_count, without_gradients])
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     def measure() -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.cli import commands
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
-from minidist.parallel.debugging.assembling import assemble, distance, distinct
+from minidist.parallel.debugging.assembling import distance
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, record
 
@@ -162,12 +162,6 @@ def test_uneven_parts_agree(cluster_of: Clusters, layout: str) -> None:
     assert found.agree, str(found)
 
 
-@pytest.mark.parametrize("options", [{"make": mlp}, {"optimizer": ADAMW}, {"make": mlp, "optimizer": ADAMW}])
-def test_other_models_and_optimizers_agree(cluster_of: Clusters, options: dict[str, Any]) -> None:
-    found = compared(cluster_of, "dp=1", "dp=2,zero=1", torch.float32, **options)
-    assert found.agree, str(found)
-
-
 def test_a_layout_in_16_bits_agrees_with_what_they_can_say(cluster_of: Clusters) -> None:
     found = compared(cluster_of, "dp=1", "dp=2,precision=bf16", torch.float32)
     assert found.agree, str(found)
@@ -264,14 +258,6 @@ def test_a_wrong_sign_is_named_where_gradients_are_sharded(cluster_of: Clusters,
     assert found.first.difference == pytest.approx(2, rel=0.02)  # AdamW's decay is left out
 
 
-def test_a_weight_gradient_alone_leaves_the_rest_of_the_step_alone(cluster_of: Clusters) -> None:
-    found = compared(cluster_of, "dp=2", "dp=2", plant=negate_weight_gradient)
-    assert [each.what for each in found.differences if each.step == 1] == [
-        "the update of layers.2.mlp.up.weight"
-    ]
-    assert "computed later differ, too" in str(found)
-
-
 def uneven(parameters: Any) -> torch.optim.Optimizer:
     """A fault: rank 1 updates its copies by more."""
     return torch.optim.SGD(parameters, lr=0.1 * (1 + 0.01 * md.rank()))
@@ -332,58 +318,6 @@ def test_two_engines_of_the_same_ranks_are_compared(cluster_of: Clusters) -> Non
     assert found[0].agree
     assert (found[0].a, found[0].b) == ("dp=2", "dp=2,zero=2")
     assert first(cluster_of(2).run(both, 1)[0]) == (0, "layers.0", "its layers.0.token.weight")
-
-
-# Putting together.
-
-
-def pieces_of(place: dict[str, int], whole: Tensor) -> Tensor:
-    """A rank's rows and positions of `whole`, (rows, T, D)."""
-    from minidist.parallel.context import zigzag_order
-
-    rows = whole.tensor_split(2)[place["dp"]]
-    return rows[:, zigzag_order.positions(whole.shape[1], 2, place["cp"])]
-
-
-def assembled(kind: str) -> dict[str, list[Tensor]]:
-    """dp=2 x 2 more ranks, over cp or tp."""
-    whole = torch.arange(5 * 7 * 3.0).view(5, 7, 3)
-    major, minor = divmod(md.rank(), 2)
-    layout = md.Layout()
-    sizes = {"dp": 2, "cp": 2, "tp": 1} if kind == "cp" else {"dp": 2, "cp": 1, "tp": 2}
-    for name, value in {**sizes, "pp": 1}.items():
-        object.__setattr__(layout, name, value)
-    object.__setattr__(layout, "sequence_parallel", kind == "positions")
-    rows = whole.tensor_split(2)[major]
-    piece = {
-        "cp": lambda: pieces_of({"dp": major, "cp": minor}, whole),
-        "copies": lambda: rows,
-        "unequal": lambda: rows + minor,
-        "positions": lambda: rows.tensor_split(2, dim=1)[minor],
-        "width": lambda: torch.nn.functional.pad(rows, (0, 1))[..., 2 * minor : 2 * minor + 2],
-    }[kind]()
-    return assemble({"x": piece, **({"empty": torch.empty(0, 7)} if minor == 0 else {})}, layout, 7)
-
-
-def test_pieces_are_put_together(cluster_of: Clusters) -> None:
-    whole = torch.arange(5 * 7 * 3.0).view(5, 7, 3)
-    for kind, copies in (("cp", 1), ("copies", 1), ("unequal", 2), ("positions", 1), ("width", 2)):
-        for found in cluster_of(4).run(assembled, kind):
-            assert len(found["x"]) == copies, kind
-            assert distance([whole], found["x"]) == (1.0 if kind == "unequal" else 0.0), kind
-
-
-def own_value() -> list[Tensor]:
-    x = torch.tensor([1.0, md.rank() % 2])
-    found = distinct({"same": torch.ones(2), "empty": torch.empty(0), "x": x})
-    assert torch.equal(found["same"][0], torch.ones(2))
-    assert [len(found[name]) for name in ("same", "empty", "x")] == [1, 1, 2]
-    return found["x"]
-
-
-def test_values_that_are_not_the_same_everywhere_are_told_apart(cluster_of: Clusters) -> None:
-    for found in cluster_of(4).run(own_value):
-        assert torch.stack(found).tolist() == [[1, 0], [1, 1]]
 
 
 def test_distances_are_of_equal_shapes_and_see_nan() -> None:
@@ -447,37 +381,6 @@ def left_by(layout: str, steps: int) -> list[str]:
 )
 def test_an_engine_is_left_as_it_was(cluster_of: Clusters, layout: str, steps: int) -> None:
     assert not any(cluster_of(2).run(left_by, layout, steps) if layout != "dp=1" else left_by(layout, steps))
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
-class ScaledBias(nn.Module):
-    """Whose second bias has a gradient that is multiplied by a factor."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.layers, self.factor = mlp(torch.float32)[0].layers, factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third = self.layers
-        bias = second.linear.bias
-        return third(second(first(x)) + Scaled.apply(bias, self.factor) - bias.detach())
-
-
-@pytest.mark.parametrize("name", ["dampened", "ASGD"])  # others divide a gradient by its size
-def test_no_optimizer_hides_a_gradient(name: str) -> None:
-    engines = [md.prepare(ScaledBias(factor), OPTIMIZERS[name]) for factor in (1.0, 1.2)]
-    found = md.compare(*engines, mlp(torch.float32)[1])
-    assert first(found) == (1, "layers.1", "the update of layers.1.linear.bias")
 
 
 # Mistakes, and the command.
@@ -602,39 +505,3 @@ def test_bad_input_is_one_line(capfd: pytest.CaptureFixture[str], words: list[st
     assert told in err
     assert err.count("\n") == 1
     assert out == ""
-
-
-class Tower(nn.Module):
-    """Layers in lists of other names, at two depths, between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(6, 5)
-        self.body = nn.Module()
-        self.body.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.body.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def scale(name: str, model: nn.Module) -> None:
-    model.get_submodule(name).register_forward_hook(lambda *given: given[-1] * 1.01)
-
-
-def tower(dtype: torch.dtype) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    torch.manual_seed(0)
-    return Tower().to(dtype), mlp(dtype)[1]
-
-
-@pytest.mark.parametrize("layer", ["body.blocks.1", "enter"])
-def test_a_fault_is_named_in_a_list_of_any_name(cluster_of: Clusters, layer: str) -> None:
-    right, wrong = (
-        recording_of(cluster_of, layout, torch.float64, make=tower, plant=fault)
-        for layout, fault in (("dp=1", None), ("dp=2", partial(scale, layer)))
-    )
-    assert right.layers == ["enter", "body.blocks.0", "body.blocks.1", "body.blocks.2", "head"]
-    assert first(differences(right, wrong)) == (1, layer, "its output")

@@ -113,19 +113,6 @@ def test_the_first_difference_is_said_with_its_size(cluster_of: Clusters, ranks:
     )
 
 
-def test_the_odd_rank_is_the_one_that_differs_from_most(cluster_of: Clusters) -> None:
-    def compare() -> int:
-        copy = model()
-        copy[0].weight.data += md.rank() == 0
-        try:
-            md.assert_in_sync(copy)
-        except md.OutOfSync as error:
-            return error.rank
-        return -1
-
-    assert cluster_of(3).run(compare) == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -232,18 +219,6 @@ def test_an_optimizers_state_and_options_are_compared(cluster_of: Clusters) -> N
         assert "optimizer's exp_avg of 0.bias, float64[4], differs between rank 1 and rank 0: 1 of 4" in state
         assert "optimizer's lr of its group 0 is 0.25 on rank 1 and 0.5 on rank 0" in option
         assert "rank 1 has no optimizer's exp_avg of 0.weight, and rank 0 has" in missing
-
-
-def test_a_gradient_that_one_rank_lacks_is_named(cluster_of: Clusters) -> None:
-    def compare() -> str:
-        copy = model()
-        if md.rank() == 0:
-            copy[2](torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-        md.assert_in_sync(copy)
-        return text_of(copy, gradients=True)
-
-    for text in cluster_of(2).run(compare):
-        assert "rank 1 has no gradient of 2.weight, and rank 0 has" in text
 
 
 def test_only_a_groups_ranks_are_compared(cluster_of: Clusters) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, config
 from tests.helpers import contract
+from tests.helpers.models import gpt, tokens
 
 PRELOAD = ["functorch.compile", "torch._inductor.pattern_matcher"]
 
@@ -48,17 +48,8 @@ def ranks() -> Iterator[md.Cluster]:
         yield cluster
 
 
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def gpt(seed: int) -> GPT:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8)
-    return GPT(shape, seed=seed, dtype=torch.float64)
-
-
-CASE = contract.Case(gpt, tokens, SGD, batches=(5, 5, 5), clip_norm=0.5)  # 2 ranks have 2 and 3 rows
+# 2 ranks have 2 and 3 rows.
+CASE = contract.Case(partial(gpt, layers=1), tokens, SGD, batches=(5, 5, 5), clip_norm=0.5)
 
 
 def compiled(model: Any, how: str) -> nn.Module:
@@ -74,7 +65,7 @@ def compiled(model: Any, how: str) -> nn.Module:
 
 def train(case: contract.Case, layout: md.Layout, how: str, check_loss: bool) -> contract.Trained:
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
-    case = replace(case, model=lambda seed: compiled(gpt(seed), how))
+    case = replace(case, model=lambda seed: compiled(gpt(seed, layers=1), how))
     return contract.train_on_this_rank(case, layout, {"check_loss": check_loss})
 
 
@@ -105,7 +96,7 @@ def test_a_compiled_model_trains_to_the_weights_of_one_process(
 def test_compiling_the_model_of_an_engine_gives_its_outputs(ranks: md.Cluster) -> None:
     def outputs() -> tuple[Tensor, Tensor]:
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
-        engine = md.prepare(gpt(0), SGD, md.Layout(tp=2))
+        engine = md.prepare(gpt(0, layers=1), SGD, md.Layout(tp=2))
         model, text = torch.compile(engine.model, backend="aot_eager"), torch.arange(8).view(1, 8)
         engine.step(text, text)
         return model(text).detach(), engine.model(text).detach()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.parallel.context.ring_attention import ring_attention
 from minidist.parallel.sharding import unit_runtime
-from minidist.parallel.tensor import column_parallel, operators
+from minidist.parallel.tensor import linear_layers, operators
 from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training import batch_norm
 from tests.helpers import contract
@@ -301,7 +301,7 @@ def summed_twice(patch: pytest.MonkeyPatch) -> None:
 
         return operators._pair(x, total, total)
 
-    patch.setattr(column_parallel, "OPERATORS", [(operators.copy_to_ranks, leave)] * 2)
+    patch.setattr(linear_layers, "OPERATORS", [(operators.copy_to_ranks, leave)] * 2)
 
 
 def left_where_they_are(patch: pytest.MonkeyPatch) -> None:

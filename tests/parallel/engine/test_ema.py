@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, config
 from tests.helpers import contract
+from tests.helpers.models import gpt, tokens
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -30,24 +30,13 @@ LAYOUTS = [
 DECAY = 0.6
 
 
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def gpt(seed: int) -> nn.Module:
-    """With tied ends, so that a parameter has two names, on two stages of a pipeline."""
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8)
-    return GPT(shape, seed=seed, dtype=torch.float64)
-
-
-CASE = contract.Case(gpt, tokens, SGD, batches=(4, 5, 4))
+CASE = contract.Case(partial(gpt, layers=1), tokens, SGD, batches=(4, 5, 4))
 
 
 @cache
 def expected() -> tuple[contract.Trained, dict[str, Tensor]]:
     """One process, and torch's own average."""
-    model = gpt(0)
+    model = gpt(0, layers=1)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     average.update_parameters(model)
     optimizer, losses = SGD(model.parameters()), []
@@ -63,7 +52,7 @@ def expected() -> tuple[contract.Trained, dict[str, Tensor]]:
 
 
 def prepared(layout: md.Layout) -> tuple[md.Engine, md.EMA]:
-    engine = md.prepare(gpt(md.rank()), SGD, layout)
+    engine = md.prepare(gpt(md.rank(), layers=1), SGD, layout)
     return engine, md.EMA(engine, DECAY)
 
 
@@ -94,54 +83,6 @@ def test_the_average_is_that_of_one_process(cluster_of: Clusters, layout: md.Lay
         contract.compare(contract.Trained([], after), contract.Trained([], weights))
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3"])
-def test_complex_parameters_are_averaged(cluster_of: Clusters, layout: str) -> None:
-    class Turn(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Linear(3, 2, dtype=torch.complex128)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x).real
-
-    def train() -> tuple[Tensor, Tensor]:
-        engine = md.prepare(Turn(), SGD, md.Layout.parse(layout), nn.functional.mse_loss)
-        before = engine.full_state_dict()["layers.weight"]
-        ema = md.EMA(engine, DECAY)
-        x = torch.ones(2, 3, dtype=torch.complex128)
-        engine.step(x, x[:, :2].real)
-        ema.update()
-        expected = DECAY * before + (1 - DECAY) * engine.full_state_dict()["layers.weight"]
-        with ema.applied():
-            return engine.full_state_dict()["layers.weight"], expected
-
-    for found, expected in cluster_of(2).run(train):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_weights_keep_their_averages_when_others_are_thawed(cluster_of: Clusters) -> None:
-    """In ZeRO 3 a thawed bucket moves among a rank's boxes."""
-
-    def train() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)))
-        model[0].requires_grad_(False)
-        engine = md.prepare(model, SGD, md.Layout(dp=2, zero=3), nn.functional.mse_loss)
-        expected, ema = engine.full_state_dict(), md.EMA(engine, DECAY)
-        for step in range(3):
-            model[0].requires_grad_(step > 0)
-            x = torch.full((2, 3), 1.0 + step, dtype=torch.float64)
-            engine.step(x, x)
-            ema.update()
-            for name, value in engine.full_state_dict().items():
-                expected[name] = DECAY * expected[name] + (1 - DECAY) * value
-        with ema.applied():
-            return engine.full_state_dict(), expected
-
-    for found, expected in cluster_of(2).run(train):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
 def resumed(layout: md.Layout, folder: Path) -> contract.Trained:
     """Stopped after two steps, and continued by an engine of another seed."""
     engine, ema = prepared(layout)
@@ -149,7 +90,7 @@ def resumed(layout: md.Layout, folder: Path) -> contract.Trained:
     md.save(engine, folder / "training")
     with ema.applied():
         md.save(engine, folder / "averages")
-    engine = md.prepare(gpt(7), SGD, layout)
+    engine = md.prepare(gpt(7, layers=1), SGD, layout)
     md.load(engine, folder / "averages")
     ema = md.EMA(engine, DECAY)
     md.load(engine, folder / "training")
@@ -168,7 +109,7 @@ def test_a_training_continues_with_its_average(cluster_of: Clusters, zero: int, 
 
 def test_shares_are_averaged_and_masters_in_their_precision(cluster_of: Clusters) -> None:
     def sizes() -> tuple[int, int, set[torch.dtype]]:
-        model = GPT(config("byte-tiny", vocabulary=11, context=8, layers=1, heads=2, width=8), seed=0)
+        model = gpt(0, layers=1).float()
         engine = md.prepare(model, SGD, md.Layout(dp=2, zero=3, precision="bf16"))
         ema = md.EMA(engine)
         kept = ema.averages.values()

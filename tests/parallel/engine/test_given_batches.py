@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import minidist as md
-from minidist.model import GPT, MLP, config
+from minidist.model import MLP
 from minidist.parallel.contract import batch as batches
-from minidist.parallel.engine import evaluation, training_step
-from tests.helpers.contract import of_outputs, own_rows, plain_steps
+from tests.helpers.contract import own_rows, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -115,144 +113,6 @@ def test_batches_of_any_structure(cluster_of: Clusters, layout: str) -> None:
     for states in cluster_of(2).run(train):
         for state in states:
             torch.testing.assert_close(state, expected, **EXACT)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_list_is_one_global_batch(cluster_of: Clusters, layout: str) -> None:
-    """Rank 0 has two batches in each list, and rank 1 three, one or none of two rows."""
-
-    def train() -> dict[str, Tensor]:
-        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
-        for step, each in enumerate(BATCHES):
-            x, scale = own_rows(engine, each)
-            parts = 2 if engine.data_rank == 0 else (3, 1, 2)[step]
-            pieces = zip(x.tensor_split(parts), scale.tensor_split(parts), strict=True)
-            engine.step([{"nodes": nodes, "scale": piece} for nodes, piece in pieces if len(nodes)])
-        return engine.full_state_dict()
-
-    for state in cluster_of(2).run(train):
-        torch.testing.assert_close(state, reference(), **EXACT)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("counts", [(3, 1), (3, 0)])
-def test_loaders_that_end_at_different_times(
-    cluster_of: Clusters, layout: str, counts: tuple[int, int]
-) -> None:
-    """Rank 0 has three batches of two rows; rank 1 fewer."""
-
-    def train() -> tuple[int, float, dict[str, float], dict[str, Tensor]]:
-        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), loss)
-        x, _ = rows(2 * counts[md.rank()], 5 + md.rank())
-        loader = DataLoader(TensorDataset(x, x), batch_size=2) if len(x) else []
-        steps = 0
-        for batch in engine.batches(loader):
-            engine.step(batch)
-            steps += 1
-        metrics = {"loss": None, "first": lambda outputs, y: (outputs[0].mean(), 2 * len(y))}
-        return (
-            steps,
-            engine.evaluate(loader),
-            engine.evaluate(loader, metrics=metrics),
-            engine.full_state_dict(),
-        )
-
-    model = Model(0)
-    own = [rows(2 * count, 5 + rank)[0].split(2) if count else () for rank, count in enumerate(counts)]
-    given = [torch.cat([each[step] for each in own if step < len(each)]) for step in range(3)]
-    plain_steps(model, optimizer_of(model), [(x, x) for x in given], of_outputs(loss))
-    x = torch.cat([x for each in own for x in each])
-    with torch.no_grad():
-        outputs = model(x)
-        expected = {"loss": float(loss(outputs, x)), "first": float(outputs[0].mean())}
-    for steps, mean, means, state in cluster_of(2).run(train):
-        assert steps == 3
-        torch.testing.assert_close((mean, means), (expected["loss"], expected), **EXACT)
-        torch.testing.assert_close(state, model.state_dict(), **EXACT)
-
-
-def test_a_rank_that_waits_counts_nothing(cluster_of: Clusters) -> None:
-    """A planted fault: a batch that is repeated counts again."""
-
-    def counted(*loader: Any) -> Iterator[tuple[Any, bool]]:
-        return ((batch, False) for batch, _ in evaluation.aligned(*loader))
-
-    def train(fault: bool) -> dict[str, Tensor]:
-        engine = md.prepare(Model(md.rank()), SGD, md.Layout(dp=2), loss)
-        loader = [rows(2, step)[:1] * 2 for step in range(3 if md.rank() else 1)]
-        with pytest.MonkeyPatch.context() as patch:
-            if fault:
-                patch.setattr(training_step, "aligned", counted)
-            for batch in engine.batches(loader):
-                engine.step(batch)
-        return engine.full_state_dict()
-
-    right, wrong = (cluster_of(2).run(train, fault)[0] for fault in (False, True))
-    assert not torch.allclose(right["other.weight"], wrong["other.weight"], rtol=1e-3)
-
-
-class Rare(nn.Module):
-    """A layer for all rows, and one that only rows with a positive first number use."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, chosen = self.layers[0](x), (x[:, 0] > 0).nonzero()[:, 0]
-        return y.index_add(0, chosen, self.layers[1](x[chosen])) if len(chosen) else y
-
-
-DECAYING = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
-
-
-@pytest.mark.parametrize("layout", ["dp=2", *LAYOUTS])
-def test_rows_that_do_not_count_use_no_parameter(cluster_of: Clusters, layout: str) -> None:
-    """Rank 1's loader ends first, and its last batch comes again: it alone uses a layer, which rests.
-
-    A planted fault: that batch counts as a use. The layer then moves on with its momentum, and decays.
-    """
-    of = [[-rows(2, step)[0].abs() for step in range(3)], [rows(2, 3)[0].abs()]]
-
-    def train(fault: bool) -> dict[str, Tensor]:
-        engine = md.prepare(Rare(md.rank()), DECAYING, PARSE(layout), nn.functional.mse_loss)
-        if fault:
-            engine.executor.announce = lambda _: None  # type: ignore[method-assign]
-        for _ in range(2):
-            for x in engine.batches(of[md.rank()]):
-                engine.step(x, x[:, :3])
-        return engine.full_state_dict()
-
-    model = Rare(0)
-    given = [torch.cat([of[0][step], *of[1][step:]]) for step in (0, 1, 2, 0, 1, 2)]
-    pairs = [(x, x[:, :3]) for x in given]
-    plain_steps(model, DECAYING(model.parameters()), pairs, of_outputs(nn.functional.mse_loss))
-    for fault in (False, True):
-        for state in cluster_of(2).run(train, fault):
-            same = torch.allclose(state["layers.1.weight"], model.layers[1].weight, rtol=1e-3)
-            assert same != fault
-            if not fault:
-                torch.testing.assert_close(state, model.state_dict(), **EXACT)
-
-
-@pytest.mark.parametrize(
-    "layout", ["dp=2", "dp=2,zero=3", "pp=2,micro_batches=2", "cp=2", "tp=2", "dp=2,tp=2"]
-)
-def test_predictions_are_all_rows_in_order(cluster_of: Clusters, layout: str) -> None:
-    shape = config("byte-tiny", vocabulary=11, context=16, layers=2, heads=2, width=16)
-    tokens = torch.randint(0, 11, (5, 8), generator=torch.Generator().manual_seed(1))
-    ranks = PARSE(layout).ranks
-
-    def predict() -> Tensor:
-        engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout))
-        found: Tensor = engine.predict(own_rows(engine, tokens))
-        return found
-
-    with torch.no_grad():
-        expected = GPT(shape, seed=0, dtype=torch.float64)(tokens)
-    for found in cluster_of(ranks).run(predict):
-        torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_predictions_have_the_outputs_structure(cluster_of: Clusters) -> None:

@@ -129,11 +129,11 @@ def test_masters_and_ties_survive_a_summons(cluster_of: Clusters, zero: int) -> 
         engine = md.prepare(model, partial(torch.optim.SGD, lr=1e-4), layout, loss=mse)
         for x, y in batches(3):
             engine.step(*rows(engine, x.float(), y.float()))
-        before = {box.name: box.tensor.clone() for box in engine.chunks()}
+        before = {box.name: box.tensor.clone() for box in engine.state_boxes()}
         with engine.summon() as weights:
             weights["layers.1.up.bias"].fill_(0.5)
             tied = weights["layers.0.up.bias"] is weights["layers.2.up.bias"]
-        after = {box.name: box.tensor for box in engine.chunks()}
+        after = {box.name: box.tensor for box in engine.state_boxes()}
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved <= {"model.layers.1.up.bias"}
         state = engine.full_state_dict()

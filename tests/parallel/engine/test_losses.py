@@ -15,7 +15,6 @@ from torch.nn import functional
 import minidist as md
 from minidist.model import GPT, config
 from minidist.parallel.tensor_parallel import gather_sequence
-from tests.helpers import contract
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 
 Clusters = Callable[[int], md.Cluster]
@@ -102,42 +101,11 @@ def train(loss: Any, layout: str) -> Trained:
     return steps(md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss), BATCHES)
 
 
-def masked(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return of_outputs({"scores": scores}, batch)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_ignored_labels_do_not_count(cluster_of: Clusters, form: str, layout: str) -> None:
     for found in cluster_of(2).run(train, FORMS[form], layout):
         compare(found, in_one_process())
-
-
-@pytest.mark.parametrize("layout", ["pp=2,micro_batches=2", "dp=2,pp=2,zero=1,micro_batches=3"])
-def test_only_a_pipelines_last_stage_knows_the_weight(cluster_of: Clusters, layout: str) -> None:
-    def train() -> Trained:
-        engine = md.prepare(Chain(md.rank()), SGD, PARSE(layout), masked)
-        return steps(engine, [(each["tokens"], each) for each in BATCHES])
-
-    for found in cluster_of(PARSE(layout).ranks).run(train):
-        compare(found, in_one_process())
-
-
-@pytest.mark.parametrize("layout", ["cp=2", "tp=2", "dp=2,cp=2,zero=3,micro_batches=2"])
-def test_tokens_and_logits_that_are_shared(cluster_of: Clusters, layout: str) -> None:
-    shape = config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8)
-
-    def train() -> Trained:
-        engine = md.prepare(GPT(shape, seed=md.rank(), dtype=torch.float64), SGD, PARSE(layout), masked)
-        return steps(engine, [({"tokens": each["tokens"]}, each) for each in BATCHES])
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return masked(model(batch["tokens"]), batch)[0]
-
-    model = GPT(shape, seed=0, dtype=torch.float64)
-    expected = plain_steps(model, SGD(model.parameters()), BATCHES, loss)
-    for found in cluster_of(PARSE(layout).ranks).run(train):
-        compare(found, expected)
 
 
 def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
@@ -186,69 +154,6 @@ def test_a_loss_that_keeps_state_of_rows_trains_on(cluster_of: Clusters, capfd: 
     # In one process the state has other rows, so that steps 2 and on are not compared. They stay as they are.
     assert cluster_of(2).run(carried, True) == cluster_of(2).run(carried, False)
     assert "one process cannot take the step" in capfd.readouterr().err
-
-
-class Counting(nn.Module):
-    """Scales its outputs by how often it was called, which a buffer, an attribute and a tensor count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.map = nn.Linear(6, 6, dtype=torch.float64)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-        self.mean, self.times = torch.zeros(6, dtype=torch.float64), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.map(x))
-        self.calls += 1
-        y: Tensor = (x - self.mean) * (1 + self.calls * self.times / 8)
-        self.mean, self.times = 0.5 * self.mean + 0.5 * x.detach().mean(0), self.times + 1
-        return y
-
-
-class Normalized(nn.Module):
-    """A loss in units of its running mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss, unit = (outputs - targets).square().mean(), self.mean.clone()
-        self.mean.mul_(0.5).add_(0.5 * loss.detach())
-        return loss / unit
-
-
-class Kept:
-    """A loss of model and batch with an attribute."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.calls += 1
-        return (model(batch[0]) - batch[1]).square().mean() * self.calls
-
-
-@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "dp=2,recompute=true"])
-@pytest.mark.parametrize("make", [Normalized, Kept])
-def test_state_is_advanced_once_a_step(cluster_of: Clusters, make: Callable[[], Any], layout: str) -> None:
-    """Both ranks have the same rows, so that a mean over a rank's is that over all."""
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(2, 4, 6, dtype=torch.float64, generator=generator).unbind() for _ in range(3)]
-
-    def train() -> Trained:
-        model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
-        plan = {"1": "column_gathered"}
-        options: Any = {"plan": plan} if "tp" in layout else {}
-        engine = md.prepare(model, SGD, PARSE(layout), make(), rehearse=True, **options)
-        return Trained([engine.step(*batch) for batch in batches], engine.full_state_dict())
-
-    model = nn.Sequential(Counting(), nn.Linear(6, 6, dtype=torch.float64))
-    of_model = make() if make is Kept else contract.of_outputs(make())
-    expected = plain_steps(model, SGD(model.parameters()), batches, of_model)
-    for found in cluster_of(2).run(train):
-        compare(found, expected)
 
 
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
@@ -391,15 +296,6 @@ def test_a_loss_that_is_no_mean_is_refused(cluster_of: Clusters, loss: Any, layo
         assert "or (mean, weight)" in told
 
 
-def test_a_loss_may_be_let_through(cluster_of: Clusters) -> None:
-    def let_through() -> list[float]:
-        engine = md.prepare(Tagger(), SGD, md.Layout(dp=2), summed, rehearse=False)
-        return [engine.step(batch(4, step)) for step in range(2)]
-
-    losses, _ = cluster_of(2).run(let_through)
-    assert all(loss > 10 for loss in losses)
-
-
 def test_random_losses_agree_and_those_of_one_rank_are_not_compared(cluster_of: Clusters) -> None:
     def noisy(model: Any, batch: dict[str, Tensor]) -> Tensor:
         scores = model(batch["tokens"])["scores"]
@@ -410,21 +306,6 @@ def test_random_losses_agree_and_those_of_one_rank_are_not_compared(cluster_of: 
 
     cluster_of(2).run(diffuse)
     md.prepare(Tagger(), SGD, None, summed).step(batch(4, 0))
-
-
-def test_a_batch_of_which_no_label_counts_changes_nothing(cluster_of: Clusters) -> None:
-    def idle() -> tuple[float, bool, float]:
-        engine = md.prepare(Tagger(), SGD, md.Layout(dp=2))
-        before = engine.full_state_dict()
-        own = batch(3, 0)
-        loss = engine.step({**own, "labels": torch.full_like(own["labels"], IGNORED)})
-        after = engine.full_state_dict()
-        return loss, all(torch.equal(before[name], after[name]) for name in before), engine.step(own)
-
-    for loss, unchanged, later in cluster_of(2).run(idle):
-        assert loss != loss
-        assert unchanged
-        assert later > 0
 
 
 def test_a_pipeline_cannot_call_the_model() -> None:

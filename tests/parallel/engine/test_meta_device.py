@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.model import GPT, MLP, config
+from minidist.model import GPT, config
 from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
@@ -183,14 +183,3 @@ def test_a_function_or_a_sentence_says_how_modules_begin(cluster_of: Clusters) -
     for layout in ("pp=2", "dp=2,zero=3"):
         for found in cluster_of(2).run(partial(make, layout, initialize=fours)):
             assert found == ("", [4, 4, 4], True)
-
-
-def test_an_mlp_draws_by_name(cluster_of: Clusters) -> None:
-    def make(layout: str) -> dict[str, Tensor]:
-        model = MLP((6, 9, 5, 3), seed=3 if md.rank() == 0 else 4, device="meta")
-        return md.prepare(model, SGD, PARSE(layout)).full_state_dict()
-
-    wanted = MLP((6, 9, 5, 3), seed=3).state_dict()
-    for layout in ("tp=2", "pp=2"):
-        for state in cluster_of(2).run(make, layout):
-            torch.testing.assert_close(state, wanted, rtol=0, atol=0)

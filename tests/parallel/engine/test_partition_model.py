@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, accuracy, config
+from minidist.model import GPT, config
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.precision import LossScale
@@ -41,37 +41,6 @@ def chain(seed: int) -> nn.Module:
 
 
 CHAIN = replace(CASES["mlp"], model=chain)
-MLPS = replace(CASES["mlp"], model=lambda seed: MLP((6, 9, 5, 3), seed=seed, dtype=torch.float64))
-
-
-class Encoder(nn.Module):
-    """Torch's encoder, which evaluates rows with padding as nested tensors unless it is told not to."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
-        self.double()
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:  # (B, T, 8), (B, T) -> (B, 3)
-        out: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
-        return out
-
-
-def test_torchs_encoder_evaluates_padded_rows_in_stages(cluster_of: Clusters) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 5, 8, generator=generator, dtype=torch.float64)
-    batch = (x, torch.arange(5) > torch.tensor([[1], [4], [2], [3]])), torch.tensor([0, 2, 1, 1])
-
-    def evaluate() -> float:
-        model = Encoder(md.rank())
-        engine = md.prepare(model, torch.optim.SGD, PARSE("pp=2,micro_batches=2"), example=batch[0])
-        found: float = engine.evaluate(*batch, md.cross_entropy)
-        return found
-
-    expected = md.cross_entropy(Encoder(0)(*batch[0]), batch[1]).item()
-    assert cluster_of(2).run(evaluate) == pytest.approx([expected] * 2, abs=1e-10)
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,zero=1", "pp=4,schedule=gpipe"])
@@ -141,39 +110,6 @@ def test_checkpoints_of_a_stage_without_parameters(
     check_other_layout(
         cluster_of, tmp_path, replace(NAMED, batches=(9, 8, 7, 9)), PARSE(before), PARSE(after)
     )
-
-
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,zero=1", "tp=2,pp=2,micro_batches=2"])
-def test_an_mlp(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(PARSE(layout).ranks), MLPS, PARSE(layout))
-
-
-def test_a_plan_and_a_loss_of_ones_own(cluster_of: Clusters) -> None:
-    # The last layer's outputs are each rank's part of the logits; the loss gets them all.
-    case = replace(MLPS, loss=lambda y, t: (y - t[:, None]).square().mean())
-    plan = {"layers.0.linear": "column", "layers.1.linear": "row", "layers.2.linear": "vocabulary"}
-    for layout in ("tp=2", "tp=2,pp=2"):
-        contract.check(cluster_of(PARSE(layout).ranks), case, PARSE(layout), plan=plan)
-
-
-@pytest.mark.parametrize("layout", ["dp=2,tp=2", "dp=2,pp=2,micro_batches=2", "dp=2,cp=2", "tp=2,pp=2"])
-def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters, layout: str) -> None:
-    ((inputs, targets), _) = CASE.global_batches()
-    outputs = CASE.model(0)(inputs)
-
-    def evaluate() -> tuple[float, float, float, bool]:
-        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE(layout))
-        share = slice(0, 9) if engine.data_rank == 0 else slice(0, 0)  # a rank may have none
-        x, y = inputs[share], targets[share]
-        modes = {part.training for part in engine.model.modules()}
-        found = engine.evaluate(x, y), engine.evaluate(x, y, accuracy), engine.evaluate(x[:0], y[:0])
-        return *found, modes == {True}
-
-    for loss, right, nothing, training in cluster_of(4).run(evaluate):
-        assert loss == pytest.approx(float(CASE.loss(outputs, targets).detach()), rel=1e-12)
-        assert right == pytest.approx(float(accuracy(outputs, targets)), rel=1e-12)
-        assert math.isnan(nothing)
-        assert training
 
 
 def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[int], dict[str, Tensor]]:
@@ -268,23 +204,6 @@ def test_what_does_not_go_names_the_axis(cluster_of: Clusters, name: str) -> Non
 
     for told in cluster_of(layout.ranks).run(prepare):
         assert message in told
-
-
-@pytest.mark.parametrize("layout", ["tp=2,zero=3", "tp=2,pp=2,recompute=true", "cp=2,pp=2"])
-def test_a_model_that_cannot_be_prepared_is_left_whole(cluster_of: Clusters, layout: str) -> None:
-    def fail() -> tuple[list[str], bool, float]:
-        model, (batch, *_) = CASE.model(0), CASE.global_batches()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ZeroDivisionError):
-            md.prepare(model, lambda _: 1 / 0, PARSE(layout))  # type: ignore[arg-type,return-value]
-        after = model.state_dict()
-        same = all(torch.equal(before[name], value) for name, value in after.items())
-        return [*after], same, float(CASE.loss(model(batch[0]), batch[1]).detach())
-
-    model, (batch, *_) = CASE.model(0), CASE.global_batches()
-    loss = float(CASE.loss(model(batch[0]), batch[1]).detach())
-    for found in cluster_of(PARSE(layout).ranks).run(fail):
-        assert found == ([*model.state_dict()], True, pytest.approx(loss))
 
 
 def test_rows_of_tokens_are_cut_alone(cluster_of: Clusters) -> None:

@@ -19,9 +19,8 @@ import minidist as md
 from minidist.checkpoint import saving
 from minidist.comm import ledgers
 from minidist.comm.launching.cores import available_cores
-from minidist.parallel.engine import one_process, rehearsal, training_step
+from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
-from minidist.parallel.sharding import whole_parameters
 from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.random_off import RandomOff
 from tests.helpers.clocks import HANG
@@ -36,6 +35,11 @@ DOUBLE = {"dtype": torch.float64}
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)).double()
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).double()
 
 
 def batches(steps: int, *shape: int) -> list[tuple[Tensor, Tensor]]:
@@ -122,6 +126,15 @@ FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
     ),
     "time first": (Recurrent, SGD, "micro_batches=2", None, {}, "first dimension of a batch's tensors"),
     "a sum": (net, SGD, "dp=2", summed, {}, "is no mean over rows"),
+    "a sum after a BatchNorm": (normed, SGD, "dp=2", summed, {}, "is no mean over rows"),
+    "a sum after a synchronized one": (
+        normed,
+        SGD,
+        "dp=2",
+        summed,
+        {"batch_norm": "synchronized"},
+        "is no mean over rows",
+    ),
     "an unknown weight": (net, SGD, "dp=2,zero=3", valid_mean, {}, r"or \(mean, weight\)"),
 }
 
@@ -165,31 +178,58 @@ def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(c
     assert cluster_of(2).run(first_told) == [10, 10]
 
 
-def test_some_steps_are_rehearsed_and_others_are_not(
-    cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rehearsed(when: Any) -> list[int]:
-        engine, found = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=when), []
-        assert engine.rehearsal is not None
-        take = engine.rehearsal.step
-        step = 0
+def rehearsed(engine: md.Engine, steps: Iterable[Callable[[], Any]]) -> list[int]:
+    """The numbers of the steps that are rehearsed."""
+    assert engine.rehearsal is not None
+    take, found = engine.rehearsal.step, list[int]()
 
-        def counted(*given: Any) -> Any:
-            found.append(step)
-            return take(*given)
+    def counted(*given: Any) -> Any:
+        found.append(done + 1)
+        return take(*given)
 
-        engine.rehearsal.step = counted
-        for step, batch in enumerate(batches(13), 1):
-            engine.model[0].weight.requires_grad_(step not in (8, 11, 12))  # in turns, as of a GAN
+    engine.rehearsal.step = counted  # type: ignore[method-assign]
+    for done, step in enumerate(steps):  # noqa: B007 (`counted` uses it)
+        step()
+    return found
+
+
+def test_some_steps_are_rehearsed_and_others_are_not(cluster_of: Clusters) -> None:
+    def steps(when: Any) -> list[int]:
+        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=when)
+
+        def step(number: int, batch: tuple[Tensor, Tensor]) -> None:
+            engine.model[0].weight.requires_grad_(number not in (8, 11, 12))  # in turns, as of a GAN
             train(engine, [batch])
-        return found
 
-    assert cluster_of(2).run(rehearsed, True)[0] == [1, 3, 8, 10]
+        return rehearsed(engine, (partial(step, *each) for each in enumerate(batches(13), 1)))
+
+    assert cluster_of(2).run(steps, True)[0] == [1, 3, 8, 10]
     assert max(b / a for a, b in pairwise(rehearsal.STEPS)) <= 3.4
     for first in (0, 1):
         later = [step + first - 1 for step in rehearsal.STEPS[1:]]
         assert all(any(number % each == 0 for number in later) for each in (3, 5, 10, 100))
-    assert cluster_of(2).run(rehearsed, "first")[0] == [1]
+    assert cluster_of(2).run(steps, "first")[0] == [1]
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y if more is None else y + more
+
+
+def test_a_batch_of_a_new_structure_is_rehearsed_where_all_ranks_have_it(cluster_of: Clusters) -> None:
+    def steps() -> list[int]:
+        engine = md.prepare(Sum(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
+        given = enumerate(batches(9), 1)
+        return rehearsed(
+            engine, (partial(engine.step, (x, x) if n in (5, 7, 8) else x, y) for n, (x, y) in given)
+        )
+
+    assert cluster_of(1).run(steps)[0] == sorted({5, *(step for step in rehearsal.STEPS if step < 10)})
 
 
 # What was wrong without a word, and is right now.
@@ -329,6 +369,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp=2,zero=2": (net, {"clip_norm": 0.1}),
     "dp=2,zero=3": (Noisy, {}),
     "dp=2,zero=1": (Noisy, {}),
+    "dp=2,recompute=true": (partial(Shared, 0), {}),
     "tp=2": (net, {"plan": {"0": "column", "2": "row"}}),
     "pp=2": (partial(Shared, 0), {"clip_norm": 0.1}),
 }
@@ -352,6 +393,64 @@ def test_a_rehearsed_training_is_the_same_to_the_bit(cluster_of: Clusters, layou
         assert a[:4] == b[:4]
         assert torch.equal(a[4], b[4])
         assert all(torch.equal(a[5][name], b[5][name]) for name in b[5])
+
+
+class Halves(nn.Module):
+    """Writes to its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(functional.dropout(x.div_(2), 0.3, self.training))
+        return y
+
+
+def penalized(model: nn.Module) -> Any:
+    """A loss that reads the model around it."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        squares = sum(p.square().sum() for p in model.parameters())
+        return functional.mse_loss(outputs, targets) + 0.1 * squares
+
+    return loss
+
+
+def a_group_each(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """It is asked for groups once, before the loop freezes what it forms groups by."""
+    return ADAMW([{"params": [p]} for p in parameters if p.requires_grad])
+
+
+UNCHANGED: dict[str, tuple[Any, Any, Any, str, dict[str, Any]]] = {
+    # model, the loss of a model if it is another, optimizer, layout, and options of `prepare`
+    "own statistics": (normed, None, SGD, "dp=2", {}),
+    "synchronized statistics": (normed, None, SGD, "dp=2", {"batch_norm": "synchronized"}),
+    "a penalty": (net, penalized, SGD, "dp=2", {}),
+    "writes": (Halves, None, SGD, "dp=2", {}),
+    "groups": (net, None, a_group_each, "dp=2", {}),
+    "groups of shares": (net, None, a_group_each, "dp=2,zero=1", {}),
+}
+
+
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_a_rehearsal_is_silent_and_changes_no_loss(
+    cluster_of: Clusters, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    make, loss, optimizer, layout, options = UNCHANGED[case]
+
+    def losses(rehearse: bool) -> list[float]:
+        model = make()
+        torch.manual_seed(md.rank())
+        given = loss(model) if loss else functional.mse_loss
+        engine = md.prepare(model, optimizer, PARSE(layout), given, rehearse=rehearse, **options)
+        found = train(engine, batches(1))
+        if "groups" in case:
+            engine.model[0].requires_grad_(False)
+        return found + train(engine, batches(4))
+
+    assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
+    assert "was not compared" not in capfd.readouterr().err
 
 
 class Masked(nn.Module):
@@ -399,22 +498,6 @@ def test_a_model_made_on_the_meta_device_is_rehearsed(
     assert "was not compared" not in capfd.readouterr().err
 
 
-def test_batch_norms_with_their_own_rows_are_no_fault(
-    cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def losses(rehearse: bool, loss: Any = functional.mse_loss, **options: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).double()
-        engine = md.prepare(model, SGD, md.Layout(dp=2), loss, rehearse=rehearse, **options)
-        return train(engine, batches(4))
-
-    for options in ({}, {"batch_norm": "synchronized"}):
-        assert cluster_of(2).run(losses, True, **options) == cluster_of(2).run(losses, False, **options)
-        with pytest.raises(md.RankError, match="is no mean over rows"):
-            cluster_of(2).run(losses, True, summed, **options)
-    assert "was not compared" not in capfd.readouterr().err
-
-
 def test_half_precision_agrees_up_to_its_rounding(cluster_of: Clusters) -> None:
     def losses(precision: str, factor: float = 1.0) -> list[float]:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -428,37 +511,6 @@ def test_half_precision_agrees_up_to_its_rounding(cluster_of: Clusters) -> None:
         assert all(loss > 0 for loss in cluster_of(2).run(losses, precision)[0])
     # Gradients that underflow in 16 bits once the loss's scale is taken out.
     assert all(loss > 0 for loss in cluster_of(2).run(losses, "fp16", 1e-6)[0])
-
-
-def test_a_loss_may_read_the_model_around_it(cluster_of: Clusters, capfd: pytest.CaptureFixture[str]) -> None:
-    def losses(rehearse: bool) -> list[float]:
-        model = net()
-
-        def penalized(outputs: Tensor, targets: Tensor) -> Tensor:
-            squares = sum(p.square().sum() for p in model.parameters())
-            return functional.mse_loss(outputs, targets) + 0.1 * squares
-
-        engine = md.prepare(model, SGD, md.Layout(dp=2), penalized, rehearse=rehearse)
-        return train(engine, batches(4))
-
-    assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
-    assert "was not compared" not in capfd.readouterr().err
-
-
-def test_an_optimizer_has_the_groups_that_it_was_made_with(cluster_of: Clusters) -> None:
-    """It is asked for groups once, before the loop freezes what it forms groups by."""
-
-    def a_group_each(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return ADAMW([{"params": [p]} for p in parameters if p.requires_grad])
-
-    def losses(layout: str, rehearse: bool) -> list[float]:
-        engine = md.prepare(net(), a_group_each, PARSE(layout), functional.mse_loss, rehearse=rehearse)
-        found = train(engine, batches(1))
-        engine.model[0].requires_grad_(False)
-        return found + train(engine, batches(3))
-
-    for layout in ("dp=2", "dp=2,zero=1"):
-        assert cluster_of(2).run(losses, layout, True) == cluster_of(2).run(losses, layout, False)
 
 
 def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path) -> None:
@@ -638,28 +690,6 @@ def test_it_runs_by_default_where_memory_allows(
     assert "is no mean over rows" in cluster_of(2).run(told, 10**9)[0]
     assert cluster_of(2).run(told, 1000) == ["", ""]
     assert "one process needs 2.04e-05 GB on rank 0, and 1e-06 GB are free" in capfd.readouterr().err
-
-
-def test_planted_faults_of_the_engine_are_seen(cluster_of: Clusters) -> None:
-    """An engine that does not average, one that updates too far, and one that forgets to publish."""
-
-    def told(fault: str) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            if fault == "factor":
-                patch.setattr(training_step, "clip_factor", lambda norm, most: 0.5)
-            elif fault == "publish":
-                patch.setattr(whole_parameters.WholeParameters, "publish", lambda _: None)
-            layout = PARSE("dp=2,zero=1")
-            engine = md.prepare(net(), SGD, layout, functional.mse_loss, clip_norm=9.0, rehearse=True)
-            try:
-                train(engine, batches(1))
-            except ValueError as error:
-                return str(error)
-            return ""
-
-    assert cluster_of(2).run(told, "none") == ["", ""]
-    assert "differs by" in cluster_of(2).run(told, "factor")[0]
-    assert "differs" in cluster_of(2).run(told, "publish")[0]
 
 
 def test_constants_replace_random_numbers() -> None:
@@ -1007,51 +1037,3 @@ def test_a_mean_over_tokens_of_rows_without_padding_is_told_as_unknown(
     assert [line.partition("whether")[2] for line in lines] == [
         " the loss is a mean over rows is not known"
     ] * 2
-
-
-def test_a_model_may_write_to_its_rows(cluster_of: Clusters) -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.inner(functional.dropout(x.div_(2), 0.3, self.training))
-            return y
-
-    def losses(rehearse: bool) -> list[float]:
-        torch.manual_seed(md.rank())
-        return train(
-            md.prepare(Halves(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=rehearse), batches(4)
-        )
-
-    assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
-
-
-def test_a_batch_of_a_new_structure_is_rehearsed_where_all_ranks_have_it(cluster_of: Clusters) -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-            y: Tensor = self.inner(x)
-            return y if more is None else y + more
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean()
-
-    def rehearsed() -> list[int]:
-        engine, found = md.prepare(Sum(), SGD, md.Layout(micro_batches=2), loss, rehearse=True), list[int]()
-        take = engine.rehearsal.step
-
-        def counted(*given: Any) -> Any:
-            found.append(step)
-            return take(*given)
-
-        engine.rehearsal.step = counted
-        for step, (x, y) in enumerate(batches(9), 1):
-            engine.step((x, x) if step in (5, 7, 8) else x, y)
-        return found
-
-    assert cluster_of(1).run(rehearsed)[0] == sorted({5, *(step for step in rehearsal.STEPS if step < 10)})

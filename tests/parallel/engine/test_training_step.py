@@ -87,14 +87,6 @@ def test_an_optimizer_function_gets_names_if_it_asks(cluster_of: Clusters, layou
         contract.compare(trained, expected)
 
 
-def test_masters_come_with_names_too() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    partial_of = partial(lambda lr, named_parameters: by_name(named_parameters), 0.1)
-    engine = md.prepare(model, partial_of, md.Layout(precision="bf16"))
-    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [2, 2]
-    assert all(p.dtype == torch.float32 for group in engine.optimizer.param_groups for p in group["params"])
-
-
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_scheduler_after_the_step_does_not_warn(cluster_of: Clusters, zero: int) -> None:
     def warned() -> list[str]:

@@ -1,4 +1,4 @@
-"""Two models that are trained in turn, each by an engine of its own: a GAN, an actor and a critic."""
+"""Two models that are trained in turn, each by an engine of its own: a GAN."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import minidist as md
-from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.contract import plain_steps
 from tests.parallel.engine.test_loops import CLOSE, deep, rows
 
 Clusters = Callable[[int], md.Cluster]
@@ -106,63 +106,3 @@ def test_a_gan(cluster_of: Clusters, layout: str, penalty: bool, freezes: bool, 
     """Also with a gradient penalty; and with gradients that nobody uses, which a rehearsal must not send."""
     found = cluster_of(2).run(gan, md.Layout.parse(layout), penalty, freezes, rehearse)
     compare(found, plain_gan(penalty))
-
-
-def test_a_gan_in_a_loop_with_fully_shard(cluster_of: Clusters) -> None:
-    def train() -> list[dict[str, Tensor]]:
-        options: Any = {"lr": 0.02, "betas": (0.5, 0.9)}
-        generator = md.FullyShard(mlp(md.rank(), 3, 4), torch.optim.Adam, **options)
-        critic = md.FullyShard(mlp(10 + md.rank(), 4, 1), torch.optim.Adam, **options)
-        for real, noise in drawn(4, 4, 3):
-            own, own_noise = real[md.rank() :: 2], noise[md.rank() :: 2]
-            critic.zero_grad()
-            critic_loss(False)(critic, (own, generator(own_noise).detach())).backward()  # type: ignore[no-untyped-call]
-            critic.step()
-            generator.zero_grad()
-            generator_loss(critic, False)(generator, own_noise).backward()  # type: ignore[no-untyped-call]
-            generator.step()
-        return [generator.state_dict(), critic.state_dict()]
-
-    compare(cluster_of(2).run(train), plain_gan(False))
-
-
-# PPO: the actor's clipped loss, and the critic's squared error, over the same rollout several times.
-
-
-def actor_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    states, actions, old, advantages = batch
-    chosen = model(states).log_softmax(1).gather(1, actions)
-    ratio = (chosen - old).exp()
-    loss: Tensor = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-    return loss
-
-
-def rollout(states: Tensor, rewards: Tensor, actor: nn.Module, critic: nn.Module) -> tuple[Tensor, ...]:
-    """States, actions, their log probabilities and advantages, and returns."""
-    with torch.no_grad():
-        actions = (states[:, :1] > 0).long()
-        old = actor(states).log_softmax(1).gather(1, actions)
-        return states, actions, old, rewards - critic(states), rewards
-
-
-@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", deep("dp=2"), deep("dp=2,zero=2")])
-def test_an_actor_and_a_critic(cluster_of: Clusters, layout: str) -> None:
-    def train() -> list[dict[str, Tensor]]:
-        actor, critic = mlp(md.rank(), 4, 3), mlp(10 + md.rank(), 4, 1)
-        of_actor = md.prepare(actor, ADAM, md.Layout.parse(layout), actor_loss)
-        of_critic = md.prepare(critic, ADAM, md.Layout.parse(layout), mse_loss)
-        for states, rewards in drawn(2, 4, 1):
-            *batch, returns = rollout(*rows(of_actor, states, rewards), actor, critic)
-            for _ in range(3):
-                of_actor.step(tuple(batch))
-                of_critic.step(batch[0], returns)
-        return [of_actor.full_state_dict(), of_critic.full_state_dict()]
-
-    actor, critic = mlp(0, 4, 3), mlp(10, 4, 1)
-    of_actor, of_critic = ADAM(actor.parameters()), ADAM(critic.parameters())
-    for states, rewards in drawn(2, 4, 1):
-        *batch, returns = rollout(states, rewards, actor, critic)
-        for _ in range(3):
-            plain_steps(actor, of_actor, [tuple(batch)], actor_loss)
-            plain_steps(critic, of_critic, [(states, returns)], of_outputs(mse_loss))
-    compare(cluster_of(2).run(train), (actor, critic))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 import torch
@@ -52,25 +51,6 @@ def test_gradients_are_those_of_one_process(cluster_of: Clusters, ranks: int) ->
             torch.testing.assert_close([*found[number][:2]], [loss.item(), float(accuracy(outputs, targets))])
         gradients = [gradient for found in results for gradient in found[number][2]]
         torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], **EXACT)
-
-
-def test_evaluation_leaves_modes_as_they_were(cluster_of: Clusters) -> None:
-    class Bad(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ArithmeticError
-
-    def evaluate() -> list[bool]:
-        frozen = nn.BatchNorm1d(6, dtype=torch.float64).eval()
-        part = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), frozen)
-        LayerByLayer(part).evaluate(*batch(5))
-        modes = [part.training, frozen.training]
-        failing = LayerByLayer(nn.Sequential(part, Bad()))
-        if md.rank() == 0:
-            with suppress(ArithmeticError):
-                failing.evaluate(*batch(5))
-        return [*modes, part.training, frozen.training]
-
-    assert cluster_of(2).run(evaluate) == [[True, False, True, False]] * 2
 
 
 def lightest(weights: list[float], parts: int) -> tuple[float, float]:

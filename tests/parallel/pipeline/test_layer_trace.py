@@ -15,7 +15,7 @@ import minidist as md
 from minidist.model import MLP, cross_entropy
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline.layer_chain import find_chain
-from minidist.parallel.pipeline.layer_trace import Argument, Sent, trace_layers
+from minidist.parallel.pipeline.layer_trace import Sent, trace_layers
 from tests.helpers import contract
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
@@ -150,12 +150,6 @@ def past_the_layers(seed: int) -> nn.Module:
     return Net(lambda layers, x: x + in_order(layers, x)).double()
 
 
-def test_tuples_are_found() -> None:
-    trace = trace_layers(passing(0).float(), "blocks", ROWS)
-    assert trace.calls[2].received == {0: (0, 0, 0), 1: (0, 0, 1)}
-    assert trace.calls[1].output == (Sent(0), Sent(1), Argument((0, 0, 2)))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("model", [passing, past_the_layers])
 def test_more_than_one_tensor_goes_on(
@@ -215,16 +209,6 @@ def test_layers_that_read_values_and_sizes_are_cut(
     contract.check(cluster_of(layout.pp), case, layout, example=example)
 
 
-def test_a_trial_run_leaves_the_model_and_its_buffers_as_they_are() -> None:
-    model = Net(in_order, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    example, numbers = torch.randn(3, 4), torch.get_rng_state()
-    trace = trace_layers(model, "blocks", example)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert all(x.is_meta for like in trace.likes for x in (*like.parameters(), *like.buffers()))
-
-
 def test_a_model_without_values_is_tried_without_them() -> None:
     with torch.device("meta"):
         model = Net(in_order)
@@ -234,17 +218,6 @@ def test_a_model_without_values_is_tried_without_them() -> None:
         ValueError, match=r"before blocks\.0|after blocks\.0 .* meta device, where tensors have"
     ):
         find_chain(experts, PP, None, ROWS)
-
-
-def test_a_run_for_which_there_is_no_memory_needs_none() -> None:
-    class Large(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if not x.is_meta:
-                raise torch.OutOfMemoryError
-            return super().forward(x)
-
-    found = trace_layers(Net(in_order, lambda: Large(4, 4)), "blocks", ROWS)
-    assert found.before == {"before.weight", "before.bias"}
 
 
 def balanced(layers: Any, x: Tensor) -> Tensor:

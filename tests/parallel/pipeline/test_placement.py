@@ -27,7 +27,6 @@ from minidist.scale.memory import estimate
 from minidist.scale.step_time import predict_step
 from tests.helpers import contract
 from tests.parallel.pipeline.test_execution import check, run, train_here
-from tests.parallel.pipeline.test_model_stage import EXAMPLES, case
 from tests.parallel.test_layouts import CASE, tables
 from tests.parallel.test_layouts import case as gpt_of
 
@@ -123,22 +122,6 @@ def test_a_v_is_proved_and_simulated(name: str) -> None:
     assert list(map(str, last)) == ["F0", "F0 of chunk 1", "B0 of chunk 1", "B0"]
 
 
-def test_a_v_waits_less_than_1f1b() -> None:
-    found, other = (
-        schedules.simulate(schedules.by_name(*each)) for each in ((GREEDY, 4, 8, 2), ("1f1b", 4, 8))
-    )
-    assert found.bubble < other.bubble / 2
-    assert max(found.peak_activations) < max(
-        schedules.simulate(schedules.by_name(PLAIN, 4, 8, 2)).peak_activations
-    )
-
-
-def test_a_v_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    axes = schedules.plot(schedules.by_name(GREEDY, 3, 4, 2), path=tmp_path / "v.png")
-    assert len(axes.patches) == 3 * 4 * 2 * 3
-
-
 def test_mistakes_in_a_v_are_named() -> None:
     wrong, v = plain_v(2, 1, 2), v_shaped(2, 2)
     wrong[1] = [wrong[1][i] for i in (1, 0, 2, 3)]
@@ -170,33 +153,12 @@ def test_the_playground_reads_and_writes_a_v(monkeypatch: pytest.MonkeyPatch) ->
             assert repr(playground.read(text)) == repr(schedule)
 
 
-def test_ranks_with_other_placements_are_told(cluster_of: Clusters) -> None:
-    def make() -> str:
-        passes = plain_v(2, 1, 2)
-        placement = v_shaped(2, 2) if md.rank() else None
-        with pytest.raises(ValueError, match="Pipeline got schedule of your own") as caught:
-            md.Pipeline([torch.nn.Identity()] * 2, schedules.with_messages(passes, placement))
-        return str(caught.value)
-
-    first, second = cluster_of(2).run(make)
-    assert first == second
-
-
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("form", ["pp=2,micro_batches=4", "dp=2,pp=2,zero=1,micro_batches=2", "tp=2,pp=2"])
 def test_layouts_with_a_v_train_as_one_process(cluster_of: Clusters, name: str, form: str) -> None:
     layout, trained = md.Layout.parse(f"{form},schedule={name},chunks=2"), gpt_of(2, 11)
     expected = contract.train_in_one_process(trained)
     for found in cluster_of(layout.ranks).run(with_records(contract.train_on_this_rank, trained, layout)):
-        contract.compare(found, expected)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_traced_model_in_a_v(cluster_of: Clusters, name: str) -> None:
-    layout = md.Layout(pp=2, micro_batches=3, schedule=name, chunks=2)
-    expected, options = contract.train_in_one_process(case("own")), {"example": EXAMPLES["own"]}
-    train = with_records(contract.train_on_this_rank, case("own"), layout, options)
-    for found in cluster_of(2).run(train):
         contract.compare(found, expected)
 
 

@@ -253,13 +253,3 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_they_go_on(cluster_of: C
         assert found[3][1] == "ZeroDivisionError: once"
         for rank in range(3):
             assert f"on rank {rank} with ranks 0, 1, 2, 3: rank {rank + 1} failed, and" in found[rank][1]
-
-
-def test_the_first_cause_is_named(cluster_of: Clusters) -> None:
-    def fail() -> None:
-        loss = Fails()
-        loss.now = True
-        Pipeline(nn.Linear(2, 2), "1f1b", 2, loss=loss).step(X, Y)
-
-    with pytest.raises(md.RankError, match="rank 2 raised ZeroDivisionError: once"):
-        cluster_of(3).run(fail)

@@ -82,13 +82,6 @@ def test_the_timeline_says_when() -> None:
     ]
 
 
-def test_stages_may_differ_in_their_times() -> None:
-    found = schedules.simulate(schedules.gpipe(2, 3), {"forward": [1, 2], "backward": [2, 4]})
-    # Rank 0 is done first, then waits for rank 1, which works for 6 s a micro-batch without a pause.
-    assert found.seconds == 1 + 3 * 6 + 2
-    assert found.bubbles == pytest.approx([1 - 9 / 21, 1 - 18 / 21])
-
-
 def test_micro_batches_may_differ_in_their_times() -> None:
     forward = [[1.0, 5.0], [1.0, 1.0]]
     found = schedules.simulate(schedules.gpipe(2, 2), {"forward": forward, "backward": 1, "message": 0.5})
@@ -165,7 +158,7 @@ MISTAKES = {
     ),
     "no backward": (
         lambda s: without(s, 0, F("backward", 2)),
-        r"rank 0, micro-batch 2.*backward pass is \[\]",
+        r"rank 0, micro-batch 2.*there is no backward pass \(B2\)",
     ),
     "half a backward": (
         lambda s: [[replace(e, kind="backward_input") if e == F("backward", 2) else e for e in o] for o in s],
@@ -226,11 +219,6 @@ def test_messages_cross_only_where_all_are_computed() -> None:
         schedules.check(schedule)
 
 
-def test_with_one_rank_the_order_of_the_chunks_is_checked() -> None:
-    with pytest.raises(ValueError, match="rank 0 has F0 of chunk 1 before F0, which it needs"):
-        schedules.check(swapped(schedules.gpipe(1, 1, 2), 0, F("forward", 0), F("forward", 0, 1)))
-
-
 def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
     for name, kind in SCHEDULES.items():
         schedule = schedules.by_name(name, 3, 6, kind.least_chunks)
@@ -266,18 +254,6 @@ def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
                             if (rank, index) in after:
                                 expected.add(sent)
                     assert known == expected
-
-
-def test_1f1b_lets_go_of_what_it_sent() -> None:
-    """No more tensors that are sent and perhaps not received than there are live micro-batches."""
-    p, m = 4, 32
-    for rank, found in enumerate(completed_sends(schedules.one_f_one_b(p, m))):
-        kept = most = 0
-        for each in schedules.one_f_one_b(p, m)[rank]:
-            kept += each.kind.startswith("send")
-            most = max(most, kept)
-            kept -= len(found.get(each, ()))
-        assert most <= 2 * p
 
 
 def test_schedules_need_no_torch() -> None:

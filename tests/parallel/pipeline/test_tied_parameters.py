@@ -42,12 +42,3 @@ def test_the_holders_sum_their_gradients(cluster_of: Clusters) -> None:
                 assert torch.equal(values, first)
                 assert torch.equal(gradient, total)
             assert sent == (4 * (15 + 1) * (len(holders) - 1) if rank in holders else 0)
-
-
-def test_frozen_copies_get_no_gradient(cluster_of: Clusters) -> None:
-    def train() -> bool:
-        parameter = nn.Parameter(torch.zeros(2), requires_grad=False)
-        sum_tied(parameter, None, start_equal(parameter, None))
-        return parameter.grad is None
-
-    assert cluster_of(2).run(train) == [True, True]

@@ -15,31 +15,13 @@ from minidist.kernels import CPU_LADDER
 from minidist.model import GPT, MLP, config
 from minidist.model.matmul import Linear
 from tests.helpers import contract
+from tests.helpers.models import gpt, mlp, tokens, vectors
 
 OPTIM = torch.optim
 
 
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (count,), generator=generator)
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
-
-
 def mlp_on_rung(seed: int) -> nn.Module:
     return MLP((6, 5, 3), seed=seed, dtype=torch.float64, linear=partial(Linear, rung=CPU_LADDER[3]))
-
-
-def gpt(seed: int) -> nn.Module:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=2, heads=2, width=8)
-    return GPT(shape, seed=seed, dtype=torch.float64)
 
 
 def untied(seed: int) -> nn.Module:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.model.loss import accuracy
-from minidist.parallel.flat import gradient_comm
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.gradient_comm import GradientComm
-from minidist.parallel.sharding import gradient_rounds, optimizer_slices, reducer, units, whole_parameters
-from minidist.parallel.sharding.gradient_rounds import GradientRounds
+from minidist.parallel.flat import buckets
+from minidist.parallel.flat.buckets import Bucket, GradientComm
+from minidist.parallel.sharding import optimizer_slices, reducer, units, whole_parameters
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
 from tests.helpers import contract
@@ -276,7 +275,7 @@ def without_one_reduction(patch: Patch) -> None:
             out.copy_(x.view(2, -1)[md.rank()])
         return result
 
-    patch.setattr(gradient_comm.comm, "reduce_scatter", wrong)
+    patch.setattr(buckets.comm, "reduce_scatter", wrong)
 
 
 def without_gathering_the_last_bucket(patch: Patch) -> None:
@@ -311,25 +310,19 @@ def another_order_on_one_rank(patch: Patch) -> None:
 
 def mean_of_means(patch: Patch) -> None:
     """Average over ranks and not over rows: wrong where shares differ in size."""
-    synchronize = reducer.Reducer.synchronize
+    finish = reducer.Reducer.finish_round
 
-    def wrong(self: reducer.Reducer) -> GradientRounds:
+    def wrong(self: reducer.Reducer) -> None:
         for parameter in self.parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(13 / md.size() / (6, 7)[md.rank()])
-        return synchronize(self)
+        finish(self)
 
-    patch.setattr(reducer.Reducer, "synchronize", wrong)
+    patch.setattr(reducer.Reducer, "finish_round", wrong)
 
 
 def means_for_sums(patch: Patch) -> None:
-    make = gradient_rounds.GradientRounds.__init__
-
-    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
-        *others, _, leaves_grad, compression, sparse = arguments
-        make(self, *others, "mean", leaves_grad, compression, sparse, **options)
-
-    patch.setattr(gradient_rounds.GradientRounds, "__init__", wrong)
+    patch.setattr(ParameterSet, "op", property(lambda _: "mean", lambda *_: None))
 
 
 def without_what_backward_left(patch: Patch) -> None:
@@ -355,7 +348,7 @@ def without_the_ranks_flags(patch: Patch) -> None:
     synchronize = ShardedParameters.sum_over_ranks
 
     def wrong(self: ShardedParameters, totals: Any = ()) -> Any:
-        self.used = bytearray(b"\1" * len(self.used))
+        self.had_gradient = bytearray(b"\1" * len(self.had_gradient))
         return synchronize(self, totals)
 
     patch.setattr(ShardedParameters, "sum_over_ranks", wrong)

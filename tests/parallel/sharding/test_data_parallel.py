@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -197,19 +199,6 @@ def test_rows_have_to_be_somewhere(cluster_of: Clusters) -> None:
         cluster_of(2).run(none)
 
 
-@on_ranks(2, form=FORMS)
-def test_a_rank_without_a_backward_pass_takes_part(form: dict[str, Any]) -> None:
-    model, reference = md.DataParallel(Net(), **form), Net()
-    for idle, (x, y) in enumerate(batches(2)):
-        model.zero_grad()
-        reference.zero_grad()
-        (loss_of(reference, x, y) / 2).backward()
-        if md.rank() != idle:
-            loss_of(model, x, y).backward()
-        model.synchronize()
-        same_gradients(model.module, reference)
-
-
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -274,16 +263,6 @@ def test_with_overlap_backward_leaves_means_as_in_torchs() -> None:
         same_gradients(model.module, reference)
 
 
-@on_ranks(2, form=FORMS)
-def test_parameters_may_be_frozen_and_thawed(form: dict[str, Any]) -> None:
-    model, reference = md.DataParallel(Net(), **form), Net()
-    for step, (x, y) in enumerate(batches(6)):
-        for net in (model.module, reference):
-            net.frozen.requires_grad_(step in (2, 3))
-            net.first.weight.requires_grad_(step != 4)
-        step_of_both(model, reference, x, y)
-
-
 @on_ranks(2)
 def test_a_module_may_change_its_dtype() -> None:
     model, reference = md.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2).double()
@@ -321,18 +300,6 @@ def test_a_parameter_added_later_is_an_error(cluster_of: Clusters, how: str) -> 
 
 
 @on_ranks(2)
-def test_a_model_may_have_sparse_gradients_alone() -> None:
-    torch.manual_seed(0)
-    model = md.DataParallel(nn.Embedding(5, 3, sparse=True))
-    for _ in range(2):  # the first backward pass settles the buckets, of which there are none
-        model.zero_grad()
-        model(torch.tensor([1, 2 + md.rank()])).sum().backward()
-        model.synchronize()
-    expected = torch.tensor([0.0, 1, 0.5, 0.5, 0])[:, None].expand(5, 3)
-    torch.testing.assert_close(model.module.weight.grad.to_dense(), expected)
-
-
-@on_ranks(2)
 def test_a_wrapper_loads_a_state_and_is_not_copied() -> None:
     model, reference = md.DataParallel(Net(), bucket_mb=0.0002), Net()
     (x, y), (v, w) = batches(2)
@@ -348,21 +315,6 @@ def test_a_wrapper_loads_a_state_and_is_not_copied() -> None:
         step_of_both(each, reference, v, w)
     with torch.no_grad():
         assert not model(x).requires_grad
-
-
-@on_ranks(2)
-def test_a_wrapper_leaves_nothing_behind() -> None:
-    """Its hooks do nothing once it is gone, and a second wrapper works."""
-    net = Net()
-    (x, y), (v, w) = batches(2)
-    model = md.DataParallel(net)
-    loss_of(model, mine(x), mine(y)).backward()
-    model.synchronize()
-    del model
-    with comm.ledger() as ledger:
-        loss_of(net, mine(v), mine(w)).backward()
-    step_of_both(md.DataParallel(net), Net(), v, w)
-    assert not ledger.calls
 
 
 class Table(nn.Module):
@@ -420,13 +372,30 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
         model.zero_grad(set_to_none=set_to_none)
         model(torch.ones(2, 50)).sum().backward()
         model.synchronize()
-    buckets = model.reducer.rounds.buckets
+    buckets = model.shared.buckets
     storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     assert storages == {bucket.gradients.untyped_storage().data_ptr() for bucket in buckets}
     assert len(storages) == 1
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == 6 * (50 * 50 + 50)
     assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
+
+
+@on_ranks(2, compression=[None, "float16"])
+def test_buckets_go_when_other_parameters_get_gradients(compression: str | None) -> None:
+    model = md.DataParallel(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), compression=compression)
+    model(torch.ones(2, 5)).sum().backward()
+    model.synchronize()
+    (bucket,) = model.shared.buckets
+    gone, memory = weakref.ref(bucket), bucket.gradients.untyped_storage().data_ptr()
+    del bucket
+    model.zero_grad()
+    model.module[0].requires_grad_(False)
+    model(torch.ones(2, 5))  # it sees that
+    gc.collect()
+    assert gone() is None
+    own = model.shared.sets[0]
+    assert memory not in {x.untyped_storage().data_ptr() for x in (own.tail, own.sums, *own.tensors())}
 
 
 class Either(nn.Module):
@@ -447,7 +416,7 @@ def test_rank_0s_order_of_arrival_decides_the_buckets() -> None:
     model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
     model(torch.ones(1, 2)).sum().backward()
     model.synchronize()
-    assert [bucket.param_indices for bucket in model.reducer.rounds.buckets] == [[3, 1], [2, 0]]
+    assert [bucket.param_indices for bucket in model.shared.buckets] == [[3, 1], [2, 0]]
 
 
 class Recomputing(nn.Module):
@@ -491,48 +460,6 @@ def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
         cluster_of(2).run(train)
 
 
-class Course(nn.Module):
-    """Tied layers with others between them, and a parameter that is frozen and unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in ((4, 6), (6, 9), (9, 6), (6, 9)))
-        self.layers[3].weight = self.layers[1].weight
-        self.head = nn.Linear(9, 2)
-        self.head.bias.requires_grad_(False)
-        self.fixed = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        out: Tensor = self.head(x)
-        return out
-
-
-@on_ranks(2, bucket_mb=[0, 0.0001, 0.0016, 0.01, 25])
-def test_weights_equal_one_process_after_each_step(bucket_mb: float) -> None:
-    torch.manual_seed(md.rank())
-    alone = Course().double()
-    model = md.DataParallel(copy.deepcopy(alone), bucket_mb=bucket_mb)
-    own = [torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True)]
-    assert all(own) if md.rank() == 0 else own == [name == "fixed" for name, _ in alone.named_parameters()]
-    alone.load_state_dict(model.module.state_dict())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
-    for x, y in batches(5):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(alone, x, y).backward()
-        loss_of(model, mine(x), mine(y)).backward()
-        model.synchronize()
-        for optimizer in optimizers:
-            optimizer.step()
-        pairs = zip(alone.named_parameters(), model.named_parameters(), strict=True)
-        for (name, wanted), (wrapped, parameter) in pairs:
-            assert wrapped == f"module.{name}"
-            assert parameter.requires_grad == wanted.requires_grad
-            torch.testing.assert_close(parameter, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
     def train(broadcast_buffers: bool) -> list[float]:
         model = md.DataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
@@ -548,17 +475,6 @@ def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
     apart, together = (cluster_of(2).run(train, choice) for choice in (False, True))
     assert apart == [[0, 0], [pytest.approx(1.0), pytest.approx(1.9)]]
     assert together == [[0, 0], [pytest.approx(1.0), pytest.approx(1.0)]], "it started from rank 0's again"
-
-
-@on_ranks(2)
-def test_overlap_is_measured() -> None:
-    model = md.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_mb=0.02)
-    for _ in range(3):
-        with comm.ledger() as ledger:
-            model(torch.ones(8, 64)).sum().backward()
-            model.synchronize()
-    assert 0 <= ledger.comm_overlap <= 1
-    assert 6 <= len(ledger.calls) <= 7, "a weight fills a bucket, with a bias or two"
 
 
 ALGORITHMS = ["auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "naive"]

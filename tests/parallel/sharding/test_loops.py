@@ -20,7 +20,6 @@ from minidist.parallel.training import clipping
 from minidist.parallel.training.clipping import clip_grad_norm
 from tests.helpers import contract
 from tests.helpers.on_ranks import on_ranks
-from tests.parallel.sharding import test_parameter_groups as grouped
 from tests.parallel.sharding.cases import CASES, check_loop, in_a_loop, own_loop
 
 Clusters = Callable[[int], md.Cluster]
@@ -69,30 +68,6 @@ def test_a_loop_equals_one_process(cluster_of: Clusters, zero: int, ranks: int) 
         for passes in (1, 2) if name != "unused" else (1,):
             for trained in cluster_of(ranks).run(own_loop, zero, case, passes):
                 contract.compare(trained, contract.train_in_one_process(case))
-
-
-def test_averaged_gradients_may_be_averaged_again(cluster_of: Clusters) -> None:
-    def train() -> contract.Trained:
-        model = case.model(md.rank())
-        wrapped = md.DataParallel(model)
-        optimizer = md.ZeroOptimizer(model.parameters(), case.optimizer)
-        losses = []
-        for inputs, targets in case.global_batches():
-            share = slice(*(len(inputs) * (md.rank() + i) // md.size() for i in (0, 1)))
-            optimizer.zero_grad()
-            loss = case.loss(wrapped(inputs[share]), targets[share])
-            loss.backward()  # type: ignore[no-untyped-call]
-            wrapped.synchronize()
-            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            for parameter, grad in zip(model.parameters(), before, strict=True):
-                torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=0)  # as torch leaves it
-            losses.append(float(comm.all_reduce(loss.detach(), "mean")))
-        return contract.Trained(losses, model.state_dict())
-
-    case = replace(CASES["mlp"], batches=(12, 24, 12, 8))
-    for trained in cluster_of(2).run(train):
-        contract.compare(trained, contract.train_in_one_process(case))
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -179,15 +154,6 @@ def test_masters_keep_what_half_precision_rounds_away(zero: int, dtype: torch.dt
     assert state()["weight"].tolist() == [[float(torch.tensor(exact).to(dtype))] * 5]
 
 
-def test_masters_reach_the_units_by_the_optimizers_own_step() -> None:
-    model = nn.Linear(1, 1, bias=False).bfloat16()
-    sharded = md.FullyShard(model, torch.optim.SGD, lr=1.0, master=torch.float32)
-    before = sharded.state_dict()["weight"]
-    sharded(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-    sharded.optimizer.step()
-    torch.testing.assert_close(sharded.state_dict()["weight"], before - 1)
-
-
 def test_what_the_optimizers_own_step_cannot_do_it_says(tmp_path: Path) -> None:
     sharded = md.FullyShard(nn.Linear(2, 2), torch.optim.SGD, lr=1.0)
     with pytest.raises(
@@ -197,33 +163,6 @@ def test_what_the_optimizers_own_step_cannot_do_it_says(tmp_path: Path) -> None:
     sharded = md.FullyShard(nn.Linear(2, 2), torch.optim.SGD, offload=tmp_path, lr=1.0)
     with pytest.raises(RuntimeError, match=r"state lies on disk.*; call the FullyShard's step\(\)"):
         sharded.optimizer.step()
-
-
-def test_clipping_again_shortens_what_is_left(cluster_of: Clusters) -> None:
-    def norms(stage: int) -> list[float]:
-        model, clipper, _ = in_a_loop(stage, CASE.model(md.rank()), sgd)
-        CASE.loss(model(X), Y).backward()  # type: ignore[no-untyped-call]
-        return [clipper.clip_grad_norm(limit) for limit in (0.3, 0.1, 1.0)]
-
-    for stage in (1, 2, 3):
-        for each in cluster_of(2).run(norms, stage):
-            assert each[0] > 0.3
-            assert each[1:] == [pytest.approx(0.3, rel=1e-5), pytest.approx(0.1, rel=1e-5)]
-
-
-def test_parameters_that_the_optimizer_leaves_out_count_in_the_norm(cluster_of: Clusters) -> None:
-    case, make = grouped.CASES["left out"], grouped.some_left_out
-    inputs, targets = case.global_batches()[0]
-
-    def norm() -> float:
-        sharded = md.FullyShard(case.model(md.rank()), make)
-        case.loss(sharded(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        return sharded.clip_grad_norm(1.0)
-
-    model = case.model(0)
-    case.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    assert cluster_of(2).run(norm) == [pytest.approx(wanted, rel=1e-12)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])

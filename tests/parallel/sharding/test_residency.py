@@ -78,12 +78,11 @@ def step_of(row: int, name: str = "gpt", micro_batches: int = 1, **options: Any)
         with comm.ledger() as ledger:
             engine.step(inputs, targets)
         strategy, memory = engine.strategy, engine.memory()
-        rounds = strategy.shared.rounds  # none of data parallelism on one rank
         return Step(
             ledger.bytes_sent,
             strategy.bytes_per_step(micro_batches),
             strategy.bytes_per_step(),
-            rounds.bytes_sent() if rounds else 0,
+            strategy.sets[0].bytes_sent(),
             residency.ROWS[row].bytes_sent(F64 * elements, md.size(), micro_batches),
             len(ledger.calls),
             parameters,

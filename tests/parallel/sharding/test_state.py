@@ -40,17 +40,17 @@ class Narrow(nn.Module):
         return self.inner(x.float()).double()
 
 
-def box_of(chunk: Any) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.tensor.shape, strict=True))
+def box_of(box: Any) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True))
 
 
 def put_together(
-    chunks: list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]], once: bool
+    boxes: list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]], once: bool
 ) -> dict[str, Tensor]:
     """The whole state. once: each element of a tensor lies on one rank alone."""
     whole: dict[str, Tensor] = {}
     count: dict[str, Tensor] = {}
-    for name, shape, box, tensor in chunks:
+    for name, shape, box, tensor in boxes:
         whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[box] = tensor
         count.setdefault(name, torch.zeros(shape))[box] += 1
     assert all((each > 0).all() for each in count.values()), "something lies on no rank"
@@ -96,9 +96,9 @@ def test_any_layout_goes_on_from_the_chunks_of_another(
             if name == "unused":
                 patch.setattr(optimizer_slices, "SLICE_BYTES", 5 * 8)
             contract.steps(engine, batches[:3])
-            chunks = [(c.name, c.shape, box_of(c), c.tensor.clone()) for c in engine.strategy.chunks()]
+            boxes = [(c.name, c.shape, box_of(c), c.tensor.clone()) for c in engine.strategy.state_boxes()]
             settings = engine.strategy.settings()
-            return chunks, settings, contract.steps(engine, batches[3:])
+            return boxes, settings, contract.steps(engine, batches[3:])
 
     def load(zero: int, whole: dict[str, Tensor], settings: Any) -> contract.Trained:
         engine = make(zero, 9)
@@ -109,15 +109,15 @@ def test_any_layout_goes_on_from_the_chunks_of_another(
                 state.setdefault(parameter, {})[key] = (tuple(value.shape), value.dtype)
         engine.strategy.load_settings(settings, state)
         with torch.no_grad():
-            for chunk in engine.strategy.chunks():
-                chunk.tensor.copy_(whole[chunk.name][box_of(chunk)])
+            for box in engine.strategy.state_boxes():
+                box.tensor.copy_(whole[box.name][box_of(box)])
         engine.strategy.loaded()
         return contract.steps(engine, batches[3:])
 
     expected = contract.train_in_one_process(case)
     for (zero, ranks), (zero_after, ranks_after) in ways:
         saved = cluster_of(ranks).run(save, zero)
-        whole = put_together([chunk for chunks, _, _ in saved for chunk in chunks], once=zero == 3)
+        whole = put_together([box for boxes, _, _ in saved for box in boxes], once=zero == 3)
         wanted = saved[0][2]
         if master is None:
             wanted = contract.Trained(expected.losses[3:], expected.state)
@@ -164,6 +164,24 @@ def test_a_parameter_frozen_before_the_first_step_and_a_count_of_ones_own_are_sa
 
     for after, again in cluster_of(2).run(train):
         assert after == again
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_model_computes_with_masters_that_were_loaded_before_any_backward_pass(
+    cluster_of: Clusters, tmp_path: Path, zero: int
+) -> None:
+    def load() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        layout = md.Layout(dp=2, zero=zero, precision="bf16")
+        saved, loaded = (
+            md.prepare(nn.Linear(3, 2), partial(OPTIM.AdamW, lr=0.1), layout, nn.functional.mse_loss)
+            for _ in range(2)
+        )
+        md.save(saved, tmp_path / "saved")
+        md.load(loaded, tmp_path / "saved")
+        return saved.full_state_dict(), dict(loaded.model.named_parameters())
+
+    for wanted, found in cluster_of(2).run(load):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_dtype=False)
 
 
 # Each way, and each case away from stage 3 and to it.

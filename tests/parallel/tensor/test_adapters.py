@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.model import GPT, GPTConfig
 from minidist.parallel.tensor import heads
-from minidist.parallel.tensor.plans import plan_for
-from tests.helpers import contract
-from tests.parallel.tensor.test_heads import Blocks, FusedAttention, SplitAttention, patches
+from tests.helpers import contract, models
+from tests.helpers.models import FusedAttention
+from tests.parallel.tensor.test_heads import Blocks, SplitAttention, patches
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -51,18 +50,13 @@ def blocks(attention: Any, seed: int, drop: float = 0.0) -> nn.Module:
 
 def gpt(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return adapted(GPT(GPTConfig(vocabulary=11, context=6, width=8, layers=2, heads=2), seed=seed))
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    rows = torch.randint(0, 11, (count, 7), generator=generator)
-    return rows[:, :-1], rows[:, 1:]
+    return adapted(models.gpt(seed))
 
 
 CASES = {
     "fused": contract.Case(partial(blocks, FusedAttention), patches),
     "split": contract.Case(partial(blocks, SplitAttention), patches),
-    "gpt": contract.Case(gpt, tokens),
+    "gpt": contract.Case(gpt, models.tokens),
 }
 
 
@@ -101,12 +95,6 @@ def test_which_matrices_are_cut(cluster_of: Clusters, styles: dict[str, str]) ->
     first = (3, 12), (3, 12), (3, 3) if styles["mlp.0"] == "column" else (7, 3)
     second = (12, 3), (3, 3) if styles["mlp.3"] == "row" else (3, 7), (12, 3)
     assert cluster_of(2).run(shapes)[0] == [*first, *second]
-
-
-def test_a_plan_is_found_for_adapted_models_as_for_plain_ones() -> None:
-    plain = plan_for(Blocks(SplitAttention, 0, 4))
-    assert plan_for(blocks(SplitAttention, 0)) == plain
-    assert len(plain) > 2
 
 
 @pytest.mark.parametrize("fault", [False, True])

@@ -46,12 +46,13 @@ def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         (PLAN, False, "dp=2,tp=2,zero=1"),
         (PLAN, True, "tp=2"),
         (SECOND, False, "tp=2"),
+        (None, False, "tp=2"),  # which finds the plan
         (SECOND, True, "dp=2,tp=2,zero=1"),
     ],
     ids=str,
 )
 def test_evaluation_and_training_are_those_of_one_process(
-    cluster_of: Clusters, layout: str, padded: bool, plan: dict[str, str]
+    cluster_of: Clusters, layout: str, padded: bool, plan: dict[str, str] | None
 ) -> None:
     parsed = md.Layout.parse(layout)
 

@@ -15,24 +15,9 @@ import minidist as md
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from tests.helpers import contract
+from tests.helpers.models import FusedAttention
 
 Clusters = Callable[[int], md.Cluster]
-
-
-class FusedAttention(nn.Module):
-    """Attention as in timm: one matrix, heads that are counted, and a width that is read from the input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = heads, width // heads
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(x).reshape(rows, length, 3, self.num_heads, self.head_dim)
-        mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
-        y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-        return y
 
 
 class SplitAttention(nn.Module):

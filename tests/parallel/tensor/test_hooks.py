@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import minidist as md
@@ -61,14 +60,3 @@ def test_what_a_cut_layer_would_lose_is_refused(name: str) -> None:
     ):
         parallelize(model, {"0": "column", "1": "row"})
     assert isinstance(model[0], nn.Linear)  # nothing is cut
-
-
-def test_prepare_refuses_it_and_leaves_the_model_alone(cluster_of: Clusters) -> None:
-    def make() -> None:
-        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
-        plan = {"0": "column", "1": "row"}
-        with pytest.raises(ValueError, match="0 has a parametrization of its weight"):
-            md.prepare(model, torch.optim.SGD, md.Layout(tp=2), plan=plan)
-        assert torch.isfinite(model(torch.ones(2, 4))).all()
-
-    cluster_of(2).run(make)

@@ -67,23 +67,6 @@ def test_packed_matrices_train_to_the_weights_of_one_process(cluster_of: Cluster
     contract.check(cluster_of(PARSE(layout).ranks), CASE, PARSE(layout), plan=PLAN)
 
 
-def test_under_sequence_parallelism(cluster_of: Clusters) -> None:
-    plan = {**PLAN, "norm": "sequence", "head": "column_gathered"}
-    layout = PARSE("tp=2,sequence_parallel=True")
-
-    class Sharing(Packed):
-        """Its residuals are of the rank's own tokens."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            if isinstance(self.qkv, nn.Linear):
-                return super().forward(x)
-            share = x.shape[-2] // 2
-            return super().forward(x.narrow(-2, share * md.rank(), share))
-
-    case = contract.Case(Sharing, rows, batches=(4, 3, 5))
-    contract.check(cluster_of(2), case, layout, plan=plan)
-
-
 def test_a_rank_has_its_heads_of_each_matrix(cluster_of: Clusters) -> None:
     def look() -> tuple[Tensor, dict[str, Cut], str]:
         model = Packed(0)
@@ -119,40 +102,6 @@ def test_checkpoints_do_not_know_of_the_ranks(cluster_of: Clusters, tmp_path: Pa
     first, _ = cluster_of(before.ranks).run(train, before, False)[0]
     for losses, state in cluster_of(PARSE(after).ranks).run(train, PARSE(after), True):
         contract.compare(contract.Trained(first + losses, state), contract.train_in_one_process(CASE))
-
-
-def test_a_model_on_the_meta_device(cluster_of: Clusters) -> None:
-    def train() -> contract.Trained:
-        with torch.device("meta"):
-            model = Packed(0)
-        initialize = Initialize()
-        return _steps(md.prepare(model, CASE.optimizer, PARSE("tp=2"), plan=PLAN, initialize=initialize))
-
-    def alone() -> contract.Trained:
-        model = Packed(0)
-        for part in model.modules():
-            Initialize()(part)
-        return _steps(md.prepare(model, CASE.optimizer))
-
-    (expected,) = cluster_of(1).run(alone)
-    for trained in cluster_of(2).run(train):
-        contract.compare(trained, expected)
-
-
-class Initialize:
-    """Values by the shape of a parameter."""
-
-    def __call__(self, part: nn.Module) -> None:
-        for parameter in part.parameters(recurse=False):
-            count = parameter.numel()
-            values = torch.arange(count, dtype=torch.float64).sin().reshape(parameter.shape)
-            with torch.no_grad():
-                parameter.copy_(values)
-
-
-def _steps(engine: md.Engine) -> contract.Trained:
-    losses = [engine.step(*batch) for batch in CASE.global_batches()]
-    return contract.Trained(losses, engine.full_state_dict())
 
 
 @pytest.mark.parametrize(

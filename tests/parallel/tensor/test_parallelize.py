@@ -16,7 +16,6 @@ from torch.nn import functional
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel.tensor import operators, vocabulary
 from minidist.parallel.tensor import sequence_parallel as sequence_parts
@@ -26,20 +25,15 @@ from minidist.parallel.tensor.plans import bytes_per_pass, plan_for
 from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy, vocabulary_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute
-from tests.helpers import contract
+from tests.helpers import contract, models
 
 Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12
 """An odd vocabulary; a length that 2, 3 and 4 ranks divide, as sequence parallelism needs it."""
-
-
-def gpt(seed: int, **changes: Any) -> nn.Module:
-    sizes = {"vocabulary": VOCABULARY, "context": TOKENS, "layers": 2, "heads": 4, "width": 8}
-    return GPT(config("byte-tiny", **{**sizes, **changes}), seed=seed, dtype=torch.float64)
-
-
-def mlp(seed: int, sizes: tuple[int, ...] = (6, 5, 4)) -> nn.Module:
-    return MLP(sizes, seed=seed, dtype=torch.float64)
+gpt = partial(models.gpt, context=TOKENS, heads=4)
+mlp = partial(models.mlp, sizes=(6, 5, 4))
+tokens = partial(models.tokens, length=TOKENS)
+vectors = partial(models.vectors, classes=4)
 
 
 class Grouped(nn.Module):
@@ -110,16 +104,6 @@ OWN_PLAN = {
     "fc2": "row",
     "fc3": "column_gathered",
 }
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, VOCABULARY, (count, TOKENS + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
-
-
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 4, (count,), generator=generator)
 
 
 BATCHES = (4, 1, 3)
@@ -260,24 +244,6 @@ def test_a_pass_sends_what_the_formula_says(
             assert sent == 10 * (2 * (ranks - 1) * stream // ranks) + (ranks - 1) * 3 * 3 * TOKENS * 8
 
 
-def test_each_rank_has_its_share(cluster_of: Clusters) -> None:
-    def sizes() -> tuple[int, int]:
-        model = gpt(0, tied=False)
-        parallelize(model, plan_for(model))
-        return sum(p.numel() for p in model.parameters()), len(cuts(model))
-
-    model = gpt(0, tied=False)
-    whole = {name: p.numel() for name, p in model.named_parameters()}
-    replicated = sum(
-        count
-        for name, count in whole.items()
-        if "norm" in name or "position" in name or "output.bias" in name
-    ) + sum(count for name, count in whole.items() if "down.bias" in name)
-    ranks = cluster_of(2).run(sizes)
-    assert sum(count for count, _ in ranks) == sum(whole.values()) + replicated
-    assert ranks[0][1] == 2 + 2 * 10  # both tables; six matrices of a block and four biases
-
-
 def test_what_the_ranks_hold_by_name(cluster_of: Clusters) -> None:
     def boxes() -> tuple[dict[str, Cut], bool]:
         model = gpt(0, heads=4)
@@ -321,24 +287,6 @@ def test_other_losses_take_gathered_logits(cluster_of: Clusters) -> None:
     for logits, grad in cluster_of(3).run(gradient):
         torch.testing.assert_close(logits, expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(grad, whole.get_parameter("layers.1.mlp_norm.weight").grad)
-
-
-def test_layers_alone_draw_the_same_weights_whole(cluster_of: Clusters) -> None:
-    def compute() -> tuple[Tensor, ...]:
-        torch.manual_seed(md.rank())
-        double = {"dtype": torch.float64}
-        table = md.VocabParallelEmbedding(7, 5, **double)  # type: ignore[arg-type]
-        column = md.ColumnParallelLinear(5, 9, gather_output=True, **double)  # type: ignore[arg-type]
-        row = md.RowParallelLinear(9, 3, input_is_parallel=False, **double)  # type: ignore[arg-type]
-        return tuple(x.detach() for x in (row(column(table(torch.arange(7)))), *row.parameters()))
-
-    torch.manual_seed(0)
-    table = nn.Embedding(7, 5, dtype=torch.float64)
-    column, row = nn.Linear(5, 9, dtype=torch.float64), nn.Linear(9, 3, dtype=torch.float64)
-    expected = row(column(table(torch.arange(7)))).detach()
-    for result, _, bias in cluster_of(2).run(compute):
-        torch.testing.assert_close(result, expected)
-        assert torch.equal(bias, row.bias.detach())
 
 
 PATTERNS: dict[str, tuple[dict[str, str], str]] = {
@@ -512,33 +460,6 @@ def test_copies_and_pickles_compute_the_same(cluster_of: Clusters) -> None:
             model = other
 
     cluster_of(2).run(compare)
-
-
-def test_layers_that_share_an_input_need_not_all_be_called(cluster_of: Clusters) -> None:
-    def compute() -> None:
-        part = nn.ModuleDict({name: nn.Linear(3, 4, dtype=torch.float64) for name in "qkv"})
-        parallelize(part, {"q|k|v": "column"})
-        x = torch.ones(2, 3, dtype=torch.float64)
-        for _ in range(2):
-            torch.testing.assert_close(part["q"](x), functional.linear(x, part["q"].weight, part["q"].bias))
-        torch.testing.assert_close(
-            part["v"](2 * x), functional.linear(2 * x, part["v"].weight, part["v"].bias)
-        )
-        alone = part["k"](x.clone().requires_grad_())
-        alone.sum().backward()
-        assert part["k"].weight.grad is not None
-
-    cluster_of(2).run(compute)
-
-
-def test_one_module_in_two_places_stays_one(cluster_of: Clusters) -> None:
-    def look() -> tuple[bool, tuple[int, ...]]:
-        linear = nn.Linear(4, 4)
-        model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)})
-        parallelize(model, {"a.0": "column"})
-        return model["a"][0] is model["b"][0], tuple(model["b"][0].weight.shape)
-
-    assert cluster_of(2).run(look) == [(True, (2, 4))] * 2
 
 
 def test_a_rank_alone_in_its_group_has_all(cluster_of: Clusters) -> None:

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minidist.model import GPT, config
-from minidist.model.loss import cross_entropy
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.activations import saved_activations
 
@@ -24,12 +22,6 @@ def test_a_linear_layer_keeps_its_input() -> None:
 def test_what_several_operations_save_counts_once() -> None:
     layers, inputs = [nn.Linear(3, 5) for _ in range(4)], torch.randn(7, 3)
     assert saved_activations(lambda: [layer(inputs[i:]) for i, layer in enumerate(layers)]) == 7 * 3 * 4
-
-
-def test_parameters_and_buffers_do_not_count() -> None:
-    norm, inputs = nn.BatchNorm1d(1000).eval(), torch.randn(2, 1000)
-    assert saved_activations(lambda: norm(inputs), norm) == inputs.nbytes
-    assert saved_activations(lambda: norm(inputs)) == inputs.nbytes + 2 * 1000 * 4
 
 
 def test_the_peak_is_what_was_live_at_one_time() -> None:
@@ -52,18 +44,4 @@ def test_the_peak_is_what_was_live_at_one_time() -> None:
     torch.exp(x)  # outside
     assert counter.peak == size
     del y
-    assert counter.saved == 0
-
-
-def test_gradients_are_the_same_while_they_are_counted() -> None:
-    model = GPT(config("byte-tiny", layers=1), dtype=torch.float64)
-    tokens = torch.randint(0, 256, (2, 8))
-
-    def gradients() -> list[Tensor]:
-        return list(torch.autograd.grad(cross_entropy(model(tokens), tokens), [*model.parameters()]))
-
-    expected = gradients()
-    with ActivationCounter(model) as counter:
-        torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
-    assert counter.peak > 0
     assert counter.saved == 0

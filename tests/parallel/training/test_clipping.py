@@ -14,21 +14,11 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import MLP
-from minidist.parallel.engine import parameter_placement, training_step
 from minidist.parallel.training.clipping import clip_grad_norm, global_norm
 from tests.helpers import contract
+from tests.helpers.models import mlp, vectors
 
 Clusters = Callable[[int], md.Cluster]
-
-
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 3, (count,), generator=generator)
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((6, 5, 3), seed=seed, dtype=torch.float64)
 
 
 # Not Adam, whose updates hardly change where all gradients are scaled. Some norms are below 0.7, some above.
@@ -39,23 +29,6 @@ CASE = contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.5, momentum=0.9
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_clipping_meets_the_contract(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
     contract.check(cluster_of(ranks), CASE, md.Layout(dp=ranks, micro_batches=micro_batches))
-
-
-def test_the_engine_tells_the_norm(cluster_of: Clusters) -> None:
-    case = replace(CASE, clip_norm=0.7)
-    inputs, targets = case.global_batches()[0]
-
-    def norm(clip: float | None) -> float | None:
-        engine = md.prepare(case.model(md.rank()), case.optimizer, md.Layout(dp=2), clip_norm=clip)
-        engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2])
-        return engine.grad_norm
-
-    model = case.model(0)
-    case.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    expected = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
-    for clip in (1e-3, 1e3):
-        assert cluster_of(2).run(norm, clip) == [pytest.approx(expected, rel=1e-12)] * 2
-    assert cluster_of(2).run(norm, None) == [None, None]
 
 
 class Complex(nn.Module):
@@ -123,30 +96,6 @@ def test_sparse_gradients_that_no_optimizer_uses_count(cluster_of: Clusters, zer
     for found, weight in cluster_of(2).run(train):
         assert found == pytest.approx(norm, rel=1e-12)
         torch.testing.assert_close(weight, expected.detach(), rtol=1e-10, atol=1e-10)
-
-
-def by_each_ranks_own_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        parameter_placement, "global_norm", lambda gradients, *_: global_norm([*gradients][md.rank() :])
-    )
-
-
-def not_at_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(training_step, "clip_factor", lambda *_: 1.0)
-
-
-@pytest.mark.parametrize("fault", [by_each_ranks_own_norm, not_at_all])
-def test_the_contract_catches_a_planted_fault(
-    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(CASE, md.Layout(dp=2))
-
-    _, trained = cluster_of(2).run(train)
-    with pytest.raises(AssertionError, match="not close"):
-        contract.compare(trained, contract.train_in_one_process(CASE))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -90,50 +90,11 @@ def test_ranks_learn_what_one_process_does(
             assert torch.equal(value, results[0][1][name]), name
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_masters_begin_with_the_float32_values(cluster_of: Clusters, ranks: int, zero: int) -> None:
-    """What a pretrained model has beyond 16 bits is not lost, and rank 0's values count."""
-
-    def begin() -> tuple[list[tuple[str, tuple[int, ...], Tensor]], dict[str, Tensor]]:
-        model = nn.Sequential(nn.Linear(6, 6), mlp(0))
-        model[1].again = model[0]  # a name more
-        torch.manual_seed(md.rank())
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-        layout = md.Layout(dp=md.size(), zero=zero, precision="bf16")  # type: ignore[arg-type]
-        engine = md.prepare(model, partial(torch.optim.SGD, lr=0.5), layout)
-        boxes = [(c.name, c.offsets, c.tensor.clone()) for c in engine.strategy.chunks()]
-        return boxes, engine.full_state_dict()
-
-    expected = nn.Sequential(nn.Linear(6, 6), mlp(0))
-    expected[1].again = expected[0]
-    torch.manual_seed(0)
-    for parameter in expected.parameters():
-        nn.init.normal_(parameter)
-    seen = dict.fromkeys(expected.state_dict(), 0)
-    for boxes, state in cluster_of(ranks).run(begin):
-        for name, offsets, tensor in boxes:
-            name = name.removeprefix("model.")
-            slices = (slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))
-            assert torch.equal(tensor, expected.state_dict()[name][tuple(slices)]), name
-            seen[name] += tensor.numel()
-        for name, value in state.items():
-            assert torch.equal(value, expected.state_dict()[name].bfloat16()), name
-    assert all(count >= expected.state_dict()[name].numel() for name, count in seen.items())
-
-
-def train_with_overflow(zero: int, fault: bool = False) -> list[tuple[Any, ...]]:
-    """Five steps on two ranks. In the second, rank 1 overflows: one gradient, or with zero=3 all.
-
-    fault: each rank goes by the norm of every second gradient.
-    """
+def train_with_overflow(zero: int) -> list[tuple[Any, ...]]:
+    """Five steps on two ranks. In the second, rank 1 overflows: one gradient, or with zero=3 all."""
     inputs, targets = (each[md.rank() :: 2] for each in vectors())
     layout, rule = md.Layout(dp=2, zero=zero, precision="fp16"), LossScale(2.0**10, good_steps=2)
     engine = md.prepare(mlp(md.rank()), partial(torch.optim.AdamW, lr=0.1), layout, loss_scale=rule)
-    if fault:
-        gradients = engine.strategy.gradients
-        engine.strategy.gradients = lambda: gradients()[md.rank() :: 2]  # type: ignore[method-assign]
     history = []
     for step in range(5):
         before, own, hooks = engine.full_state_dict(), inputs.clone(), []
@@ -163,12 +124,6 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(cluster_of: Clusters, zero:
     assert changed == (True, False, True, True, True)
     # Agreeing costs a message only where a rank does not see all gradients; the first step tells the rows.
     assert norms == ((2, 1, 1, 1, 1) if zero else (1, 0, 0, 0, 0))
-
-
-def test_ranks_that_do_not_agree_go_apart(cluster_of: Clusters) -> None:
-    """A planted fault."""
-    first, second = cluster_of(2).run(train_with_overflow, 0, True)
-    assert [each[:2] for each in first] != [each[:2] for each in second]
 
 
 def test_an_overflow_at_the_smallest_scale_is_an_error() -> None:

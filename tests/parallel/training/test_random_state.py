@@ -16,7 +16,6 @@ from minidist.parallel.tensor import parallelize as tensor_parallel
 from minidist.parallel.tensor.parallelize import parallelize
 from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
-from minidist.parallel.training.random_state import own_random_state, share_random_state
 from minidist.parallel.training.recompute import recompute
 
 Clusters = Callable[[int], md.Cluster]
@@ -31,27 +30,6 @@ def gpt() -> GPT:
 def batch() -> tuple[Tensor, Tensor]:
     text = torch.randint(0, VOCABULARY, (3, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     return text[:, :-1], text[:, 1:]
-
-
-def test_a_part_of_its_own_draws_its_own_and_leaves_the_common_state(cluster_of: Clusters) -> None:
-    def draw() -> list[Tensor]:
-        torch.manual_seed(md.rank())
-        share_random_state()
-        before = torch.rand(3)
-        with own_random_state():
-            inside = torch.rand(2 + md.rank())[:2]  # as many as it likes
-            with own_random_state():
-                deeper = torch.rand(2)
-        return [before, inside, deeper, torch.rand(3)]
-
-    torch.manual_seed(0)
-    expected = torch.rand(3), torch.randint(2**62, ()), torch.rand(3)
-    first, second = cluster_of(2).run(draw)
-    for before, _, _, after in (first, second):
-        assert torch.equal(before, expected[0])
-        assert torch.equal(after, expected[2])
-    drawn = [*first[1:3], *second[1:3]]
-    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
 def seen_in_a_pass(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
@@ -124,18 +102,6 @@ def test_copies_stay_equal_as_their_ranks_start_alike(cluster_of: Clusters, shar
 
     first, second = cluster_of(2).run(gradient)
     assert torch.equal(first, second) is shared
-
-
-def test_nothing_is_drawn_in_evaluation(cluster_of: Clusters) -> None:
-    def draw() -> bool:
-        model = gpt()
-        parallelize(model, plan_for(model), sequence_parallel=True)
-        model.eval()
-        state = torch.get_rng_state()
-        model(batch()[0])
-        return torch.equal(torch.get_rng_state(), state)
-
-    assert cluster_of(2).run(draw) == [True, True]
 
 
 class Draws(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute, recompute_by, recomputed_in, recomputes
 from tests.helpers import contract
 from tests.helpers.activations import saved_activations
+from tests.helpers.models import gpt, tokens
 
 Clusters = Callable[[int], md.Cluster]
 PARTS = {
@@ -28,16 +28,6 @@ PARTS = {
     "attention": ["layers.*.attention"],
     "in one another": ["layers.*", "layers.*.mlp", "layers.?.attention"],
 }
-
-
-def gpt(seed: int, dropout: float = 0.0) -> nn.Module:
-    shape = config("byte-tiny", vocabulary=11, context=8, layers=2, heads=2, width=8, dropout=dropout)
-    return GPT(shape, seed=seed, dtype=torch.float64)
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
 
 
 def gradients(model: nn.Module, seed: int = 3) -> list[Tensor | None]:
@@ -57,13 +47,6 @@ def test_gradients_are_the_same_with_dropout(parts: str) -> None:
     torch.testing.assert_close(gradients(recomputed), expected, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), draws)  # what is drawn next is the same, too
     assert any(not torch.equal(a, b) for a, b in zip(gradients(plain, seed=4), expected, strict=True))
-
-
-def test_random_state_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault."""
-    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
-    ours, expected = gradients(recompute(gpt(0, dropout=0.3))), gradients(gpt(0, dropout=0.3))
-    assert any(not torch.allclose(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -103,25 +86,6 @@ def test_policies_choose_by_name(policy: str) -> None:
     names = {part: name for name, part in model.named_modules()}
     assert [names[part] for part in recomputed_in(model)] == of_gpt
     assert not recomputes(recompute_by(gpt(0), False))
-
-
-def test_a_policy_without_its_parts_is_told_on_all_ranks(cluster_of: Clusters) -> None:
-    def prepare() -> str:
-        with pytest.raises(
-            ValueError, match="a MLP has no parts that recompute='attention alone' would"
-        ) as caught:
-            md.prepare(MLP((6, 5, 4)), torch.optim.SGD, md.Layout(pp=2, recompute="attention alone"))
-        return str(caught.value)
-
-    first, second = cluster_of(2).run(prepare)
-    assert first == second
-
-
-def test_chosen_parts_meet_the_contract(cluster_of: Clusters) -> None:
-    def model(seed: int) -> nn.Module:
-        return recompute(gpt(seed), ["layers.*.attention"])
-
-    contract.check(cluster_of(2), contract.Case(model, tokens, batches=(12, 13)), md.Layout(dp=2))
 
 
 def test_each_layer_keeps_its_input_alone() -> None:
@@ -164,78 +128,12 @@ def test_the_peak_is_an_input_a_layer_and_the_activations_of_one() -> None:
     assert whole < parts < count("none")
 
 
-class Normed(nn.Module):
-    """Layers with statistics, which training changes."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
-
-
-def test_statistics_change_once() -> None:
-    inputs = torch.randn(5, 6, dtype=torch.float64)
-    states = []
-    for model in (Normed(0), recompute(Normed(0))):
-        for _ in range(2):
-            model(inputs).sum().backward()
-        states.append(model.state_dict())
-    torch.testing.assert_close(*states, rtol=0, atol=0)
-    assert states[1]["layers.1.num_batches_tracked"] == 2
-
-
-def test_names_copies_and_pickles_stay() -> None:
-    model = recompute(recompute(gpt(0)))
-    assert model.state_dict().keys() == gpt(0).state_dict().keys()
-    expected = gradients(gpt(0))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))  # the copy must not compute with it
-        torch.testing.assert_close(gradients(other), expected, rtol=0, atol=0)
-        model = recompute(gpt(0))
-
-
 def test_nothing_is_kept_without_gradients() -> None:
     model = recompute(gpt(0))
     inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
     with torch.no_grad(), ActivationCounter(model) as counter:
         assert not model(inputs).requires_grad
     assert counter.peak == 0
-
-
-class Keywords(nn.Module):
-    """A layer that is called with a keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Scaled(), Scaled()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, factor=2.0)
-        return x
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        return torch.tanh(x * self.weight * factor)
-
-
-def test_layers_may_take_keywords() -> None:
-    results = []
-    for model in (Keywords(), recompute(Keywords())):
-        model(torch.ones(2, 3)).sum().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

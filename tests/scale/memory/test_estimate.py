@@ -323,7 +323,7 @@ def test_a_planted_fault_in_the_states_is_caught(
 def test_activations_left_out_are_caught(
     measured: Memory, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    monkeypatch.setattr(estimates, "_activations", estimates._activations.__wrapped__)  # which keeps nothing
+    monkeypatch.setattr(estimates, "activations", estimates.activations.__wrapped__)  # which keeps nothing
     monkeypatch.setattr(saved_activations.Saved, part, lambda _: 0)
     expected = estimate(TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0).activations
     if part in ("block", "head"):  # the others save less than the tolerance of this comparison

@@ -110,7 +110,7 @@ def test_no_schedule_is_proven_again_for_a_layout(monkeypatch: pytest.MonkeyPatc
     by_name = estimates.by_name
     monkeypatch.setattr(simulation, "check_rules", lambda schedule: pytest.fail("a schedule is checked"))
     monkeypatch.setattr(estimates, "by_name", lambda *form: made.append(form) or by_name(*form))
-    for kept in (estimates.schedule_of, estimates._moments, estimates._activations, pipeline_time.passes_of):
+    for kept in (estimates.schedule_of, estimates._moments, estimates.activations, pipeline_time.passes_of):
         kept.cache_clear()
     found = plan("gpt2-small", ranks=8, hardware="h100", batch=32)
     cut = [each.layout for each in found.fitting if each.layout.pp > 1]

@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
+from minidist.comm.cost import predict
 from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
@@ -169,6 +170,26 @@ def test_ranks_beyond_a_host_go_through_the_network() -> None:
     inside = predict_step("gpt2-small", md.Layout(tp=8), 8, machine).parts["tp"]
     across = predict_step("gpt2-small", md.Layout(tp=8), 8, replace(machine, ranks_per_host=4)).parts["tp"]
     assert across > 3 * inside
+
+
+def test_ranks_that_trade_heads_send_an_nth_of_the_ring() -> None:
+    batch, seconds = (8, 1024), {}
+    for kind in ("ring", "2x4", "ulysses"):
+        layout = md.Layout(cp=8, cp_kind=kind, precision="bf16")
+        parts = predict_step("gpt2-xl", layout, batch, "h100").parts
+        seconds[kind] = parts["cp"] + parts["cp hidden"]
+    profile, queries = hardware("h100").inside, 2 * 8 * 128 * 1600  # bytes of a rank's queries in a block
+    each = sum(predict("all_to_all", "direct", many * queries, 8, profile) for many in (3, 1))
+    assert seconds["ulysses"] == pytest.approx(2 * 48 * each)  # and backward
+    assert seconds["ulysses"] < seconds["2x4"] < seconds["ring"]
+
+
+def test_more_ranks_than_heads_and_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"8 ranks trade tokens for heads .* and have 4 heads"):
+        predict_step("byte-tiny", md.Layout(cp=8, cp_kind="ulysses"), (8, 64), "h100")
+    shape = GPTConfig(context=64, layers=2, heads=4, width=64, experts=4)
+    with pytest.raises(ValueError, match="know no experts"):
+        predict_step(shape, md.Layout(dp=2), (8, 64), "h100")
 
 
 def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:

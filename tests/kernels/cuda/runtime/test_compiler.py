@@ -11,7 +11,6 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 from numba import cuda, float32, int32, uint32
 
 from tests.helpers.cuda_kernels import TYPES, own_cache, without_gpu  # noqa: F401
-from tests.helpers.occupancy import occupancy
 
 
 def everything(x, n):
@@ -91,37 +90,3 @@ def test_a_report_is_read_from_the_log():
     assert parse(log, "sm_90") == expected
     with pytest.raises(ValueError, match="registers"):
         parse("nothing", "sm_90")
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "threads", "dynamic", "architecture", "blocks", "limit"),
-    [
-        # 65536 registers hold 2048 threads of 32.
-        (32, 0, 256, 0, "sm_90", 8, "warps"),
-        (128, 0, 256, 0, "sm_90", 2, "registers"),
-        (33, 0, 256, 0, "sm_80", 6, "registers"),  # as much as 40 each: 12 warps a quarter
-        (168, 0, 384, 200 * 1024, "sm_90a", 1, "registers"),
-        (32, 0, 128, 100 * 1024, "sm_90", 2, "shared memory"),  # 101 KB of 228 KB each
-        (16, 0, 32, 0, "sm_75", 16, "blocks"),
-        (32, 48 * 1024, 1024, 0, "sm_75", 1, "warps"),
-    ],
-)
-def test_occupancy_by_hand(registers, shared, threads, dynamic, architecture, blocks, limit):
-    report = Report(architecture, registers, 0, 0, 0, shared)
-    found = occupancy(report, threads, dynamic)
-    assert found.blocks == blocks
-    assert found.warps == blocks * threads // 32
-    assert 0 < found.share <= 1
-    if (registers, threads) != (168, 384) and shared == 0:
-        assert found.limit == limit
-
-
-def test_a_block_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"102400 bytes.*sm_89.*101376"):
-        occupancy(Report("sm_89", 32, 0, 0, 0, 0), 256, 100 * 1024)
-    with pytest.raises(ValueError, match=r"1024 threads with 128 registers"):
-        occupancy(Report("sm_90", 128, 0, 0, 0, 0), 1024)
-    with pytest.raises(ValueError, match="limits are not known"):
-        occupancy(Report("sm_50", 32, 0, 0, 0, 0), 32)
-    with pytest.raises(ValueError, match="threads is 0"):
-        occupancy(Report("sm_90", 32, 0, 0, 0, 0), 0)

@@ -1,7 +1,6 @@
 """The path to a GPU, up to its driver: a fake one takes what a launch passes, and runs it in the emulator."""
 
 import sys
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from minidist.kernels.cuda import rung
 from minidist.kernels.cuda.rung import CudaRung
-from minidist.kernels.cuda.runtime import gpu_driver, gpu_launch, matrix
+from minidist.kernels.cuda.runtime import gpu_driver, gpu_launch
 from minidist.kernels.cuda.runtime.gpu_driver import DeviceArray
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
 from minidist.kernels.cuda.runtime.matrix import TensorMap
@@ -95,18 +94,6 @@ def test_tensors_on_a_gpu_are_used_in_place_and_nothing_waits(there):
     torch.testing.assert_close(out, row @ b)
 
 
-def test_packing_on_a_gpu_is_a_kernel(there):
-    x = np.arange(35.0).reshape(5, 7)
-    data = DeviceArray(x.ctypes.data, "float64", (35,), (8,), x)
-    p = packing.packed(matrix.Matrix(data, 5, 7, 7, 1, "float64"), 8)
-    assert there.calls.count("cuLaunchKernel") == 1
-    assert (p.row_stride, p.address % 64) == (8, 0)
-    back = np.zeros((7, 5))
-    into = DeviceArray(back.ctypes.data, "float64", (35,), (8,), back)
-    packing.copy_back(p, matrix.Matrix(into, 5, 7, 1, 5, "float64"))
-    np.testing.assert_array_equal(back, x.T)
-
-
 def test_a_launch_passes_grid_shared_memory_cluster_and_stream(there):
     x = np.zeros(100, "f4")
     kernel = Kernel(fill, threads=32)
@@ -172,19 +159,6 @@ def test_a_gpu_that_is_too_old_for_a_kernel_is_named(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"CUDA 12\.4.*toolkit is CUDA 13"):
         install(monkeypatch, FakeDriver(version=12040))
-
-
-def test_each_thread_has_a_context(there):
-    x = np.zeros(100, "f4")
-    kernel = Kernel(fill, threads=32)
-    for n in (1, 2):
-        there.context = 0
-        worker = threading.Thread(target=kernel.launch, args=((4,), on_gpu(x), n), kwargs={"shared": 128})
-        worker.start()
-        worker.join()
-        np.testing.assert_array_equal(x, n)
-        assert there.context == 77
-    assert there.calls.count("cuDevicePrimaryCtxRetain") == 1
 
 
 def test_properties_of_a_gpu(there):

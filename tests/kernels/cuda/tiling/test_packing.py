@@ -41,33 +41,6 @@ def test_a_matrix_is_its_array_and_a_packed_one_has_a_pitch(layout, dtype):
                 assert rows.columns % 8 == 0
 
 
-def test_a_matrix_that_is_packed_stays_where_it_is():
-    base = np.zeros((6, 32), "f4")
-    start = -base.ctypes.data // 4 % 8
-    for x in (base[:, start : start + 8], base[:, start : start + 8].T, base[:1, start : start + 7]):
-        m = matrix.host_matrix(x, "float32")
-        assert packing.packed(m, 8) is m
-    ragged = matrix.host_matrix(base[:, start : start + 7], "float32")
-    assert packing.packed(ragged, 8) is ragged
-    assert packing.packed(ragged, 8, padded=True) is not ragged
-    assert matrix.host_matrix(base[:, ::2], "float32").order == "neither"
-    assert matrix.host_matrix(base, "float32").order == "rows"
-    assert matrix.host_matrix(base.T, "float32").order == "columns"
-
-
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "reversed" not in layout])
-def test_a_scratch_is_copied_back_to_any_strides(layout):
-    x = np.random.default_rng().standard_normal((35, 34))
-    scratch = packing.scratch(35, 34, "float64", 8)
-    assert (scratch.row_stride, scratch.column_stride) == (40, 1)
-    scratch.view2d()[...] = x
-    target, base = laid_out(np.zeros_like(x), layout)
-    packing.copy_back(scratch, matrix.host_matrix(target, "float64"))
-    np.testing.assert_array_equal(target, x)
-    target[...] = np.nan
-    assert np.isnan(base).all()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,9 +1,8 @@
-"""Linear layers cut by their outputs: each rank computes some of the features, from all inputs.
+"""Linear layers cut between ranks: the two halves of a pair, which send one message forward and one backward.
 
-This is the first half of a pair; row_parallel.py has the second. If y = f(x A) B cuts A by columns and B by
-rows, each rank computes some hidden features, applies f to them, and multiplies them by its rows of B: one
-message forward and one backward. In the paper y = x A; torch's `weight` is A^T, so a column of A is a row of
-`weight`.
+If y = f(x A) B cuts A by columns and B by rows, each rank computes some hidden features from all inputs
+(`ColumnParallelLinear`), applies f to them, and multiplies them by its rows of B: a summand of all outputs
+(`RowParallelLinear`). In the paper y = x A; torch's `weight` is A^T, so a column of A is a row of `weight`.
 
 Attention's queries, keys and values read one input. `column_linear` makes them one operation, which sums the
 gradient of that input in one message instead of three, and meanwhile computes the gradients of the weights.
@@ -27,20 +26,15 @@ from torch.nn import functional
 
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group
-from minidist.parallel.tensor.cuts import (
-    Cut,
-    Device,
-    TensorParallel,
-    is_conv1d,
-    linear_sizes,
-    part_of,
-    send_whole,
-    share,
-)
+from minidist.parallel.tensor.cuts import Cut, Device, TensorParallel, own_range, part_of, send_whole
 from minidist.parallel.tensor.operators import (
     OPERATORS,
     SharedFunction,
+    copy_to_ranks,
     gather_from_ranks,
+    reduce_from_ranks,
+    scatter_sequence,
+    split_to_ranks,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -121,7 +115,23 @@ class _ColumnLinear(SharedFunction):
         return None if summed is None else summed(), None, None, None, *w_grads, *b_grads
 
 
-class ColumnParallelLinear(TensorParallel):
+class ParallelLinear(TensorParallel):
+    """This rank's part of a linear layer. Of GPT-2's Conv1D the weight is transposed, (in, out)."""
+
+    transposed = False
+
+    def turned(self, cut: Cut) -> Cut:
+        """The cut of the weight as it is stored, from that of a Linear's weight."""
+        return cut.transposed() if self.transposed else cut
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as a Linear has it, (out, in); a view."""
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        return weight.t() if self.transposed else weight
+
+
+class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + b, where each rank computes some of the features: x (..., in) -> y (..., out / n).
 
     Forward: `copy_to_ranks`, the linear map, and on request `gather_from_ranks`. Under sequence parallelism
@@ -169,7 +179,7 @@ class ColumnParallelLinear(TensorParallel):
                 f"a layer with {out_features} outputs is not {packed} equal matrices whose features can stay "
                 "on their ranks; give a divisor of the outputs as packed, and gather_output=False"
             )
-        self.own = share(out_features // packed, group, unit, "the outputs of a column-parallel layer")
+        self.own = own_range(out_features // packed, group, unit, "the outputs of a column-parallel layer")
         self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
         whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
@@ -224,6 +234,98 @@ class ColumnParallelLinear(TensorParallel):
         return f"{self.in_features}, {times}{own}"
 
 
+class RowParallelLinear(ParallelLinear):
+    """y = x W^T + b, where each rank has some of the inputs: x (..., in / n) -> y (..., out) on every rank.
+
+    Forward: the map of this rank's part, `reduce_from_ranks`, and the bias, which every rank has whole. Under
+    sequence parallelism `scatter_sequence` replaces the sum, y is (..., T / n, out), and the backward pass
+    also sends 2 (n - 1) / n of the bias. The other arguments, new weights and errors are as for
+    `ColumnParallelLinear`.
+
+    input_is_parallel: x is this rank's part; if False, x is whole and is split here, which raises ValueError
+    with sequence_parallel.
+    """
+
+    weight: nn.Parameter  # (out, in / n)
+    bias: nn.Parameter | None  # (out,)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        *,
+        unit: int = 1,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "sequence_parallel needs input_is_parallel: give input_is_parallel=True after a "
+                "column-parallel layer, or sequence_parallel=False"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.own = own_range(in_features, group, unit, "the inputs of a row-parallel layer")
+        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        send_whole(whole, group)
+        self._take(whole)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        input_is_parallel: bool = True,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        *,
+        unit: int = 1,
+    ) -> RowParallelLinear:
+        """Keep this rank's part of a layer; see `ColumnParallelLinear.from_linear`."""
+        sizes = (*linear_sizes(linear), False)
+        layer = cls(*sizes, input_is_parallel, group, sequence_parallel, unit=unit, device="meta")
+        layer.transposed = is_conv1d(linear)
+        layer._take(linear)
+        return layer.train(linear.training)
+
+    def _take(self, whole: nn.Module) -> None:
+        bias = (self.out_features,)
+        self.weight = part_of(whole.weight, self.cuts()["weight"])
+        self.bias = None if whole.bias is None else part_of(whole.bias, Cut(bias, (0,), bias))
+
+    @opaque
+    def forward(self, x: Tensor) -> Tensor:  # (..., in / n) -> (..., out)
+        """Return the sum over the ranks, plus the bias."""
+        if not self.input_is_parallel:
+            x = split_to_ranks(x, -1, self.group)
+        y = functional.linear(x, self.matrix)
+        bias: Tensor | None = self.bias
+        if not self.sequence_parallel:
+            y = reduce_from_ranks(y, self.group)
+        else:
+            y = scatter_sequence(y, -2, self.group)
+            # Each rank adds the bias to its own tokens, so it has only a part of the bias's gradient.
+            bias = None if bias is None else copy_to_ranks(bias, self.group)
+        return y if bias is None else y + bias
+
+    def cuts(self) -> dict[str, Cut]:
+        """The weight is cut by columns."""
+        shape = (self.out_features, self.in_features)
+        return {"weight": self.turned(Cut(shape, (0, self.own.start), (self.out_features, len(self.own))))}
+
+    def extra_repr(self) -> str:
+        """The text between the brackets of print(layer)."""
+        return f"{self.own.start}-{self.own.stop} of {self.in_features}, {self.out_features}"
+
+
+# Several column-parallel layers of one input
+
+
 class SharedInput:
     """Column-parallel layers that read one input: the first one called on it computes the outputs of all."""
 
@@ -248,3 +350,34 @@ def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tens
     first = layers[0]
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
     return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)
+
+
+# Which layers can be cut
+
+
+def is_conv1d(module: object) -> bool:
+    """Whether a layer is GPT-2's linear layer of transformers, whose weight is (in, out)."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def linear_sizes(linear: nn.Module) -> tuple[int, int]:
+    """How many inputs and outputs a linear layer has; TypeError if it is none."""
+    check_linear(linear)
+    weight: Tensor = linear.weight  # type: ignore[assignment]
+    rows, columns = weight.shape
+    return (rows, columns) if is_conv1d(linear) else (columns, rows)
+
+
+def check_linear(linear: object) -> None:
+    """Raise TypeError if a layer computes neither what `torch.nn.Linear` does, nor GPT-2's Conv1D."""
+    if is_conv1d(linear):
+        return
+    if isinstance(linear, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            "a MultiheadAttention holds queries, keys and values in one matrix and reads its out_proj's "
+            "weight itself, so it cannot be cut; leave it out of the plan, which may cut the layers around "
+            "it, or write attention with layers of torch.nn.Linear"
+        )
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")

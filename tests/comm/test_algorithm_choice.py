@@ -10,19 +10,17 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.comm import algorithms
-from minidist.comm.transport import algorithm_choice
+from minidist.comm.transport import shared_memory
+from minidist.comm.work import ALGORITHMS
+from tests.comm.one_process import exact
 
 Clusters = Callable[[int], md.Cluster]
 
 
-def exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
 def test_the_api_knows_every_algorithm() -> None:
     for operation, known in algorithms.ALGORITHMS.items():
-        assert set(known) <= set(algorithm_choice.ALGORITHMS[operation])
-        assert set(algorithm_choice.ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
+        assert set(known) <= set(ALGORITHMS[operation])
+        assert set(ALGORITHMS[operation]) - set(known) == {"torch", "shared_memory"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16])
@@ -42,7 +40,7 @@ def test_every_algorithm_gives_the_same(cluster_of: Clusters, ranks: int, dtype:
         }
         for operation, call in calls.items():
             wanted = call("shared_memory")
-            for name in algorithm_choice.ALGORITHMS[operation]:
+            for name in ALGORITHMS[operation]:
                 if name == "torch" and dtype == torch.int16:
                     continue  # gloo cannot send this dtype
                 with comm.ledger() as ledger:
@@ -103,7 +101,7 @@ def test_unknown_names_are_told() -> None:
 
 
 def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
-    def without() -> tuple[str, str, bool]:
+    def without() -> tuple[list[str], str]:
         def nothing(size: int, ranges: object) -> int:
             return -1
 
@@ -112,22 +110,21 @@ def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
         host.make_file = nothing
         with comm.ledger() as ledger:
             x = comm.all_reduce(comm.empty_shared((3,)) + 1)
-        exact(x, torch.full((3,), 2.0))
-        try:
+            exact(x, torch.full((3,), 2.0))
+            exact(comm.all_reduce(x.short()), torch.full((3,), 4).short())  # which gloo cannot add
+        with pytest.raises(ValueError, match="cannot go through shared memory") as caught:
             comm.all_reduce(x, algorithm="shared_memory")
-        except ValueError as error:
-            return ledger.calls[0].algorithm, str(error), x.is_shared()
-        return ledger.calls[0].algorithm, "", False
+        return [call.algorithm for call in ledger.calls], str(caught.value)
 
-    for algorithm, message, _ in md.launch(without, ranks=2):
-        assert algorithm == "torch"
+    for names, message in md.launch(without, ranks=2):
+        assert names == ["torch", "ring"]
         assert "too little is left, or it is not allowed; give algorithm='auto'" in message
 
 
 def test_a_world_that_ends_takes_its_memory_with_it() -> None:
     def leave() -> int:
         comm.all_reduce(torch.ones(1))
-        algorithm_choice.forget()
-        return len(algorithm_choice.memories)
+        shared_memory.forget()
+        return len(shared_memory.memories)
 
     assert md.launch(leave, ranks=2) == [0, 0]

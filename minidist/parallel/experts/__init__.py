@@ -1,0 +1,10 @@
+"""Expert parallelism: each rank holds some of a block's experts, and tokens travel to them.
+
+Start with `share_experts` in expert_parallel.py, which makes a model work on the rank's own experts.
+
+| File | Holds |
+|---|---|
+| expert_parallel.py | `share_experts`: a model with the rank's own experts; the all-to-alls of a layer |
+| load_balance.py | `balance_experts`: moves the routers' biases after a step |
+| expert_placement.py | `place_experts`: which rank holds which experts, for a load that is not even |
+"""

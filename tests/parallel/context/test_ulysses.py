@@ -1,0 +1,95 @@
+"""Ulysses: heads traded for tokens; exact on ragged shares, alone and with a ring, bytes to the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import minidist as md
+from minidist import comm
+from minidist.comm.mesh import Mesh
+from minidist.parallel.context import ulysses, zigzag_order
+from minidist.parallel.context.ring_attention import TOLD
+from minidist.parallel.context.ulysses import ulysses_attention, ulysses_bytes
+from tests.parallel.context.test_ring_attention import EXACT, drawn, in_full, own
+
+Clusters = Callable[[int], md.Cluster]
+CASES = [
+    (length, heads, causal)
+    for length in (1, 3, 8, 29)
+    for heads in ((4, 4), (8, 4))
+    for causal in (True, False)
+]
+
+
+def by_ulysses(inputs: list[torch.Tensor], causal: bool, trading: int) -> list[torch.Tensor]:
+    """The result and the gradients at this rank's positions; `trading` neighbours trade heads."""
+    *qkv, gradient = own(inputs)
+    qkv = [x.requires_grad_() for x in qkv]
+    blocks = None if trading == md.size() else Mesh(cp=md.size()).blocks("cp", trading)
+    result = ulysses_attention(*qkv, causal, length=inputs[0].shape[2], blocks=blocks)
+    return [result.detach(), *torch.autograd.grad(result, qkv, gradient)]
+
+
+def check_all(trading: int) -> None:
+    for length, heads, causal in CASES:
+        inputs = drawn(length, *heads)
+        expected = own(in_full(inputs, causal))
+        for actual, wanted in zip(by_ulysses(inputs, causal, trading), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, **EXACT)
+
+
+@pytest.mark.parametrize(("ranks", "trading"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (4, 1)])
+def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: int, trading: int) -> None:
+    cluster_of(ranks).run(check_all, trading)
+
+
+def in_arrival_order() -> None:
+    """A fault: positions stay in the order in which the ranks sent them, so the mask hides others."""
+    right = ulysses.zigzag_order
+    order = type(
+        "Plain",
+        (),
+        {"positions": lambda length, ranks, rank: torch.arange(zigzag_order.size(length, ranks, rank))},
+    )
+    ulysses.zigzag_order = order  # type: ignore[assignment]
+    try:
+        check_all(2)
+    finally:
+        ulysses.zigzag_order = right
+
+
+def test_positions_out_of_order_are_seen(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankError, match="Tensor-likes are not close"):
+        cluster_of(2).run(in_arrival_order)
+
+
+def counted(trading: int) -> tuple[int, int]:
+    """Bytes that this rank sends, and its operations in attention, causal."""
+    inputs = drawn(16, 4, 4)
+    with comm.ledger() as ledger, FlopCounterMode(display=False) as flops:
+        by_ulysses(inputs, True, trading)
+    return ledger.bytes_sent, flops.get_total_flops()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_formula_and_work_is_shared_evenly(cluster_of: Clusters, ranks: int) -> None:
+    sizes = {"batch": 2, "heads": 4, "key_heads": 4, "head_size": 5, "element_size": 8}
+    found = cluster_of(ranks).run(counted, ranks)
+    forward = ulysses_bytes(16, ranks, **sizes)  # type: ignore[arg-type]
+    assert forward == 4 * (ranks - 1) * (2 * 16 * 4 * 5 * 8) // ranks**2  # 4 (n - 1) / n^2 B T D b, and again
+    assert [sent - 8 * TOLD * (ranks - 1) for sent, _ in found] == [2 * forward] * ranks
+    assert len({work for _, work in found}) == 1
+
+
+def refused() -> str:
+    with pytest.raises(ValueError, match="2 key heads for the 3 ranks that trade heads") as error:
+        by_ulysses(drawn(6, 4, 2), True, 3)
+    return str(error.value)
+
+
+def test_more_ranks_than_key_heads_are_refused(cluster_of: Clusters) -> None:
+    assert len({*cluster_of(3).run(refused)}) == 1
