@@ -58,7 +58,7 @@ class FullyShard(nn.Module):
             None for the model's method `initialize_part`, else each submodule's `reset_parameters`.
         prefetch: gather the next unit while one computes. None: only if messages leave the computing cores
             free. Where ranks gather through memory that they share, it gains nothing and takes the memory of
-            a unit (`minidist bench fully_shard --full`).
+            a unit (`minidist bench zero --full`).
         master: dtype of the copies that the optimizer updates; None for the parameters' own.
         **defaults: of the optimizer, such as lr.
 
