@@ -133,7 +133,7 @@ def without_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_first_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staged_passes, "take_first", lambda *_: None)
+    patch.setattr(staged_passes, "copy_from_first", lambda *_: None)
 
 
 def with_the_tied_sum_first(patch: pytest.MonkeyPatch) -> None:

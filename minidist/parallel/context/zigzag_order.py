@@ -24,21 +24,21 @@ def chunk(length: int, ranks: int, index: int) -> range:
     return range(index * length // (2 * ranks), (index + 1) * length // (2 * ranks))
 
 
-def share(length: int, ranks: int, rank: int) -> tuple[range, range]:
+def early_and_late(length: int, ranks: int, rank: int) -> tuple[range, range]:
     """Return the positions of a rank: an early chunk and a late one, held in this order."""
     return chunk(length, ranks, rank), chunk(length, ranks, 2 * ranks - 1 - rank)
 
 
 def size(length: int, ranks: int, rank: int) -> int:
     """Return how many positions a rank has."""
-    return sum(map(len, share(length, ranks, rank)))
+    return sum(map(len, early_and_late(length, ranks, rank)))
 
 
 def positions(length: int, ranks: int, rank: int) -> Tensor:
     """Return the positions of a rank, (size,), ascending int64."""
     import torch
 
-    early, late = share(length, ranks, rank)
+    early, late = early_and_late(length, ranks, rank)
     return torch.tensor([*early, *late], dtype=torch.int64)
 
 
@@ -61,7 +61,7 @@ class Sight(NamedTuple):
 
 def sight(length: int, ranks: int, rank: int, owner: int, causal: bool) -> Sight:
     """Return what the queries of `rank` see of the keys of `owner`."""
-    early, _ = share(length, ranks, owner)
+    early, _ = early_and_late(length, ranks, owner)
     if not causal:
         return Sight(0, size(length, ranks, owner), False)
     if owner == rank:
@@ -69,4 +69,4 @@ def sight(length: int, ranks: int, rank: int, owner: int, causal: bool) -> Sight
     if owner < rank:  # its early chunk comes before both of ours, its late one after both
         return Sight(0, len(early), False)
     # Its chunks lie between ours: the late queries see both.
-    return Sight(len(share(length, ranks, rank)[0]), size(length, ranks, owner), False)
+    return Sight(len(early_and_late(length, ranks, rank)[0]), size(length, ranks, owner), False)

@@ -17,7 +17,7 @@ from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.step_executor import Factor, RankBatch, StepExecutor, Weight, times
 from minidist.parallel.pipeline.execution import Pipeline
-from minidist.parallel.pipeline.tied_parameters import sum_tied, take_first
+from minidist.parallel.pipeline.tied_parameters import copy_from_first, sum_tied
 from minidist.parallel.training.precision import Precision
 
 
@@ -110,7 +110,7 @@ class StagedPasses(StepExecutor):
     def updated(self) -> None:
         """Give tied copies the first stage's values, if their gradients were sharded."""
         if self.strategy.sharded:
-            self._with_tied(take_first)
+            self._with_tied(copy_from_first)
 
     def _with_tied(self, act: Callable[[nn.Parameter | None, Group, Sequence[int]], None]) -> None:
         for tied in self.part.tied:

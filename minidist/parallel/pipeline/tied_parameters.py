@@ -54,11 +54,11 @@ def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
     """Give all copies of a parameter the first holder's values, and return the holders. All ranks call it."""
     held = comm.all_gather(torch.tensor([parameter is not None]), group=group)
     ranks = [rank for rank, holds in enumerate(held.tolist()) if holds]
-    take_first(parameter, group, ranks)
+    copy_from_first(parameter, group, ranks)
     return ranks
 
 
-def take_first(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
+def copy_from_first(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int]) -> None:
     """Copy a parameter's values from the first of `ranks`, which hold it, to the others.
 
     That rank sends (h - 1) S bytes for h holders. Other ranks do nothing.
