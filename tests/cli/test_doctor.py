@@ -7,7 +7,6 @@ import json
 import pwd
 import re
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -152,13 +151,6 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     found = doctor.compiler_cache()
     assert not found.ok
     assert "NUMBA_CACHE_DIR" in found.remedy
-
-
-def test_a_probe_that_hangs_is_stopped():
-    started = time.monotonic()
-    found = doctor.probe(f"import time; time.sleep({HANG})", timeout=0.5)
-    assert time.monotonic() - started < HANG / 2
-    assert "too slow to look" in found["torch"]["error"]
 
 
 @pytest.fixture

@@ -87,12 +87,6 @@ def test_sgd_is_plain_and_momentum_is_not(name: str, momentum: float) -> None:
     assert (group["momentum"], group["lr"]) == (momentum, 0.5)
 
 
-def test_run_launches_the_layout() -> None:
-    result = train.run(TrainConfig(steps=2, layout=md.Layout(dp=2)))
-    assert isinstance(result, TrainResult)
-    assert len(result.losses) == 2
-
-
 def test_ranks_that_end_with_different_weights_are_found(cluster_of: Clusters) -> None:
     def drift() -> None:
         with pytest.MonkeyPatch.context() as patch:

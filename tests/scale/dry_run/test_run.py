@@ -255,12 +255,6 @@ def test_the_command_says_bytes_memory_time_and_assumptions(capsys: Any) -> None
         assert said in out
 
 
-def test_help_has_an_example(capsys: Any) -> None:
-    code, out, _ = command("dryrun", capsys, "--help")
-    assert code == 0
-    assert "minidist dryrun --model gpt2-xl" in out.partition("Example:")[2]
-
-
 def test_a_program_may_read_it(capsys: Any) -> None:
     layout = "pp=2,micro_batches=2"
     code, out, _ = command(

@@ -20,7 +20,6 @@ from minidist.model.configs import CONFIGS
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.recompute_policies import POLICIES, RecomputePolicy
-from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute, recompute_by
 from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activations, state_bytes
@@ -77,30 +76,6 @@ def test_layers_have_all_parameters(name: str, tied: bool) -> None:
     shape = config(name)
     shape = replace(shape, tied=tied) if isinstance(shape, GPTConfig) else shape
     assert sum(map(sum, parameter_sizes.layers(shape))) == shape.parameters()
-
-
-def test_layers_are_those_of_the_module() -> None:
-    for shape in SHAPES:
-        model, known = GPT(shape, device="meta"), set[int]()
-        for layer, sizes in zip(model.layers, parameter_sizes.layers(shape), strict=True):
-            new = [p for p in layer.parameters() if id(p) not in known]
-            known |= set(map(id, new))
-            assert sorted(p.numel() for p in new) == sorted(sizes)
-
-
-def test_tensor_parallel_ranks_and_stages_have_all_parameters_together() -> None:
-    shape = config("gpt2-small", vocabulary=50304)
-    whole = shape.parameters()
-    stages = [
-        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.ModelPart(pp=5, stage=stage))))
-        for stage in range(5)
-    ]
-    assert sum(stages) == whole + 50304 * 768  # the last stage's copy of the tied matrix
-    whole_on_each = 12 * 6 * 768 + 1024 * 768 + 2 * 768  # norms, biases of the projections, positions
-    assert (
-        sum(map(sum, parameter_sizes.layers(shape, parameter_sizes.ModelPart(tp=4))))
-        == (whole - whole_on_each) // 4 + whole_on_each
-    )
 
 
 # Activations, against what autograd saves.
@@ -279,17 +254,6 @@ def test_the_formulas_of_hybrid_sharding_and_secondary_shares() -> None:
     for wrong, secondary in ((layout, 3), (layout, 64), (layout, True), (md.Layout(dp=4, zero=2), 2)):
         with pytest.raises(ValueError, match="ranks that share the parameters"):
             estimate("gpt2-small", wrong, secondary=secondary)
-
-
-def test_buckets_are_those_of_the_reducer() -> None:
-    shape = config("gpt2-small", layers=3, vocabulary=9001)
-    parameters = [*GPT(shape, device="meta").parameters()]
-    parts = joined_messages.deal_to_buckets(
-        parameters, reversed(range(len(parameters))), parameter_sizes.BUCKET
-    )
-    expected = [sum(parameters[place].numel() for place in places) for places in parts]
-    assert len(expected) > 3
-    assert parameter_sizes.on_rank(shape).buckets(4) == expected
 
 
 FAULTS: dict[str, Callable[[state_bytes.States], state_bytes.States]] = {

@@ -24,7 +24,7 @@ from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.training.recompute import recompute
 from minidist.scale.dry_run.run import dryrun
-from minidist.scale.memory.parameter_sizes import ModelPart, on_rank
+from minidist.scale.memory.parameter_sizes import on_rank
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
@@ -83,17 +83,6 @@ def test_six_operations_a_parameter_and_token() -> None:
     assert 6 < found < 6.5
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_tensor_parallel_ranks_share_all_products(ranks: int) -> None:
-    whole = LayerWork(SHAPE, 2, 24, 24).layers(range(5))
-    parts = [
-        LayerWork(SHAPE, 2, 24, 24, part=ModelPart(tp=ranks, tp_rank=rank)).layers(range(5))
-        for rank in range(ranks)
-    ]
-    for name in ("forward", "backward"):
-        assert sum(getattr(part, name).flops for part in parts) == getattr(whole, name).flops
-
-
 # Steps.
 
 LAYOUTS = (
@@ -149,26 +138,12 @@ def test_a_faster_link_or_device_is_never_slower(layout: md.Layout) -> None:
         assert predict_step("gpt2-small", layout, 32, slower).seconds > times[1]
 
 
-def test_more_rows_take_longer_and_more_ranks_less_long() -> None:
-    rows = [predict_step("gpt2-small", md.Layout(dp=4), count, "a100").seconds for count in (4, 8, 64)]
-    assert rows == sorted(rows)
-    ranks = [predict_step("gpt2-small", md.Layout(dp=dp), 256, "a100").seconds for dp in (1, 2, 8, 64)]
-    assert ranks == sorted(ranks, reverse=True)
-
-
 def test_a_bubble_is_that_of_the_formula() -> None:
     # Blocks alone count for so large a model: (p - 1) / (m + p - 1) of the pipeline's time.
     layout = md.Layout(pp=4, micro_batches=8, precision="bf16")
     parts = predict_step("gpt3-175b", layout, 8, "h100").parts
     share = parts["bubble"] / (parts["compute"] + parts["bubble"] + parts["pp"])
     assert share == pytest.approx(3 / 11, rel=0.1)
-
-
-def test_ranks_beyond_a_host_go_through_the_network() -> None:
-    machine = HARDWARE["v100-16gb"]
-    inside = predict_step("gpt2-small", md.Layout(tp=8), 8, machine).parts["tp"]
-    across = predict_step("gpt2-small", md.Layout(tp=8), 8, replace(machine, ranks_per_host=4)).parts["tp"]
-    assert across > 3 * inside
 
 
 def test_ranks_that_trade_heads_send_an_nth_of_the_ring() -> None:
