@@ -585,7 +585,8 @@ print(in_pairs(np.arange(12).reshape(4, 3)))
 # %% [markdown]
 # **Why two by two tiles.** A product keeps the unit busy for 16 cycles, but its sums can be added to again only
 # after 52. So at least four products, on different sums, have to be under way. A load takes 8 cycles. With one tile
-# of sums each product needs two loads; with two by two, four loads serve four products:
+# of sums each product needs two loads, which take as long as the product. With two by two tiles, four loads serve
+# four products:
 #
 # | | tile 6: columns 0 to 15 of b | tile 7: columns 16 to 31 |
 # |---|---|---|

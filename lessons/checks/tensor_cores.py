@@ -6,11 +6,11 @@ import operator
 
 import numpy as np
 
+from checks import tile_units
 from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten
 from checks.exercises import Answer, Lesson
 from checks.kernels import run
-from checks.tile_units import Tiles
 from checks.verdicts import Right, Score, compare, wrong
 from minidist.kernels.emulator.arithmetic.fragments import MMA
 
@@ -263,10 +263,15 @@ def tile_matmul(answer: Answer, draw: np.random.Generator) -> Right:
     for m, n, k in sizes:
         a, b = (draw.integers(1, 10, shape).astype(np.float32) for shape in ((m, k), (k, n)))
         given = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in (a, b)]
-        kept, c, unit = [each.copy() for each in given], np.full((m, n), np.nan, np.float32), Tiles()
+        kept, c, unit = (
+            [each.copy() for each in given],
+            np.full((m, n), np.nan, np.float32),
+            tile_units.Tiles(),
+        )
         answer(unit, *given, c)
         where = f"With a of {m} x {k} and b of {k} x {n}"
-        _compare_tiles(c, a, b, f"{where}, c")
+        mistakes = tile_units.mistakes(a, b)
+        compare(c, a @ b, f"{where}, c", before=np.nan, story=of_product(a, b), wrongs=mistakes)
         answer.unchanged(f"{where} it", [unit, *kept], [unit, *given])
         if not unit.counts.released:
             wrong(
@@ -285,18 +290,3 @@ def tile_matmul(answer: Answer, draw: np.random.Generator) -> Right:
         ),
     )
     return Right(len(sizes), scores)
-
-
-def _compare_tiles(c: np.ndarray, a: np.ndarray, b: np.ndarray, what: str) -> None:
-    """`compare`, with what sums that go on, pairs that are none, and exchanged tiles give."""
-    right, (m, k), n = a @ b, a.shape, b.shape[1]
-    blocks = right.reshape(m // 32, 32, n // 32, 32).swapaxes(1, 2)
-    on = blocks.reshape(-1, 32, 32).cumsum(0).reshape(blocks.shape).swapaxes(1, 2).reshape(m, n)
-    rows = b.reshape(k // 2, n, 2).swapaxes(1, 2).reshape(k, n)  # what rows side by side stand for as pairs
-    crossed = right.reshape(m // 32, 2, 16, n // 32, 2, 16).swapaxes(1, 4).reshape(m, n)
-    wrongs = {
-        "Each block of c has the sums of the blocks before it: zero tiles 0 to 3 before each.": on,
-        "b is not in pairs: a word of its tile has neighbours of a row, not of a column.": a @ rows,
-        "Tiles 1 and 2 are exchanged: tile t is row t // 2 and column t % 2 of the four.": crossed,
-    }
-    compare(c, right, what, before=np.nan, story=of_product(a, b), wrongs=wrongs)

@@ -7,24 +7,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
-from checks.contributions import tens, whose_parts
+from checks.contributions import whose_parts
 from checks.exercises import Answer, Lesson
-from checks.ranks import Case, Run, says
+from checks.ranks import Run, says
 from checks.settings import driven
 from checks.settings import tensor_parallel as shared
-from checks.settings.tensor_parallel import normal, parts
+from checks.settings.tensor_parallel import parts
 from checks.verdicts import Right, Tally, compare, wrong
-from checks.words import plural
 from checks.your_own_network import infinite
 
 lesson = Lesson(13, "tensor_parallel")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution
 
 RANKS = (2, 3, 4, 1)
-NO_GELU = "That is x @ a @ b: gelu is missing between the two products."
-LATE_GELU = "That is gelu(x @ a @ b): gelu belongs between the two products."
 NOT_CAUSAL = "That is attention without is_causal=True: a token sees the tokens that come after it."
 
 
@@ -54,23 +50,7 @@ def shared_mlp_forward(answer: Answer, draw: np.random.Generator) -> Right:
     """Two products with one message."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        cases, rights = [], []
-        sizes_of = ((2, 2, ranks), (2, 3, 2 * ranks), (5, 4, 3 * ranks), (1, 1, ranks), (0, 2, ranks))
-        for number, (tokens, width, middle) in enumerate(sizes_of):
-            x, a, b = (
-                normal(draw, tokens, width),
-                normal(draw, width, middle),
-                normal(draw, middle, width),
-            )
-            if not number:  # gelu(16) is 16
-                x[...], a[...], b[...] = 8, 1, shared.tens(middle)[:, None] / 16
-            args = list(zip([x] * ranks, parts(a, ranks, 1), parts(b, ranks, 0), strict=True))
-            sizes = f"x {(tokens, width)}, a {(width, middle)} and b {(middle, width)}"
-            summands = f", and summands of {tens(ranks)}" * (not number)
-            cases.append(Case(args, f"{plural(ranks, 'rank')} with {sizes}{summands}"))
-            gelu = functional.gelu
-            wrongs = {NO_GELU: x @ a @ b, LATE_GELU: gelu(x @ a @ b)}
-            rights.append((gelu(x @ a) @ b, wrongs))
+        cases, rights = shared.mlp_cases(draw, ranks)
         for run, (right, wrongs) in zip(driven(answer, shared.plain, cases), rights, strict=True):
             for rank in range(ranks):
                 y, x_after = run.results[rank]
@@ -106,15 +86,7 @@ def enter(answer: Answer, draw: np.random.Generator) -> Right:
     """The identity whose gradient is an all-reduce."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        cases = []
-        for number, shape in enumerate(((2, 3), (1,), (4, 2), (0,))):
-            x, w = normal(draw, *shape), normal(draw, *shape)
-            args = [(x, w, normal(draw, *shape)) for _ in range(ranks)]
-            text = f"{plural(ranks, 'rank')} with x of shape {shape}"
-            if not number:
-                args = [(x, w, torch.full(shape, 10.0**rank, dtype=x.dtype)) for rank in range(ranks)]
-                text += f" and gradients of {tens(ranks)}"
-            cases.append(Case(args, text))
+        cases = shared.operator_cases(draw, ranks)
         for run in driven(answer, shared.there_and_back, cases):
             total = sum(args[2] for args in run.case.args)
             for rank, (x, _, c) in enumerate(run.case.args):
@@ -147,23 +119,7 @@ def shared_attention(answer: Answer, draw: np.random.Generator) -> Right:
     """Attention whose heads are shared by ranks, forward and backward."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        cases, rights = [], []
-        sizes = ((2, 1, 2), (3, 1, 2), (4, 2, 3), (1, 1, 1), (int(draw.integers(5, 9)), 3, 2))
-        for number, (tokens, heads, head_size) in enumerate(sizes):
-            width = ranks * heads * head_size
-            x, c = normal(draw, tokens, width), normal(draw, tokens, width)
-            matrices = [normal(draw, width, width) / width**0.5 for _ in range(4)]
-            if not number:
-                shared.make_tidy(x, c, matrices, ranks)
-            cut = [parts(w, ranks, 1) for w in matrices[:3]] + [parts(matrices[3], ranks, 0)]
-            args = [(x, *own, head_size, c) for own in zip(*cut, strict=True)]
-            text = (
-                f"{plural(ranks, 'rank')} with {plural(tokens, 'token')} and {ranks * heads} heads "
-                f"of size {head_size}" + f", and summands of {tens(ranks)}" * (not number)
-            )
-            cases.append(Case(args, text))
-            free = shared.whole_attention(x, matrices, head_size, c, causal=False)[0]
-            rights.append((*shared.whole_attention(x, matrices, head_size, c), free))
+        cases, rights = shared.attention_cases(draw, ranks)
         runs = driven(answer, shared.attention, cases)
         for run, (y, of_x, of_query, free) in zip(runs, rights, strict=True):
             for rank in range(ranks):
@@ -201,26 +157,7 @@ def vocabulary_loss(answer: Answer, draw: np.random.Generator) -> Right:
     """Cross-entropy of logits that ranks have in parts."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        cases, rights = [], []
-        last = int(draw.integers(5, 20))
-        for rows, columns, shift in ((2, 2, 0), (1, 1, 0), (1, 2, 0), (4, 3, 0), (last, 5, 1000)):
-            vocabulary = ranks * columns
-            # Far from 0 the exponentials of the bare logits are infinite, or all 0: in turns, row by row.
-            sign = 1 - 2 * (torch.arange(rows)[:, None] % 2)
-            logits = 3 * normal(draw, rows, vocabulary) + shift * sign * (1 + normal(draw, rows, 1).abs())
-            targets = torch.from_numpy(draw.integers(0, vocabulary, rows))
-            if rows == 2:
-                targets[:] = torch.tensor([vocabulary - 1, 0])
-            if rows == 1:  # the last rank's, then the first's, and likely: no mistake hides behind a 0
-                targets[0] = vocabulary - 1 if columns == 1 else 0
-                logits[0, targets[0]] = logits.max() + 1
-            args = [(own, targets) for own in parts(logits, ranks, 1)]
-            text = f"{plural(ranks, 'rank')} with {plural(rows, 'row')} and a vocabulary of {vocabulary}"
-            cases.append(Case(args, text + (", logits far from 0" if shift else "")))
-            whole = logits.clone().requires_grad_()
-            loss = functional.cross_entropy(whole, targets)
-            loss.backward()
-            rights.append((loss.detach(), whole.grad))
+        cases, rights = shared.loss_cases(draw, ranks)
         for run, (loss, gradient) in zip(driven(answer, shared.loss, cases), rights, strict=True):
             for rank in range(ranks):
                 (got, kept), where = run.results[rank], f"On {says(run.case)}, rank {rank}'s"
@@ -268,16 +205,7 @@ def gather_tokens(answer: Answer, draw: np.random.Generator) -> Right:
     """An all-gather whose gradient is a reduce-scatter."""
     tally, tried = Tally(), 0
     for ranks in RANKS:
-        cases = []
-        for number, (tokens, width) in enumerate(((2, 3), (1, 1), (3, 2), (int(draw.integers(4, 8)), 5))):
-            args = [(normal(draw, tokens, width), normal(draw, tokens * ranks, width)) for _ in range(ranks)]
-            text = f"{plural(ranks, 'rank')} with {tokens} of {tokens * ranks} tokens each, {width} wide"
-            if not number:
-                for rank, pair in enumerate(args):
-                    for each in pair:
-                        each[...] = 10.0**rank
-                text += f", all numbers and gradients {tens(ranks)}"
-            cases.append(Case(args, text))
+        cases = shared.token_cases(draw, ranks)
         for run in driven(answer, shared.gathered, cases):
             whole = torch.cat([args[0] for args in run.case.args])
             total = sum(args[1] for args in run.case.args)

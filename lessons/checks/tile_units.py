@@ -164,3 +164,17 @@ def gigaflops(n: int, rounds: int = 5) -> dict[str, float | None]:
                 best = min(best, process_time() - start)
             rates[name] = 2 * n**3 / best / 1e9
     return rates
+
+
+def mistakes(a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
+    """What sums that go on, pairs that are none, and exchanged tiles make of a (m, k) times b (k, n)."""
+    right, (m, k), n = a @ b, a.shape, b.shape[1]
+    blocks = right.reshape(m // 32, 32, n // 32, 32).swapaxes(1, 2)
+    on = blocks.reshape(-1, 32, 32).cumsum(0).reshape(blocks.shape).swapaxes(1, 2).reshape(m, n)
+    rows = b.reshape(k // 2, n, 2).swapaxes(1, 2).reshape(k, n)  # what rows side by side stand for as pairs
+    crossed = right.reshape(m // 32, 2, 16, n // 32, 2, 16).swapaxes(1, 4).reshape(m, n)
+    return {
+        "Each block of c has the sums of the blocks before it: zero tiles 0 to 3 before each.": on,
+        "b is not in pairs: a word of its tile has neighbours of a row, not of a column.": a @ rows,
+        "Tiles 1 and 2 are exchanged: tile t is row t // 2 and column t % 2 of the four.": crossed,
+    }

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit. `arguments` are the words after `minidist`; None for the process's own."""
     try:
         from minidist.cli import commands
+
+        commands.main(arguments)
     except KeyboardInterrupt:  # the libraries of the command line take a tenth of a second to load
         print("minidist: stopped", file=sys.stderr)
         sys.exit(130)
-    commands.main(arguments)

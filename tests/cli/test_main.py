@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import minidist as md
-from minidist import benchmarks
+from minidist import benchmarks, cli
 from minidist.benchmarks.harness import results
+from minidist.cli import commands
 from minidist.comm.errors import RankError
 from tests.helpers import measured, warm_python
 from tests.helpers.clocks import HANG, until
@@ -279,6 +280,19 @@ def test_ctrl_c_ends_a_command_that_still_loads_with_one_line(tmp_path):
     )
     assert (done.returncode, done.stdout) == (130, "")
     assert one_line(done.stderr) == "minidist: stopped\n"
+
+
+def test_ctrl_c_before_a_command_is_known_ends_with_one_line(monkeypatch, capsys):
+    """Planted: Ctrl-C in the first lines of the command line, outside of what handles it later."""
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "minidist: stopped\n"
 
 
 def test_train_in_a_terminal_says_at_once_what_takes_so_long():
