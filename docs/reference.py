@@ -1,4 +1,4 @@
-"""Read docstrings for the site's API reference: examples as code, arguments in groups, and `kernels.rung`.
+"""Read docstrings for the site's API reference: examples, arguments in groups, and `kernels.rung`.
 
 An extension of Griffe, which reads the sources for mkdocstrings: mkdocs.yml names it.
 """
@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+REREAD = {"minidist.kernels.rung": "minidist.kernels.rung()"}
 EXAMPLE = re.compile(r"^>>> .*(?:\n.*\S.*)*", re.MULTILINE)
 ARGUMENTS = re.compile(r"^Args:\n(?:(?: .*)?\n?)*", re.MULTILINE)
 ENTRY = re.compile(r"^    ([*\w]+(?:, [*\w]+)*)(:.*(?:\n     .*)*)", re.MULTILINE)
+
+
+SOURCE = (Path(__file__).parent / "api_examples.py").read_text()
+PREAMBLE = SOURCE.partition("\n# minidist")[0] + "\n"
+"""The imports that examples begin from."""
+
+
+def examples() -> dict[str, str]:
+    """The examples of docs/api_examples.py, by the path of the name that they are of."""
+    parts = re.split(r"^# (minidist[.\w]+)\n", SOURCE, flags=re.MULTILINE)[1:]
+    return {path: code.strip() for path, code in zip(parts[::2], parts[1::2], strict=True)}
 
 
 class Reference(griffe.Extension):
@@ -38,6 +51,15 @@ class Reference(griffe.Extension):
             if obj.docstring and (obj.is_function or obj.is_class):
                 kinds = {each.name: each.kind and each.kind.value for each in obj.parameters}
                 obj.docstring.value = parted(obj.docstring.value, kinds)
+        for path, code in examples().items():
+            obj = pkg[REREAD.get(path, path).removeprefix("minidist.")]
+            while obj.is_alias:
+                obj = obj.final_target
+            text = f"\n\nExample, on two ranks:\n\n```python\n{code}\n```\n"
+            if obj.docstring is None:
+                obj.docstring = griffe.Docstring(text.strip(), parent=obj)
+            else:
+                obj.docstring.value += text
 
 
 def parted(text: str, kinds: Mapping[str, str | None]) -> str:

@@ -56,6 +56,18 @@ def test_pages_of_strategies_have_their_pictures(site: Path) -> None:
         assert "<svg" in text.split("<article", 1)[1].split("</article>")[0] or "pictures/" in text, name
 
 
+def test_strategies_collectives_and_kernels_have_an_example(site: Path) -> None:
+    from docs.reference import examples
+
+    for page in ("minidist", "comm", "kernels"):
+        html = (site / "api" / f"{page}.html").read_text()
+        for name in [each for each in examples() if each.split(".")[-2] == page]:
+            section = html.split(f'id="{name}"', 1)[1].split("<h2 ", 1)[0]
+            assert "Example, on two ranks" in section, name
+    collectives = "all_reduce all_gather all_to_all broadcast gather reduce_scatter scatter send recv barrier"
+    assert {f"minidist.comm.{name}" for name in collectives.split()} <= {*examples()}
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pictures as docs/pictures.py draws them today."""

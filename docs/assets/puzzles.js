@@ -192,6 +192,7 @@ async function golf() {
   const past = []; // texts, for undo
   let chosen = { rank: 0, index: 0 };
   let focused = false;
+  let given = ""; // a text that was shown to the reader, and is nobody's score
 
   /** The text's first line with stages, if any, and the words of each rank. */
   function parsed() {
@@ -225,7 +226,7 @@ async function golf() {
     say(part, found.error ?? found.verdict, "error" in found || !found.fits);
     fields.text.rows = 2 + text.split("\n").length;
     draw(found);
-    if (found.fits) remember(hole, text, found.score);
+    if (found.fits && text !== given) remember(hole, text, found.score);
     table(found);
   });
 
@@ -343,7 +344,7 @@ async function golf() {
       button.setAttribute("aria-label", `Show ${title}, ${took} s`);
       button.addEventListener("click", () => {
         past.push(fields.text.value);
-        fields.text.value = text;
+        fields.text.value = given = text;
         chosen = { rank: 0, index: 0 };
         update();
       });
@@ -362,7 +363,7 @@ async function golf() {
   function start() {
     const { story, marks } = holes[fields.hole.value];
     part("task").textContent = story;
-    fields.text.value = marks.find(([title]) => title === "1F1B")[4];
+    fields.text.value = given = marks.find(([title]) => title === "1F1B")[4];
     chosen = { rank: 0, index: 0 };
     past.length = 0;
     return update();
@@ -389,7 +390,7 @@ async function golf() {
   if (shared?.hole in holes) fields.hole.value = shared.hole;
   form.hidden = false;
   part("task").textContent = holes[fields.hole.value].story;
-  fields.text.value = shared?.text ?? holes[fields.hole.value].marks[1][4];
+  fields.text.value = given = shared?.text ?? holes[fields.hole.value].marks[1][4];
   await update();
   if (shared) form.scrollIntoView();
 }
