@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32
 
-from minidist.kernels.emulator import launch, profile
+from minidist.kernels.emulator import launch, profile, profiled
 
 FULL = 0xFFFFFFFF
 
@@ -234,3 +234,13 @@ def test_the_table_of_a_profile_has_a_line_for_each_line_of_source():
     text = str(counts)
     assert text.startswith("product")
     assert f"test_kernels.py:{first + 6}" in text
+
+
+def test_all_that_runs_meanwhile_is_counted():
+    ones = [np.ones((32, 32), np.float32) for _ in range(3)]
+    with profiled("two products") as counts:
+        launch(product, (2, 2), (16, 16), *ones)
+        launch(product, (2, 2), (16, 16), *ones)
+    launch(product, (2, 2), (16, 16), *ones)
+    assert counts.instructions["multiply-add"] == 2 * 32 * 32 * 32 // 32
+    assert str(counts).startswith("two products")

@@ -9,7 +9,7 @@ import torch
 
 from minidist.kernels.cuda import rung
 from minidist.kernels.cuda.rung import CudaRung
-from minidist.kernels.cuda.runtime import gpu_driver, gpu_launch
+from minidist.kernels.cuda.runtime import gpu_driver, gpu_launch, matrix
 from minidist.kernels.cuda.runtime.gpu_driver import DeviceArray
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
 from minidist.kernels.cuda.runtime.matrix import TensorMap
@@ -92,6 +92,18 @@ def test_tensors_on_a_gpu_are_used_in_place_and_nothing_waits(there):
     row = torch.randn(1, 4).expand(5, 4)
     STEP._fill_tensors(torch, row, b, out)
     torch.testing.assert_close(out, row @ b)
+
+
+def test_packing_on_a_gpu_is_a_kernel(there):
+    x = np.arange(35.0).reshape(5, 7)
+    data = DeviceArray(x.ctypes.data, "float64", (35,), (8,), x)
+    p = packing.packed(matrix.Matrix(data, 5, 7, 7, 1, "float64"), 8)
+    assert there.calls.count("cuLaunchKernel") == 1
+    assert (p.row_stride, p.address % 64) == (8, 0)
+    back = np.zeros((7, 5))
+    into = DeviceArray(back.ctypes.data, "float64", (35,), (8,), back)
+    packing.copy_back(p, matrix.Matrix(into, 5, 7, 1, 5, "float64"))
+    np.testing.assert_array_equal(back, x.T)
 
 
 def test_a_launch_passes_grid_shared_memory_cluster_and_stream(there):
