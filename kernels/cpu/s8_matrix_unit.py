@@ -96,9 +96,8 @@ def compute(a: Array, b: Array, out: Array, mode: str = "bf16") -> None:
     width = strip_width(k, parts, min(SHARED, (caches().l3 or SHARED) // 4))
     threads = max(1, min(thread_pool.threads(), m * n * k // LEAST_WORK))
     own, sums, finite = own_memory(), out, True
-    if (
-        narrow_out and cut(m, n, k, parts, threads).depths > 1
-    ):  # the sums of earlier depths wait to be rounded
+    # Sums of several depths wait until they can be rounded.
+    if narrow_out and cut(m, n, k, parts, threads).depths > 1:
         sums = memory("sums of bf16 numbers", "f", m * n)[0, : m * n].reshape(m, n)
     together = threads > 1 and thread_pool.begin(threads - 1)
     board, at = (thread_pool.board, thread_pool.address()) if together else (own.board, own.at)
