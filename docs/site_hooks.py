@@ -136,8 +136,10 @@ def cell_text(cell: dict[str, Any], outputs: list[dict[str, Any]]) -> str:
         return source
     parts = [f"````python\n{source}\n````"]
     for streams, group in groupby(outputs, key=lambda each: each["output_type"] == "stream"):
-        together = [{"text": ["".join(each["text"]) for each in group]}] if streams else group
-        parts += map(output_text, together)  # what ranks print line by line is one text
+        each = [*group]
+        if streams:  # what ranks print line by line is one text
+            each = [{"text": ["".join(one["text"]) for one in each]}]
+        parts += map(output_text, each)
     return "\n\n".join(filter(None, parts))
 
 
