@@ -22,6 +22,7 @@ import re
 import runpy
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,15 +135,23 @@ def cell_text(cell: dict[str, Any], outputs: list[dict[str, Any]]) -> str:
     if cell["cell_type"] != "code":
         return source
     parts = [f"````python\n{source}\n````"]
-    for output in outputs:
-        data = output.get("data", {})
-        if "text/html" in data:
-            parts.append(f"<div>{''.join(data['text/html'])}</div>")
-        elif "image/png" in data:
-            parts.append(f'<img alt="" src="data:image/png;base64,{data["image/png"].strip()}">')
-        elif words := "".join(output.get("text", data.get("text/plain", output.get("traceback", [])))):
-            parts.append(f"````text\n{re.sub(chr(27) + r'.*?m', '', words)}\n````")
-    return "\n\n".join(parts)
+    for streams, group in groupby(outputs, key=lambda each: each["output_type"] == "stream"):
+        each = [*group]
+        if streams:  # what ranks print line by line is one text
+            each = [{"text": ["".join(one["text"]) for one in each]}]
+        parts += map(output_text, each)
+    return "\n\n".join(filter(None, parts))
+
+
+def output_text(output: dict[str, Any]) -> str:
+    """An output of a cell, as Markdown."""
+    data = output.get("data", {})
+    if "text/html" in data:
+        return f"<div>{''.join(data['text/html'])}</div>"
+    if "image/png" in data:
+        return f'<img alt="" src="data:image/png;base64,{data["image/png"].strip()}">'
+    words = "".join(output.get("text", data.get("text/plain", output.get("traceback", []))))
+    return f"````text\n{re.sub(chr(27) + r'.*?m', '', words)}\n````" if words else ""
 
 
 def links(page: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from html import unescape
 from pathlib import Path
@@ -123,3 +124,25 @@ def test_the_first_screen_says_what_was_measured(site: Path) -> None:
     assert any(round(speed) == last for speed in found)
     assert last > 1000 * first
     assert html.count("md-button") >= 4
+
+
+def test_a_lesson_shows_the_outputs_of_its_own_cells_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from docs import run_lessons, site_hooks
+
+    monkeypatch.setattr(run_lessons, "EXECUTED", tmp_path)
+    monkeypatch.setattr(site_hooks, "EXECUTED", tmp_path)
+    lesson = ROOT / "lessons" / "02_cpu_gpu_tpu.ipynb"
+    made = json.loads(lesson.read_text())
+    assert not run_lessons.is_fresh(lesson.stem, made["cells"])
+    for cell in made["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [{"output_type": "stream", "text": "an output"}]
+    (tmp_path / lesson.name).write_text(json.dumps(made))
+    assert run_lessons.is_fresh(lesson.stem, made["cells"])
+    assert site_hooks.text(lesson).count("an output") > 5
+    changed = [*made["cells"][:-1], {**made["cells"][-1], "source": "another"}]
+    assert not run_lessons.is_fresh(lesson.stem, changed)
+    (tmp_path / lesson.name).write_text(json.dumps({**made, "cells": made["cells"][1:]}))
+    assert "an output" not in site_hooks.text(lesson)
