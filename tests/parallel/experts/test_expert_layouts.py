@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from minidist.parallel.flat.gradient_comm import GradientComm
 from torch import Tensor
 
 import minidist as md
@@ -17,6 +16,7 @@ from minidist.comm.mesh import Mesh
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.engine import prepare, training_step
 from minidist.parallel.experts.load_balance import balance_experts
+from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from tests.helpers import contract
 
