@@ -238,6 +238,22 @@ def test_a_step_hands_on_what_the_optimizer_takes() -> None:
     assert weight.item() == 0.5
 
 
+@on_ranks(2, stage=[1, 2])
+def test_options_that_a_closure_sets_hold_for_its_step(stage: int) -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1.0)
+
+    def closure() -> Tensor:
+        zero.param_groups[0]["lr"] = 0.25
+        loss = weight.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert zero.step(closure) == 3.0
+    assert zero.param_groups[0]["lr"] == 0.25
+    assert weight.tolist() == [0.75, 1.75]
+
+
 class Counting(OPTIM.SGD):  # type: ignore[misc, name-defined]
     """An optimizer with a property, a method and a `zero_grad` of its own."""
 
