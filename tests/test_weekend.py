@@ -40,6 +40,10 @@ INTERFACES = {
         "GPTConfig TransformerConfig",
         "a GPT's sizes: vocabulary, context, layers, heads, width, dropout, tied",
     ),
+    "minidist.model.mixture_of_experts": (
+        "MixtureOfExperts",
+        "takes the place of a block's MLP if the config has experts, as the rung `experts` explains",
+    ),
     "minidist.kernels": ("Rung rung", "Rung is the same as rung.Rung, and rung looks one up by its name"),
     "minidist.kernels.rung": (
         "Array Rung empty",

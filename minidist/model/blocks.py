@@ -33,10 +33,8 @@ class Embedding(nn.Module):
         context = self.position.num_embeddings
         if tokens.dim() != 2 or tokens.shape[1] > context:
             raise ValueError(f"tokens are {tuple(tokens.shape)}; give (B, T) with T at most {context}")
-        if self.positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        else:
-            positions = self.positions(tokens)
+        own = self.positions
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if own is None else own(tokens)
         x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return x
 

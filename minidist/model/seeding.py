@@ -43,16 +43,15 @@ class _Undrawn(TorchFunctionMode):
 def undrawn(build: Callable[[], Module], dtype: torch.dtype | None, device: Any) -> Module:
     """Build a module without tied parameters, in half the time: `fill` draws its values. Buffers are zero.
 
-    dtype, device: of its parameters, and dtype of its floating-point buffers; torch's defaults for None.
+    dtype, device: torch's defaults for None.
     """
     with torch.device("meta"), _Undrawn():
         module = build()
     for part in module.modules():
         for name, drawn in part.named_parameters(recurse=False):
             part._parameters[name] = nn.Parameter(torch.empty(drawn.shape, dtype=dtype, device=device))
-        for name, zeros in part.named_buffers(recurse=False):
-            kind = (dtype or torch.get_default_dtype()) if zeros.is_floating_point() else zeros.dtype
-            part._buffers[name] = torch.zeros(zeros.shape, dtype=kind, device=device)
+        for name, drawn in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.zeros(drawn.shape, dtype=dtype, device=device)
     return module
 
 
@@ -72,8 +71,7 @@ def fill(
             parameter.fill_(1.0 if name.endswith("weight") else 0.0)
             continue
         drawn = torch.empty(parameter.shape, dtype=torch.float64, device="cpu")
-        drawn.normal_(0.0, deviation(name, parameter), generator=generator(seed, name))
-        parameter.copy_(drawn)
+        parameter.copy_(drawn.normal_(0.0, deviation(name, parameter), generator=generator(seed, name)))
 
 
 def own_parameters(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
