@@ -50,8 +50,8 @@ def undrawn(build: Callable[[], Module], dtype: torch.dtype | None, device: Any)
     for part in module.modules():
         for name, drawn in part.named_parameters(recurse=False):
             part._parameters[name] = nn.Parameter(torch.empty(drawn.shape, dtype=dtype, device=device))
-        for name, drawn in part.named_buffers(recurse=False):
-            part._buffers[name] = torch.zeros(drawn.shape, dtype=dtype, device=device)
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.zeros(buffer.shape, dtype=dtype, device=device)
     return module
 
 
