@@ -79,6 +79,7 @@ def pipeline(schedule: str, work: Work) -> Program:
 def torch_pipeline(name: str, work: Work) -> Program:
     """Train by torch.distributed.pipelining's form of one of our schedules, on the same stages as ours."""
     from torch.distributed import pipelining
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     kind = SCHEDULES[name]
     held = stages(work, name)
@@ -86,9 +87,9 @@ def torch_pipeline(name: str, work: Work) -> Program:
     optimizer = ADAMW(modules.parameters())
     device, of = torch.device("cpu"), kind.least_chunks * md.size()
     own = [pipelining.PipelineStage(each, number, of, device) for number, each in held.items()]
-    loss = nn.functional.cross_entropy
-    schedule: Any = getattr(pipelining, kind.torch_name)(
-        own if kind.torch_name.startswith("ScheduleInterleaved") else own[0],
+    loss, made_by = nn.functional.cross_entropy, getattr(pipelining, kind.torch_name)
+    schedule: Any = made_by(
+        own if issubclass(made_by, PipelineScheduleMulti) else own[0],
         micro_batches(work),
         loss_fn=lambda outputs, t: loss(outputs.flatten(0, -2), t.flatten()),
     )
@@ -97,7 +98,7 @@ def torch_pipeline(name: str, work: Work) -> Program:
         optimizer.zero_grad()
         losses: list[Tensor] = []
         given = (inputs,) if md.rank() == 0 else ()
-        if md.rank() == md.size() - 1:
+        if of - 1 in held:  # on a V the first rank has the last stage
             schedule.step(*given, target=targets, losses=losses)
         else:
             schedule.step(*given)
