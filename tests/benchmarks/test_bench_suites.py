@@ -231,3 +231,19 @@ def test_the_headline_has_a_step_of_each_strategy_beside_torch():
         ("ZeRO-1", "torch ZeroRedundancyOptimizer"),
         ("ZeRO-3", "torch fully_shard"),
     ]
+
+
+def first_losses(name, case):
+    """The first step's loss by torch's form of a schedule, None without the last stage, and by ours."""
+    inputs, targets = case.batches()[0]
+    torchs = pipelines.torch_pipeline(name, case)
+    ours = md.Pipeline([*pipelines.stages(case, name).values()], name, case.micro_batches)
+    return torchs.train(inputs, targets), ours.step(inputs, targets)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in schedules.SCHEDULES.items() if kind.torch_name])
+def test_torchs_form_of_a_schedule_trains_the_same_stages(name, cluster_of):
+    case = pipelines.TimedCut("byte-tiny", rows=4, micro_batches=4)
+    found = cluster_of(2).run(first_losses, name, case)
+    (torchs,) = [each for each, _ in found if each is not None]
+    assert [ours for _, ours in found] == pytest.approx([torchs] * 2, rel=1e-5)
