@@ -44,7 +44,7 @@ def test_every_link_picture_and_anchor_leads_somewhere(site: Path) -> None:
 def test_the_report_is_a_page_with_every_machine_and_leads_back(site: Path) -> None:
     html = (site / "report.html").read_text()
     for found in results.load_all(ROOT / "benchmarks" / "results").values():
-        assert f"<h2>{machine.title(found['machine_info'])}</h2>" in html
+        assert f">{machine.title(found['machine_info'])}<" in html  # another machine's section is folded
     assert 'href="index.html"' in html
     assert "another machine" not in html  # the reader may sit at any
     for page in ("index.html", "strategies/zero.html"):
