@@ -20,8 +20,8 @@ errors          the exceptions that name a rank, and why the backend could not c
 launchers       the rank that torchrun, mpirun or srun gave this process
 rendezvous      the store in which the ranks of a world find each other
 launching/      starts processes for ranks, in a script, a notebook or under torchrun
-transport/      how bytes travel: torch.distributed, shared memory, or messages of our own algorithms
-algorithms/     ring, tree and other collectives as schedules of messages
+transport/      how bytes travel between the ranks of a host: shared memory and mailboxes
+algorithms/     ring, tree and other collectives as schedules of messages, and their execution
 checking/       `check=True`: ranks compare their calls, and a deadlock is named
 cost/           predicts the time of a collective from latency and bandwidth
 """

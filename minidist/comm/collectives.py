@@ -7,7 +7,7 @@ its `wait()`. Either raises CollectiveError when a peer is gone, late, or makes 
 
 `algorithm="auto"` takes what `comm.using` names, else shared memory where all ranks are CPU ranks of one
 host, else "torch": torch.distributed over gloo or NCCL. The others send messages; see `comm.algorithms`. A
-function says what each of the three ways does and sends; the end of this file chooses the way.
+function says what each of the three ways does and sends; `choose`, at the end of this file, takes one.
 
 In the formulas n is the number of ranks in the group, and S the bytes of the tensor passed. Bytes sent are
 the payload that other ranks get from this one, through sockets (`Ledger.bytes_on_wire`) or from its memory.

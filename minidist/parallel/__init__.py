@@ -11,9 +11,10 @@ A package imports only from the floors below it:
 | 4 | tensor/ | layers cut by columns, rows or vocabulary; the plans that say how |
 | 3 | training/ | precision, master weights, clipping, recomputation, memory |
 | 3 | averaging/ | parameter server, local SGD |
+| 3 | experts/ | tokens travel to the ranks of their experts; balance; placement |
 | 2 | contract/ | `Layout`, `Strategy`, records of schedules and recomputation policies, the training state |
 | 2 | compression/ | float16, top-k, PowerSGD, sparse rows |
-| 1 | context/ | ring attention, a share of a sequence |
+| 1 | context/ | ring attention, Ulysses, a share of a sequence |
 | 1 | flat/ | parameters in flat buckets, and ranges of them |
 | 1 | guards/ | who trains a parameter, what is refused, what ranks must agree on |
 

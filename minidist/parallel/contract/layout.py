@@ -39,7 +39,8 @@ class Layout:
             4 groups of them form a ring.
         sequence_parallel: with tp: norms and dropout work on a share of the tokens.
         schedule: with pp: the order of forward and backward passes.
-        chunks: with pp: parts of the model on each rank, for the interleaved schedule.
+        chunks: with pp: parts of the model on each rank: 2 or more with the schedule interleaved, 2 with one
+            on a V, 1 with any other.
         shard: with zero: neighbours over dp and cp that share one copy of the state; 0 for all.
 
     Raises:

@@ -261,7 +261,7 @@ class Bucket(BucketLayout):
     def give_back(self) -> None:
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
-        Memory that was lent goes to the next bucket; memory that `hold` was given stays.
+        A bucket that takes turns lets go of its memory, lent or its own; any other keeps that of `hold`.
         """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False

@@ -4,6 +4,7 @@ A rank updates only the n-th of the parameters that it owns: a reduce-scatter br
 gradients, summed; it updates the share; an all-gather publishes everyone's shares. An all-reduce consists of
 just these two, so a step sends what data parallelism sends. Stage 2 reduces gradients while backward runs,
 and keeps only its share of them. The work is done in whole_parameters.py; who keeps what: residency.py.
+What other ranks own of the gradients is let go by `Bucket.give_back` (flat/buckets.py).
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """
