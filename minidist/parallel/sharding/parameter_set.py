@@ -2,8 +2,9 @@
 
 A model has one such set, or several: experts, say, are averaged over fewer ranks than the rest. A set's
 gradients are summed in rounds: they come to its buckets, each bucket is reduced, and what the table does not
-keep is let go (`Bucket.give_back` in flat/buckets.py), whatever the residency (residency.py). Two events lead here: a gradient has arrived (reducer.py), or, where parameters are not whole,
-the backward pass has left a unit (unit_runtime.py).
+keep is let go (`Bucket.give_back` in flat/buckets.py), whatever the residency (residency.py). Two events lead
+here: a gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has left a
+unit (unit_runtime.py).
 
 | What a rank keeps | Where gradients lie | A bucket's reduction |
 |---|---|---|
