@@ -165,6 +165,7 @@ class Pipeline:
         train: bool = True,
         loss: Loss | None = None,
         before_last: Callable[[Tensor], None] | None = None,
+        parts: int | None = None,
     ) -> Tensor:
         """Execute the schedule once over a batch; `step` and `evaluate` are made of it.
 
@@ -175,12 +176,14 @@ class Pipeline:
             loss: instead of the pipeline's own.
             before_last: called with the returned tensor before this rank's last backward pass, which, with
                 one chunk a rank, completes the gradients.
+            parts: how many micro-batches, some without rows if there are too few; None for at most as many as
+                rows.
 
         Returns:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone if the
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
-        parts = self._parts(rows_of(inputs))
+        parts = self._parts(rows_of(inputs)) if parts is None else parts
         if train and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise gradients_are_off()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
