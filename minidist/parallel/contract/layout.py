@@ -104,7 +104,7 @@ class Layout:
             raise ValueError(f"cp_kind is {self.cp_kind!r} with cp=1; give cp of 2 or more, or leave it out")
         trading, sign, ring = self.cp_kind.partition("x")
         if self.cp_kind not in ("ring", "ulysses") and not (
-            sign and trading.isdigit() and ring.isdigit() and int(trading) * int(ring) == self.cp
+            sign and trading.isdecimal() and ring.isdecimal() and int(trading) * int(ring) == self.cp
         ):
             raise ValueError(
                 f'cp_kind is {self.cp_kind!r}; give "ring", "ulysses", or two factors of cp={self.cp}, such '

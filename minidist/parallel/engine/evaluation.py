@@ -67,7 +67,7 @@ class Evaluation:
             for batch, is_padding in aligned(inputs, self.strategy.group) if loads else [(inputs, False)]:
                 for pair in pairs_of(batch, targets, is_one):
                     require_batch(*pair)
-                    if rows_of(pair[0]) or self.strategy.gathers:
+                    if rows_of(pair[0]) or self.executor.meets:
                         own = self.executor.own_batch(pair, is_padding)
                         total += self.executor.evaluate(own, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
@@ -81,7 +81,7 @@ class Evaluation:
         require_batch(inputs, inputs)
         average_statistics(self.model, self.strategy.group)
         found = None
-        if rows_of(inputs) or self.strategy.gathers:
+        if rows_of(inputs) or self.executor.meets:
             own = self.executor.own_batch((inputs, inputs))
             with evaluating([self.model]):
                 found = self.executor.predict(own.inputs)

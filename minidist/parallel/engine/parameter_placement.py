@@ -71,7 +71,8 @@ class Placement:
         }
         # If a parameter has several names, its cut holds for all of them.
         own = dict(model.named_parameters(remove_duplicate=False))
-        self._experts, self._expert_ranks = {*(experts or {})}, expert_ranks
+        shared = {id(own[name]) for name in experts or {} if name in own}
+        self._experts, self._expert_ranks = {n for n, p in own.items() if id(p) in shared}, expert_ranks
         both = {**cuts, **(experts or {})}
         by_identity = {id(own[name]): cut for name, cut in both.items() if name in own}
         self.cuts = {name: by_identity[id(p)] for name, p in own.items() if id(p) in by_identity}

@@ -1,4 +1,4 @@
-"""Reduce a model to this rank's part: its tokens, its parts of matrices, its layers.
+"""Reduce a model to this rank's part: its tokens, its experts, its parts of matrices, its layers.
 
 Every rank builds the whole model, possibly on the meta device, and gets rank 0's weights. Then context
 parallelism makes attention and positions work on the rank's tokens, tensor parallelism cuts matrices, and a
@@ -89,9 +89,9 @@ def partition_model(
 ) -> RankModel:
     """Reduce `model` in place to this rank's part; a collective.
 
-    Broadcasts the model over pp if layers are cut, and over tp if matrices are. Together with what the
-    strategies send over dp and cp, rank 0's weights reach all ranks. Tensors on the meta device get memory
-    and values after the model is cut (meta_device.py).
+    Broadcasts the model over pp if layers are cut, over tp if matrices are, and over the ranks that share
+    experts. Together with what the strategies send over dp and cp, rank 0's weights reach all ranks. Tensors
+    on the meta device get memory and values after the model is cut (meta_device.py).
 
     plan: how tp cuts each module; None for `plan_for(model)`. layers, example: for `find_chain`. A ValueError
     names the axis by which the model cannot be partitioned.
@@ -105,7 +105,7 @@ def partition_model(
             part.use_nested_tensor = False  # stages cannot send what it would give its layers in evaluation
     trace = find_chain(model, layout, layers, example) if layout.pp > 1 else None
     skeleton = None
-    if layout.tp * layout.pp > 1:
+    if layout.tp * layout.pp * layout.ep > 1:
         state = [*model.named_parameters(), *model.named_buffers()]
         require_same("parameters and buffers", state, None)
         if layout.pp > 1:
@@ -228,11 +228,13 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
             nothing: Any = [{"params": []}]
             made = optimizer(nothing)
         name = type(made).__name__
-        if layout.tp > 1 or isinstance(made, torch.optim.LBFGS):
+        is_cut = layout.tp * layout.ep > 1
+        if is_cut or isinstance(made, torch.optim.LBFGS):
             refuse_unshareable(type(made))
-        if layout.tp > 1 and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
+        if is_cut and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
+            axis = f"tp={layout.tp}" if layout.tp > 1 else f"ep={layout.ep}"
             raise ValueError(
-                f"optimizer is {name}, which needs whole parameters, and the layout has tp={layout.tp}, "
+                f"optimizer is {name}, which needs whole parameters, and the layout has {axis}, "
                 "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp instead"
             )
         return made

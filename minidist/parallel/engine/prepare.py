@@ -64,6 +64,7 @@ def prepare(
     | tp | a plan of matrices to cut; it is found for many models, such as Llama, GPT-2, BERT and ViT |
     | pp | a list of layers that `forward` calls one after the other (pipeline/layer_chain.py) |
     | cp | a model of transformers, or attention with an attribute `attend`; inputs and targets (B, T) |
+    | ep | a mixture of experts: `GPTConfig(experts=8)`, or one of transformers, such as Mixtral |
 
     Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO stage 1
     too. Stages 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
@@ -160,7 +161,7 @@ def prepare(
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
         recompute_parts(model, recomputed)
         make, row = by_parameters(optimizer, model, part.placement.first), ROWS[layout.zero]
-        if layout.tp * layout.pp > 1:
+        if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout)
         gradient_comm = GradientComm(mesh.group("dp_cp"))
         if layout.owners < layout.dp * layout.cp and not row.state:

@@ -41,6 +41,7 @@ class StagedPasses(StepExecutor):
         self.group = part.mesh.group("pp")
         self._token_fraction, self._is_padding = 1.0, False
         self._total: Weight = 0.0  # of the losses so far
+        self._parts = layout.micro_batches if self.meets else None
         self.pipeline = Pipeline(
             part.stages,
             layout.schedule,
@@ -59,8 +60,9 @@ class StagedPasses(StepExecutor):
         loss, weight = self.score(None, outputs, targets, targets, own)
         weight = 0.0 if self._is_padding else weight
         self._total = self._total + weight
-        if not self._is_padding and isinstance(weight, float) and not weight:
-            return loss * 0.0  # a rank without labels takes part in the backward pass of ring attention
+        takes_part = self.meets or not self._is_padding
+        if takes_part and isinstance(weight, float) and not weight:
+            return loss * 0.0  # in the backward pass of ring attention, or of experts that ranks share
         return times(loss, weight)
 
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
@@ -91,6 +93,7 @@ class StagedPasses(StepExecutor):
                     batch.targets,
                     lambda _: float(factor(1.0)),
                     before_last=last if overlaps else None,
+                    parts=self._parts,
                 )
         if not overlaps:
             if strategy.sharded:
@@ -132,19 +135,20 @@ class StagedPasses(StepExecutor):
             return table.sum()  # nobody reads it
 
         inputs = self._stage_inputs(batch.inputs)
-        self.pipeline.run(inputs, batch.targets, train=False, loss=add)
+        self.pipeline.run(inputs, batch.targets, train=False, loss=add, parts=self._parts)
         return table
 
     def predict(self, inputs: Any) -> Any:
         """The outputs of the last stage."""
         found: list[Any] = []
 
-        def keep(outputs: Any, _: Any) -> Tensor:
-            found.append(self.whole(self.precision.outputs(outputs)))
+        def keep(outputs: Any, given: Any) -> Tensor:
+            if rows_of(given) or not found:
+                found.append(self.whole(self.precision.outputs(outputs)))
             return torch.zeros((), device=self.device)
 
         x = self._stage_inputs(inputs)
-        self.pipeline.run(x, x, train=False, loss=keep)
+        self.pipeline.run(x, x, train=False, loss=keep, parts=self._parts)
         return joined(found) if found else None
 
     def _stage_inputs(self, inputs: Any) -> Any:

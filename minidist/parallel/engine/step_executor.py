@@ -74,6 +74,8 @@ class StepExecutor(ABC):
         self.logits_group = part.mesh.group("tp")  # the ranks that have parts of the logits, if any do
         self.has_loss = True  # a pipeline's is on its last stage
         self.is_weighted = False  # whether the loss has returned a weight
+        # Whether passes are collectives, on any stage: then all ranks need as many, also without rows.
+        self.meets = strategy.gathers or layout.ep > 1
         self._synchronized = synchronized(part.model)
 
     @abstractmethod
@@ -172,7 +174,7 @@ class WholePasses(StepExecutor):
         pieces, parts = list[RankBatch](), self.layout.micro_batches
         for batch in batches:
             pieces += (own := batch.split(parts))
-            if self.strategy.gathers:  # passes are collectives, and all ranks need the same number
+            if self.meets:
                 pieces += [own[-1]._replace(is_padding=True)] * (parts - len(own))
         total: Weight = 0.0
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -119,7 +119,8 @@ class Engine:
         `targets`, a pair is inputs and targets; of anything else the model gets the batch, and the loss gets
         the batch as its targets. A list of batches is accumulated: ranks may have different numbers of them.
 
-        Sends the bytes of the strategy, of tensor and context parallelism in each pass, and of the pipeline.
+        Sends the bytes of the strategy, of tensor, context and expert parallelism in each pass, and of the
+        pipeline. Balanced experts add `balance_experts`.
         The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
         pp, each step sends as many bytes for the loss, and again for a weight that it returns; a list sends
         as many for its length. With clipping or "fp16", and with sharded gradients or parts of the model, it
@@ -151,6 +152,8 @@ class Engine:
         batches = [self.executor.own_batch(pair, self._is_padding) for pair in pairs]
         if targets is NOTHING and is_list(inputs):
             batches += self._padding(batches)
+        for router in self._routers:
+            router.counts = 0  # the step before may have been skipped, or have failed
         if self.rehearsal is not None and self.rehearsal.due(self, pairs):
             loss = self.rehearsal.step(self, pairs, batches)
             if loss is not None:
@@ -315,9 +318,9 @@ class Engine:
         """The items of `full_state_dict` one by one, in any order, so that no rank needs memory for all.
 
         A collective: every rank iterates to the end. Each tensor may be the engine's own, which the next
-        step changes: copy what you keep longer, and do not write to it. Each tensor that tp cut is summed
-        over tp, which sends 2 (t - 1) / t of its bytes. With pp, each stage broadcasts its tensors, joined
-        to messages of up to 25 MB.
+        step changes: copy what you keep longer, and do not write to it. Each tensor that tp or ep cut is
+        summed over its t ranks, which sends 2 (t - 1) / t of its bytes. With pp, each stage broadcasts its
+        tensors, joined to messages of up to 25 MB.
         """
         average_statistics(self.model, self.strategy.group)
         return self.placement.whole(self.strategy.whole())

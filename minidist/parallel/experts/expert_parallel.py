@@ -72,16 +72,28 @@ def share_experts(model: nn.Module, group: Group = None) -> dict[str, tuple[torc
                 f"{name} has {module.num_experts} experts, which ep={ranks} does not divide; give a divisor"
             )
     kept: dict[str, tuple[torch.Size, int]] = {}
+    parts: dict[Tensor, nn.Parameter] = {}  # tied ones stay tied
     for prefix, module in found.items():
         layer: Any = module
         E, k = layer.num_experts, layer.num_experts // ranks
         for name, whole in module.named_parameters(recurse=False):
             part = parameter_like(whole, whole.detach()[own * k : (own + 1) * k].clone())
-            module._parameters[name] = part
+            module._parameters[name] = parts.setdefault(whole, part)
             kept[f"{prefix}.{name}"] = whole.shape, own * k
         layer.num_experts = k
-        layer.forward = partial(_forward, layer.forward, E, group)
+        layer.forward = partial(_forward, partial(_compute, layer, layer.forward), E, group)
     return kept
+
+
+def _compute(layer: nn.Module, forward: Compute, guests: Tensor, own: Tensor, gates: Tensor) -> Tensor:
+    """The results of this rank's experts for its guests; without any, still of all parameters and the guests.
+
+    So backward takes part in the all-to-all, and the experts have gradients, of zero, as in one process.
+    """
+    results = forward(guests, own, gates)
+    if len(guests):
+        return results
+    return sum((p.flatten()[:0].sum() for p in layer.parameters(recurse=False)), results + guests)
 
 
 @opaque
@@ -103,8 +115,6 @@ def _forward(compute: Compute, E: int, group: Group, tokens: Tensor, chosen: Ten
     # From rank 0 for expert 0, 1, ..., then from rank 1: which of our experts each guest chose.
     own = torch.arange(k, device=flat.device).repeat(ranks).repeat_interleave(coming.flatten())
     results = compute(guests, own[:, None], torch.ones_like(guests[:, :1]))
-    if not len(guests):
-        results = results + guests  # so that backward takes part in the all-to-all without guests, too
     back = exchange_rows(results, incoming, outgoing, group)
     weighted = back * gates.flatten()[order, None]
     return torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))

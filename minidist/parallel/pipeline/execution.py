@@ -24,6 +24,7 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split, to_device
+from minidist.parallel.contract.batch import rows as some_rows
 from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.parallel.contract.user_functions import Loss
@@ -165,6 +166,7 @@ class Pipeline:
         train: bool = True,
         loss: Loss | None = None,
         before_last: Callable[[Tensor], None] | None = None,
+        parts: int | None = None,
     ) -> Tensor:
         """Execute the schedule once over a batch; `step` and `evaluate` are made of it.
 
@@ -175,21 +177,25 @@ class Pipeline:
             loss: instead of the pipeline's own.
             before_last: called with the returned tensor before this rank's last backward pass, which, with
                 one chunk a rank, completes the gradients.
+            parts: how many micro-batches. Too few rows come again without targets, so the loss has to take
+                none. None for at most as many as rows.
 
         Returns:
             On the last stage's rank the sum of loss times rows over the micro-batches (of losses alone if the
             pipeline's own is a sum), a float64 scalar; on the others 0.
         """
-        parts = self._parts(rows_of(inputs))
+        parts = self._parts(rows_of(inputs)) if parts is None else parts
         if train and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise gradients_are_off()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if not parts:
             return total
         by_rows = loss is not None or self.reduction == "mean"
-        passes = StagePasses(
-            self, split(inputs, parts), split(targets, parts), loss or self.loss, total, weight, by_rows
-        )
+        with_rows = min(parts, rows_of(inputs)) or parts
+        xs, ys = [*split(inputs, with_rows)], [*split(targets, with_rows)]
+        xs += xs[-1:] * (parts - with_rows)
+        ys += [some_rows(targets, slice(0))] * (parts - with_rows)
+        passes = StagePasses(self, xs, ys, loss or self.loss, total, weight, by_rows)
         plan = self._plan(parts, train)
         last = next((e for e in reversed(plan.instructions) if e.kind in COMPLETE), None)
         with nullcontext() if train else evaluating(self.stages):

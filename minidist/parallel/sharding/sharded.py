@@ -169,9 +169,11 @@ class Sharded(Strategy):
     # The gradients, and the update.
 
     def announce(self, is_padding: bool) -> None:
-        """Say whether the rows of the next pass are padding, which uses no parameter."""
-        for own in self.sets:
-            own.gradient_comm.counts = not is_padding
+        """Say whether the rows of the next pass are padding, which uses no parameter of the first set.
+
+        Rows of other ranks, which count, come to those of other sets.
+        """
+        self.gradient_comm.counts = not is_padding
 
     def norm(self) -> float:
         """The norm of all gradients; the same on all ranks."""

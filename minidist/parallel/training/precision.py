@@ -9,6 +9,7 @@ gradient overflows, it is halved and the step skipped; after many steps without 
 |---|---|
 | parameters, gradients, activations, floating inputs and buffers | master weights, the optimizer's state |
 | | the loss; BatchNorm and InstanceNorm with running statistics, their parameters too |
+| | the biases of a router of experts, which move by steps that 16 bits would lose |
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.3.
 """
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from minidist.model.mixture_of_experts import Router
 from minidist.parallel.contract.batch import mapped
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.flat.joined_messages import broadcast_together
@@ -93,7 +95,7 @@ class Precision:
                 if parameter.is_floating_point():
                     parameter.data, parameter.grad = parameter.data.to(self.dtype), None
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
+                if buffer is not None and buffer.is_floating_point() and not isinstance(module, Router):
                     module._buffers[name] = buffer.to(self.dtype)
         converted = dict(model.named_parameters(remove_duplicate=False))
         return {name: value for name, value in exact.items() if converted[name].dtype == self.dtype}

@@ -19,6 +19,7 @@ from minidist.model.mixture_of_experts import MixtureOfExperts
 from minidist.parallel.experts import expert_parallel
 from minidist.parallel.experts.expert_parallel import expert_bytes, experts_of, share_experts
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
+from minidist.parallel.training.precision import Precision
 
 Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=8, layers=2, heads=2, width=8, experts=4)
@@ -151,6 +152,15 @@ def test_each_token_is_counted_once(checkpointed: bool, cluster_of: Clusters) ->
         assert torch.equal(bias, 0.125 * (4.0 - counts).sign().double())
 
 
+def test_a_bias_moves_by_its_rate_also_in_16_bits() -> None:
+    made = MixtureOfExperts(replace(TINY, balance_rate=0.001))
+    Precision("bf16").convert(made)
+    for _ in range(700):
+        made.router.counts = torch.tensor([0, 1, 1, 2])
+        balance_experts([made.router])
+    torch.testing.assert_close(made.router.bias, torch.tensor([0.7, 0.0, 0.0, -0.7]), rtol=0, atol=1e-3)
+
+
 def test_a_bias_chooses_and_does_not_weight() -> None:
     router = layer().router
     scores = functional.linear(tokens(5), router.weight).softmax(-1)
@@ -201,6 +211,21 @@ def test_layers_of_transformers_equal_one_process(name: str, cluster_of: Cluster
         parts = [each[1][key] for each in found]
         joined = torch.cat(parts) if ".experts." in f".{key}" else torch.stack(parts).sum(0)
         torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
+
+
+def without_guests() -> list[Tensor]:
+    """All tokens, which need no gradient, go to the first rank's experts; the gradients of this rank's."""
+    experts: Any = moe_of_transformers("Mixtral").experts
+    holder = nn.ModuleDict({"experts": experts})
+    share_experts(holder)
+    experts(tokens(3), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2).double()).sum().backward()
+    return [torch.zeros(0) if p.grad is None else p.grad for p in experts.parameters()]
+
+
+def test_experts_without_tokens_have_gradients_of_zero_as_in_one_process(cluster_of: Clusters) -> None:
+    found = cluster_of(2).run(without_guests)
+    assert [[grad.any().item() for grad in each] for each in found] == [[True, True], [False, False]]
+    assert all(grad.numel() for grad in found[1])
 
 
 def test_a_model_that_cannot_be_shared_is_refused() -> None:
