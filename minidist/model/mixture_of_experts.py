@@ -53,7 +53,8 @@ class Router(nn.Module):
     """Chooses k experts for each token: (N, D) -> the experts' numbers (N, k), and their gates (N, k).
 
     With a `capacity`, an expert takes at most capacity * k * N / E tokens of a batch, rounded up, the first
-    ones in order; for the others its number is E, which no expert has, and the gate is 0.
+    ones in order; for the others its number is E, which no expert has, and the gate is 0. N counts the tokens
+    of one forward pass on one rank, so ranks and micro-batches drop other tokens than one process would.
     """
 
     def __init__(self, config: GPTConfig) -> None:
