@@ -98,8 +98,6 @@ class GPT(nn.Module):
     def initialize_part(self, part: nn.Module) -> None:
         """Fill a submodule's own tensors, for a model made on "meta" that gets memory part by part."""
         assert isinstance(self.config, GPTConfig)
-        for buffer in part.buffers(recurse=False):
-            buffer.zero_()
         _fill_gpt(own_parameters(self, part), self.config, self.seed)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, V)

@@ -75,7 +75,7 @@ def fill(
 
 
 def own_parameters(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a submodule's own parameters, without its children's, by their names in the whole model."""
+    """Yield a submodule's own parameters and buffers, by their names in the whole model."""
     name = next(name for name, each in model.named_modules() if each is part)
-    for attribute, parameter in part.named_parameters(recurse=False):
+    for attribute, parameter in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
         yield f"{name}.{attribute}" if name else attribute, parameter
