@@ -8,8 +8,8 @@ results back to the ranks of their positions.
                                                 ╳                                        ╳
     rank 1: middle tokens,         heads 0 1 ──╱  ╲── all tokens, head 1 ── attention ──╱  ╲── as before
 
-A rank sends an n-th of what ring attention sends for each further rank, but there can be no more ranks than
-key heads. With more ranks neighbours trade heads, and keys and values go around the ring of the groups of
+In float32 n ranks send 4 / (3 n) of what a ring of them sends, but there can be no more ranks than key heads.
+With more ranks neighbours trade heads, and keys and values go around the ring of the groups of
 neighbours; in zigzag order the neighbours' positions together are those of one rank of that smaller ring.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Fang and Zhao 2024, "USP: A Unified Sequence
