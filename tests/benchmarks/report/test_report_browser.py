@@ -7,8 +7,6 @@ pictures of the page in both themes and at both widths, to be looked at.
 from __future__ import annotations
 
 import os
-import shutil
-import warnings
 import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +18,7 @@ from minidist.benchmarks.harness import results
 from minidist.benchmarks.report.page import page as page_of
 from tests.helpers import measured
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed"),
-]
+pytestmark = pytest.mark.browser
 WIDTHS = {"phone": 390, "desktop": 1280}
 STRATEGIES = "#made-up-strategies table"
 
@@ -42,19 +32,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture(params=["phone", "desktop"])
-def page(request: pytest.FixtureRequest, browser: Any, report: Path) -> Iterator[Any]:
+def page(request: pytest.FixtureRequest, chromium: Any, report: Path) -> Iterator[Any]:
     """The page, which must neither complain nor ask for anything."""
     width = WIDTHS[request.param]
-    opened = browser.new_page(viewport={"width": width, "height": 900}, has_touch=width < 500)
+    opened = chromium.new_page(viewport={"width": width, "height": 900}, has_touch=width < 500)
     said: list[str] = []
     opened.on("console", lambda message: said.append(message.text))
     opened.on("pageerror", lambda error: said.append(str(error)))
