@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
+from minidist.parallel.contract.residency import DATA_PARALLEL
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.ownership import ZERO
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb, check_module
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import DATA_PARALLEL
 from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
 
 

@@ -1,10 +1,10 @@
 """A set of parameters: what each rank keeps of them, which ranks average them, and which of them own a share.
 
 A model has one such set, or several: experts, say, are averaged over fewer ranks than the rest. A set's
-gradients are summed in rounds: they come to its buckets, each bucket is reduced, and what the table does not
-keep is let go (`Bucket.give_back` in flat/buckets.py), whatever the residency (residency.py). Two events lead
-here: a gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has left a
-unit (unit_runtime.py).
+gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
+(flat/buckets.py) lets go of what the set's row does not keep (contract/residency.py). Two events complete a
+bucket: its last gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has
+left a unit (unit_runtime.py).
 
 | What a rank keeps | Where gradients lie | A bucket's reduction |
 |---|---|---|
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from minidist.comm.work import bytes_of, rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
+from minidist.parallel.contract.residency import Residency
 from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
 from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlice, OptimizerSlices
-from minidist.parallel.sharding.residency import Residency
 from minidist.parallel.training import clipping
 
 TRANSIENT = 2

@@ -178,7 +178,7 @@ class ShardedParameters(ParameterSets):
                 continue
             self._fill(bucket)
             messages = bucket.reduce(blocking=not ahead)
-            if bucket.comm.hybrid is not None:  # do not wait for the sum over copies
+            if bucket.gradient_comm.hybrid is not None:  # do not wait for the sum over copies
                 (self._last if ahead else messages).advance()
                 self._last = messages
             elif not ahead:
@@ -196,7 +196,7 @@ class ShardedParameters(ParameterSets):
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.had_gradient[index] |= bucket.comm.counts
+            self.had_gradient[index] |= bucket.gradient_comm.counts
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)

@@ -3,8 +3,8 @@
 A rank updates only the n-th of the parameters that it owns: a reduce-scatter brings it that share of the
 gradients, summed; it updates the share; an all-gather publishes everyone's shares. An all-reduce consists of
 just these two, so a step sends what data parallelism sends. Stage 2 reduces gradients while backward runs,
-and keeps only its share of them. The work is done in whole_parameters.py; who keeps what: residency.py.
-What other ranks own of the gradients is let go by `Bucket.give_back` (flat/buckets.py).
+and keeps only its share of them: `Bucket.give_back` (flat/buckets.py) lets go of the rest.
+whole_parameters.py does the work; the table in contract/residency.py says who keeps what.
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from minidist.comm.work import Group
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.consolidated_state import consolidated, load
 from minidist.parallel.sharding.loop_arguments import check_zero_arguments
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.whole_parameters import WholeParameters, named_in, take_new
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute

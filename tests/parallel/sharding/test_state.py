@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.comm.mesh import Mesh
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding import optimizer_slices
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
