@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from minidist._arguments import check_whole
 
 
-def replicate_experts(load: Sequence[float], ranks: int, slots: int | None = None) -> list[list[int]]:
+def place_experts(load: Sequence[float], ranks: int, slots: int | None = None) -> list[list[int]]:
     """Return the experts of each rank, in ascending order.
 
-    >>> replicate_experts([9, 1, 1, 1], ranks=2, slots=3)
+    >>> place_experts([9, 1, 1, 1], ranks=2, slots=3)
     [[0, 1, 2], [0, 1, 3]]
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.parallel.experts.expert_replicas import replicate_experts
+from minidist.parallel.experts.expert_replicas import place_experts
 
 
 def fullest(load: list[float], placed: list[list[int]]) -> float:
@@ -17,9 +17,9 @@ def fullest(load: list[float], placed: list[list[int]]) -> float:
 
 def test_a_zipf_load_is_even() -> None:
     load = [1 / (expert + 1) for expert in range(256)]
-    assert fullest(load, replicate_experts(load, 32)) < 1.02
+    assert fullest(load, place_experts(load, 32)) < 1.02
     assert (
-        fullest(load, replicate_experts(load, 32, slots=8)) > 5
+        fullest(load, place_experts(load, 32, slots=8)) > 5
     )  # without a replica the first expert is alone
 
 
@@ -30,7 +30,7 @@ def test_a_zipf_load_is_even() -> None:
 )
 def test_every_expert_is_somewhere_and_nowhere_twice(load: list[float], ranks: int, more: int) -> None:
     slots = -(-len(load) // ranks) + more
-    placed = replicate_experts(load, ranks, slots)
+    placed = place_experts(load, ranks, slots)
     assert len(placed) == ranks
     assert {expert for each in placed for expert in each} == {*range(len(load))}
     assert all(len({*each}) == len(each) <= slots for each in placed)
@@ -38,6 +38,6 @@ def test_every_expert_is_somewhere_and_nowhere_twice(load: list[float], ranks: i
 
 def test_too_little_room_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ranks with 1 slots each cannot hold 3 experts"):
-        replicate_experts([1, 1, 1], 2, 1)
+        place_experts([1, 1, 1], 2, 1)
     with pytest.raises(ValueError, match="load of an expert is -1"):
-        replicate_experts([1, -1], 2)
+        place_experts([1, -1], 2)
