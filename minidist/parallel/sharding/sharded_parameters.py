@@ -34,10 +34,10 @@ from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
     require_alike,
     set_for,
 )
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.training.clipping import guard
@@ -45,7 +45,7 @@ from minidist.parallel.training.elementwise_optimizers import require_elementwis
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(ParameterSets):
+class ShardedParameters(SharedParameters):
     """A model of which this rank keeps its shards, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are

@@ -33,11 +33,11 @@ from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
     require_alike,
     set_for,
 )
 from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
 
@@ -52,7 +52,7 @@ class Gradients(Enum):
     GIVEN = "sums, and the optimizer's slices have this rank's part"
 
 
-class WholeParameters(ParameterSets):
+class WholeParameters(SharedParameters):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
