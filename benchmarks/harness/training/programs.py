@@ -157,7 +157,12 @@ def layer_by_layer(work: Work) -> Program:
     model: Any = work.build()
     layers = getattr(model, "layers", model)  # the training ladder's GPT is a chain itself
     part = nn.Sequential(*(layers[i] for i in cut(layers, md.size())[md.rank()]))
-    parallel, optimizer = md.LayerByLayer(part), ADAMW(part.parameters())
+    return stepped(md.LayerByLayer(part), part)
+
+
+def stepped(parallel: md.LayerByLayer | md.Pipeline, part: nn.Module) -> Program:
+    """A program that trains this rank's part of a model with the `step` of what runs the layers."""
+    optimizer = ADAMW(part.parameters())
 
     def train(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
