@@ -1,10 +1,10 @@
-"""Parameters of which each rank keeps an n-th: gathered unit by unit, reduced as the backward pass leaves
-units.
+"""Each rank keeps an n-th of every parameter. Units are gathered to compute, and their gradients reduced.
 
 The model is cut into units (cut_into_units.py), such as transformer blocks, and a unit's parameters are whole
-only while it is used (unit_runtime.py). The gradients of shards are complete only once all ranks know which
-parameters were used. And in half precision, units are gathered from rounded copies of what the optimizer
-updates. A loop may call the optimizer's own `step` and `zero_grad`, so hooks on them do both.
+only while it is used (unit_runtime.py). When the backward pass leaves a unit, its gradients are reduced; they
+are complete once all ranks know which parameters were used. In half precision, units are gathered from
+rounded copies of the masters. A loop may call the optimizer's own `step` and `zero_grad`: hooks on them
+complete the gradients before a step, and publish after it.
 
 Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 """
@@ -46,7 +46,7 @@ from minidist.parallel.training.master_weights import follow_own_methods
 
 
 class ShardedParameters(SharedParameters):
-    """A model of which this rank keeps its shards, and the optimizer that updates them.
+    """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
     shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and

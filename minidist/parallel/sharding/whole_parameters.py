@@ -96,7 +96,7 @@ class WholeParameters(SharedParameters):
         self.orders, self.undealt_masters = [], {}
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
-        self.reducers: list[Reducer] = []  # none where there is nobody to share with
+        self.reducers: list[Reducer] = []  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._weight: float | Tensor | None = None  # of the losses since the last `average`
@@ -242,7 +242,7 @@ class WholeParameters(SharedParameters):
                 named = [(self.name_of(index), self.parameters[index]) for index in own.indices]
                 require_same("parameters", named, own.gradient_comm.group)
         numbers = {index: number for number, own in enumerate(self.sets) for index in own.indices}
-        if len(self.sets) > 1:  # whose parameters may have other names elsewhere, but lie alike
+        if len(self.sets) > 1:  # names may differ between ranks, but each rank needs the same sets in order
             placed = [(str(numbers[index]), self.parameters[index]) for index in sorted(numbers)]
             require_same("sets of parameters", placed, over.group)
         order, sparse = agree_on_order([*seen], count, over, device), list[int]()
@@ -294,7 +294,7 @@ class WholeParameters(SharedParameters):
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order: in another one, sums would add up in another order.
 
-        A run that saved no order is taken to have that of registration, reversed.
+        If a run saved no order, take that of registration, reversed.
         """
         if not self._state_shared:
             return
@@ -487,7 +487,7 @@ class WholeParameters(SharedParameters):
             own.clear()
 
     def publish(self) -> None:
-        """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
+        """Bring all shares of the parameters to every rank: an all-gather of each bucket."""
         self.slices.round_masters()
         buckets = self.value_buckets()
         for bucket in buckets:  # launch
