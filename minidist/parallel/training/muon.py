@@ -34,20 +34,22 @@ from minidist.parallel.flat.ranges import narrowed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: they raise small singular values fast, and end between 0.7 and 1.2."""
-NOT_HIDDEN = r"emb|wte|wpe|(^|[._])(head|classifier)([._]|$)"
-"""Names of matrices that are not between hidden layers: embeddings, and what predicts from the last layer."""
+NOT_HIDDEN = r"emb|wte|wpe|token|position|segment|(^|[._])(head|classifier)([._]|$)|^layers\.\d+\.output\."
+"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer."""
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     """The matrix with its singular values close to 1. (..., m, n): each matrix of a stack by itself."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x: Tensor = matrix.mT if is_tall else matrix  # (m, n) with m <= n
+    stack = matrix.reshape(-1, *matrix.shape[-2:])
+    x = stack.mT if is_tall else stack  # (k, m, n) with m <= n
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
-        gram = x @ x.mT  # (m, m)
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+        gram = x @ x.mT  # (k, m, m)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
 class Muon(torch.optim.Optimizer):
