@@ -161,7 +161,7 @@ def prepare(
         recompute_parts(model, recomputed)
         make, row = by_parameters(optimizer, model, part.placement.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
-            make = checked(make, layout)
+            make = checked(make, layout, mesh.group("tp"))
         gradient_comm = GradientComm(mesh.group("dp_cp"))
         if layout.owners < layout.dp * layout.cp and not row.state:
             gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)
