@@ -137,13 +137,14 @@ def test_runs_are_counted_until_one_takes_the_gpu_away():
 
 
 def test_a_process_that_loses_the_gpu_is_started_again(monkeypatch):
-    said = iter(['noise\n[3, 1, 0.0, 0.0, "illegal address"]', "", '[1000, 2, 0.5, 0.0, ""]'])
+    said = iter(['noise\n[3, 1, 0.0, 0.0, "illegal address"]', '[1000, 2, 0.5, 0.0, ""]', "", ""])
 
     def run(command, **options):
         return SimpleNamespace(stdout=next(said), returncode=-6)
 
     monkeypatch.setattr(silicon.subprocess, "run", run)
     assert str(silicon.in_processes(0, [])) == "3 of 1003 runs wrong, 50.00% of the elements"
+    assert str(silicon.in_processes(0, [])) == "2 of 2 runs wrong (exit code -6)"
 
 
 def test_without_a_gpu_there_is_nothing_to_run_on(capsys):
