@@ -212,5 +212,14 @@ FORMS = (
         exact=False,
         note="4 experts in place of each MLP, so a larger model; the engine has none",
     ),
+    RungForm(
+        "low precision",
+        "low_precision",
+        'Layout(precision="fp8")',
+        _engine("precision=fp8"),
+        ranks=1,
+        exact=False,
+        note="FP8 is emulated",
+    ),
 )
 """All rungs in the order of reading."""

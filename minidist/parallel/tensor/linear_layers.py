@@ -119,6 +119,8 @@ class ParallelLinear(TensorParallel):
     """This rank's part of a linear layer. Of GPT-2's Conv1D the weight is transposed, (in, out)."""
 
     transposed = False
+    cut_operands = ""  # which of a product's x and w, and of the gradient g of its result, ranks share
+    product = staticmethod(functional.linear)  # or one that rounds, see training/fp8.py
 
     def turned(self, cut: Cut) -> Cut:
         """The cut of the weight as it is stored, from that of a Linear's weight."""
@@ -152,6 +154,7 @@ class ColumnParallelLinear(ParallelLinear):
     Raises ValueError if there are fewer units than ranks, or `unit` or `packed` does not fit the features.
     """
 
+    cut_operands = "wg"
     weight: nn.Parameter  # (out / n, in)
     bias: nn.Parameter | None  # (out / n,)
 
@@ -246,6 +249,7 @@ class RowParallelLinear(ParallelLinear):
     with sequence_parallel.
     """
 
+    cut_operands = "xw"
     weight: nn.Parameter  # (out, in / n)
     bias: nn.Parameter | None  # (out,)
 
@@ -303,7 +307,7 @@ class RowParallelLinear(ParallelLinear):
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = functional.linear(x, self.matrix)
+        y = self.product(x, self.matrix)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)
@@ -349,6 +353,11 @@ def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tens
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
+    if first.product is not functional.linear:
+        enter, _ = OPERATORS[first.sequence_parallel]
+        whole = enter(x, group=first.group)
+        mapped = [layer.product(whole, weight) for layer, weight in zip(layers, weights, strict=True)]
+        return [y if bias is None else y + bias for y, bias in zip(mapped, biases, strict=True)]
     return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)
 
 
