@@ -21,6 +21,7 @@ trade that for less waiting, and low precision, which rounds. Read in this order
 | tensor parallel | ranks share each matrix | tensor_parallel.py |
 | sequence parallel | what is left is shared along the tokens | sequence_parallel.py |
 | ring attention | a row too long for one rank | ring_attention.py |
+| Ulysses | ranks trade tokens for heads, and back | ulysses.py |
 | experts | each rank holds some experts; tokens travel to them | experts.py |
 | low precision | multiply numbers of 8 bits, and scale them first | low_precision.py |
 
@@ -59,6 +60,7 @@ LADDER = (
     "tensor_parallel",
     "sequence_parallel",
     "ring_attention",
+    "ulysses",
     "experts",
     "low_precision",
 )

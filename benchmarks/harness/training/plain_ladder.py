@@ -206,6 +206,7 @@ FORMS = (
     RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", _engine("tp=2", opened, CUT)),
     RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
     RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
+    RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', _engine("cp=2,cp_kind=ulysses", opened)),
     RungForm(
         "experts",
         "experts",
