@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat import freed
-from minidist.parallel.flat.bucket_layout import BucketLayout
+from minidist.parallel.flat.bucket_layout import BucketLayout, Deal, evenly
 
 
 class Done(NamedTuple):
@@ -143,7 +143,7 @@ class GradientMemory:
 class Bucket(BucketLayout):
     """Parameters of one dtype on one device in flat tensors of n shares.
 
-    param_indices, tensors, cut_anywhere: see `BucketLayout`; of tensors a shape, a dtype and a device are
+    param_indices, tensors, deal: see `BucketLayout`; of tensors a shape, a dtype and a device are
     enough. gradient_comm: the ranks that own a share each; None for one share. name_of: a parameter's name,
     for messages.
 
@@ -176,7 +176,7 @@ class Bucket(BucketLayout):
         param_indices: Sequence[int],
         tensors: Sequence[Tensor],
         gradient_comm: GradientComm | None = None,
-        cut_anywhere: bool = True,
+        deal: Deal = evenly,
         device: torch.device | None = None,
         name_of: Callable[[int], str] = str,
     ) -> None:
@@ -185,7 +185,7 @@ class Bucket(BucketLayout):
             self.gradient_comm = gradient_comm
             owners = gradient_comm.owners, rank_in(gradient_comm.share_group)
             copies = gradient_comm.ranks // gradient_comm.owners
-        super().__init__(param_indices, tensors, owners, copies, cut_anywhere)
+        super().__init__(param_indices, tensors, owners, copies, deal)
         self.parameters = [tensors[index] for index in param_indices]
         self.device, self._name_of = device or self.parameters[0].device, name_of
         self._memory: GradientMemory | None = None

@@ -231,6 +231,7 @@ class Sharded(Strategy):
     def held(self) -> ResidentTensors:
         """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
         sums = [tensor for each in self.sets for tensor in each.tensors()]
+        sums += [each.reduced for each in self.shared.on_owners if each.reduced is not None]
         own = [p.grad for p in self.model.parameters() if p.grad is not None]
         state = self.optimizer.state.values()
         return ResidentTensors(

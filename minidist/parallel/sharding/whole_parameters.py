@@ -16,7 +16,7 @@ part each).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -40,6 +40,7 @@ from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
+from minidist.parallel.training.elementwise_optimizers import work_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -93,7 +94,7 @@ class WholeParameters(SharedParameters):
         self._state_shared = [own for own in self.sets if not own.residency.state]
         self._state_whole = [own for own in self.sets if own.residency.state]
         self.parameters: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
-        self.orders, self.undealt_masters = [], {}
+        self.orders, self.undealt_masters, self.on_owners = [], {}, []
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
         self.reducers: list[Reducer] = []  # none where this rank is alone
@@ -263,6 +264,9 @@ class WholeParameters(SharedParameters):
         dealt = {index for own in sets for bucket in own.buckets for index in bucket.param_indices}
         mine = {index for own in sets for index in own.indices}
         order = [index for index in seen if index in mine and index not in dealt]
+        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
+        group_of = {index: number for index, number in numbers.items() if number is not None}
         if order and self.orders is not None:
             self.orders.append(order)
         for own in sets:
@@ -270,16 +274,16 @@ class WholeParameters(SharedParameters):
             part = [index for index in order if index in indices]
             if own.residency.state:
                 part = [index for index in part if index not in sparse]
-            cut, name_of = self.slices.cuts_anywhere, weakly(self.name_of)
-            new = own.deal(self.parameters, part, self._bucket_bytes, cut, name_of)
+            name_of, new = weakly(self.name_of), list[Bucket]()
+            for is_cut in (True, False):
+                work = None if is_cut else work_of(type(self.slices.optimizer))
+                chosen = [i for i in part if self.slices.may_cut(group_of.get(i)) == is_cut]
+                new += own.deal(self.parameters, chosen, self._bucket_bytes, work, name_of)
             if not own.residency.state:
-                self._move_state(new, part)
+                self._move_state(new, part, group_of)
 
-    def _move_state(self, new: Sequence[Bucket], order: Sequence[int]) -> None:
+    def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""
-        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
-        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
-        group_of = {index: number for index, number in numbers.items() if number is not None}
         whole = self.slices.optimizer.state
         states = {i: whole.pop(self.parameters[i]) for i in order if self.parameters[i] in whole}
         for bucket in new:

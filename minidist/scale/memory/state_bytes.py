@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.residency import Residency
 from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, share
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Per element of parameters and activations."""
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8_RECIPES, 4)}
+"""Per element of parameters and activations. FP8 is emulated: its numbers stay in float32."""
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
 """Tensors of the parameter's shape in the optimizer's state; AdamW has as many as Adam."""
 TAIL = 2
