@@ -79,7 +79,7 @@ class ServerPart(NamedTuple):
         return [part.view(p.dtype).view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]:
+def deal_to_servers(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]:
     """Deal the parameters to the servers: each parameter, largest first, goes to the lightest part.
 
     No part has more bytes than 4/3 of the least possible (Graham 1969, "Bounds on Multiprocessing Timing

@@ -13,7 +13,7 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 
 
-def bytes_of(x: Tensor) -> bytes:
+def raw_bytes(x: Tensor) -> bytes:
     """A tensor's bytes."""
     dense = x.to_dense() if x.layout != torch.strided else x
     flat = dense.detach().cpu().contiguous().view(-1)

@@ -27,15 +27,15 @@ from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
-from minidist.parallel.guards.ownership import FULLY_SHARD, claim
+from minidist.parallel.guards.ownership import BY_FULLY_SHARD, claim
 from minidist.parallel.sharding.cut_into_units import Units, build
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    require_alike,
     set_for,
+    shared_tensors,
 )
 from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
@@ -78,7 +78,7 @@ class ShardedParameters(SharedParameters):
         self._names = [name for name, _ in module.named_parameters()]
         for index, name in enumerate(self._names):
             set_for(name, sets).indices.append(index)
-        require_alike(module, sets)
+        shared_tensors(module, sets)
         self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
         self.groups = FlatParameterGroups(make_optimizer, module, defaults)
         refuse_unshareable(type(self.groups.optimizer))
@@ -90,7 +90,7 @@ class ShardedParameters(SharedParameters):
         }
         comms = [self.set_of[parameter].gradient_comm for parameter in self.parameters]
         self.units = build(module, units, comms, initialize, memory, master, self._whole)
-        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
+        claim(self, BY_FULLY_SHARD, module.parameters(), takes_values=True)
         for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)

@@ -30,7 +30,7 @@ from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.step_executor import weighted
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.pipeline.model_stage import ModelStage
-from minidist.parallel.sharding.cut_into_units import divide, modules_of
+from minidist.parallel.sharding.cut_into_units import deal_to_units, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.precision import Precision
@@ -108,7 +108,7 @@ class OwnModel:
     def trained(self) -> RankParameters:
         """The parameters that are trained, each once, and the units that ZeRO 3 gathers."""
         made = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(self.module, None))]
-        units = [sum(p.numel() for _, p, _ in own) for _, own in divide(self.module, made)]
+        units = [sum(p.numel() for _, p, _ in own) for _, own in deal_to_units(self.module, made)]
         return RankParameters([p.numel() for p in self.module.parameters() if p.requires_grad], units)
 
     def recomputes(self, policy: bool | str) -> bool:
