@@ -5,7 +5,7 @@ Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`)
 rank's share. All ranks start from rank 0's weights (`gpt.same_weights`). All end with the whole trained
 model, as one process leaves it: without hooks or missing parts, ready to be printed, evaluated, or trained by
 another rung. Losses and weights are those of one process, but for the parameter server and local SGD, which
-trade that for less waiting. Read in this order:
+trade that for less waiting, and low precision, which rounds. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|
@@ -21,7 +21,9 @@ trade that for less waiting. Read in this order:
 | tensor parallel | ranks share each matrix | tensor_parallel.py |
 | sequence parallel | what is left is shared along the tokens | sequence_parallel.py |
 | ring attention | a row too long for one rank | ring_attention.py |
+| Ulysses | ranks trade tokens for heads, and back | ulysses.py |
 | experts | each rank holds some experts; tokens travel to them | experts.py |
+| low precision | multiply numbers of 8 bits, and scale them first | low_precision.py |
 
 A rank is one of n processes, each with its own memory. Ranks share nothing but what they send through
 `minidist.comm`. The calls in which all of them take part, and the bytes each rank sends for a tensor of S:
@@ -58,6 +60,8 @@ LADDER = (
     "tensor_parallel",
     "sequence_parallel",
     "ring_attention",
+    "ulysses",
     "experts",
+    "low_precision",
 )
 """The rungs' module names, in the order of reading."""

@@ -206,11 +206,21 @@ FORMS = (
     RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", _engine("tp=2", opened, CUT)),
     RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
     RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
+    RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', _engine("cp=2,cp_kind=ulysses", opened)),
     RungForm(
         "experts",
         "experts",
         exact=False,
         note="4 experts in place of each MLP, so a larger model; the engine has none",
+    ),
+    RungForm(
+        "low precision",
+        "low_precision",
+        'Layout(precision="fp8")',
+        _engine("precision=fp8"),
+        ranks=1,
+        exact=False,
+        note="FP8 is emulated",
     ),
 )
 """All rungs in the order of reading."""

@@ -109,6 +109,7 @@ FAMILIES = {
         _row("tensor parallel", "tp=2", "torch parallelize_module"),
         _row("tensor and sequence parallel", "tp=2,sequence_parallel=True", SEQUENCE, gpt_only=True),
         _row("context parallel", "cp=2", "torch DDP", gpt_only=True),
+        _row("context parallel, Ulysses", "cp=2,cp_kind=ulysses", "torch DDP", gpt_only=True),
     ),
     "ZeRO": (
         _row("ZeRO-1", "dp=2,zero=1", "torch ZeroRedundancyOptimizer"),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.engine.partition_model import checked, partition_model
@@ -20,7 +21,6 @@ from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
@@ -136,7 +136,7 @@ def prepare(
     check_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
-    elif not ROWS[layout.zero].parameters:
+    elif not layout.residency.parameters:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
         rehearse = False
@@ -154,13 +154,17 @@ def prepare(
             rehearsal = Rehearsal(rehearse, model, optimizer, loss, layout, clip_norm)
             if (data_parallel or {}).get("compression") is not None:
                 rehearsal.why_not = "compression changes the gradients"
+            if layout.precision in FP8_RECIPES:
+                rehearsal.why_not = "in FP8 each rank's rows have scales of their own"
         exact = precision.convert(model)
         recomputed = parts_to_recompute(model, layout.recompute)
         part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
+        if precision.fp8 is not None:
+            precision.fp8.wrap(part.model)
         recompute_parts(model, recomputed)
-        make, row = by_parameters(optimizer, model, part.placement.first), ROWS[layout.zero]
+        make, row = by_parameters(optimizer, model, part.placement.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout, mesh.group("tp"))
         gradient_comm = GradientComm(mesh.group("dp_cp"))

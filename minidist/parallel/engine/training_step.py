@@ -120,7 +120,7 @@ class Engine:
         the batch as its targets. A list of batches is accumulated: ranks may have different numbers of them.
 
         Sends the bytes of the strategy, of tensor, context and expert parallelism in each pass, and of the
-        pipeline. Balanced experts add `balance_experts`.
+        pipeline. Balanced experts add `balance_experts`, FP8 what training/fp8.py says.
         The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
         pp, each step sends as many bytes for the loss, and again for a weight that it returns; a list sends
         as many for its length. With clipping or "fp16", and with sharded gradients or parts of the model, it
@@ -232,6 +232,8 @@ class Engine:
     def _updated(self) -> None:
         """Do what follows an update: give tied copies the first one's values, and balance the experts."""
         self.executor.updated()
+        if self.precision.fp8 is not None:
+            self.precision.fp8.end_step()
         if self._routers:
             balance_experts(self._routers, self.strategy.group)
 

@@ -44,9 +44,9 @@ class WholeOnOwners(BucketLayout):
         self, homes: Sequence[Home], tensors: Sequence[Tensor], memory: MemorySource, work: Work
     ) -> None:
         self._homes, (first, _), self._memory = homes, homes[0], memory
-        self.comm, self.device = first.comm, first.device
-        indices, owners = [bucket.param_indices[at] for bucket, at in homes], self.comm.owners
-        self._rank, self.parameters = rank_in(self.comm.share_group), [tensors[i] for i in indices]
+        self.gradient_comm, self.device = first.gradient_comm, first.device
+        indices, owners = [bucket.param_indices[at] for bucket, at in homes], self.gradient_comm.owners
+        self._rank, self.parameters = rank_in(self.gradient_comm.share_group), [tensors[i] for i in indices]
         super().__init__(indices, tensors, (owners, self._rank), deal=WholeTensors(work, owners))
         self.filled = sum(len(span) for _, span in self.ranges())
         self.shard = memory.zeros(self.filled, self.dtype, self.device)
@@ -75,17 +75,17 @@ class WholeOnOwners(BucketLayout):
         sums = [bucket.reduced for bucket, _ in self._homes if bucket.reduced is not None]
         self.reduced = self._memory.zeros(self.filled, sums[0].dtype, self.device)
         shards, wholes = self._pieces(_reduced, self.reduced)
-        exchange(shards, wholes, sums[0].new_empty(0, device=self.device), self.comm.share_group)
+        exchange(shards, wholes, sums[0].new_empty(0, device=self.device), self.gradient_comm.share_group)
 
     def take_values(self, whole: Tensor) -> None:
         """Bring the values in the shards to the owners, which write them to `whole`. A collective."""
         shards, wholes = self._pieces(_shard, whole)
-        exchange(shards, wholes, self._message(), self.comm.share_group)
+        exchange(shards, wholes, self._message(), self.gradient_comm.share_group)
 
     def give_values(self) -> None:
         """Take the owners' values to the shards. A collective."""
         shards, wholes = self._pieces(_shard, self.shard)
-        exchange(wholes, shards, self._message(), self.comm.share_group)
+        exchange(wholes, shards, self._message(), self.gradient_comm.share_group)
 
     def _message(self) -> Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.device)

@@ -30,11 +30,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
+from minidist.parallel.contract.residency import Residency
 from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, fullest, on_rank, share
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Per element of parameters and activations."""
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8_RECIPES, 4)}
+"""Per element of parameters and activations. FP8 is emulated: its numbers stay in float32."""
 
 
 @dataclass(frozen=True)

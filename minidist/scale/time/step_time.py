@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, WHOLE, share_recomputed
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
@@ -360,6 +361,11 @@ def check_rows(setup: TrainingSetup) -> None:
 
 def check_machine(precision: str, hardware: Hardware) -> None:
     """ValueError if the machine has no rate for a precision."""
+    if precision in FP8_RECIPES:
+        raise ValueError(
+            f"precision is {precision!r}, which is emulated: products are rounded and multiplied in float32, "
+            "so it saves no time on any machine; predict fp32 or bf16 instead"
+        )
     if precision not in hardware.peak:
         raise ValueError(
             f"precision is {precision!r}, and {hardware.name} has no rate for it; give "

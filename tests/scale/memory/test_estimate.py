@@ -369,7 +369,7 @@ def test_tensor_parallelism_divides_what_the_paper_says() -> None:
             ValueError,
             "pp is 15 with chunks=1 in the layout, and 12 blocks",
         ),
-        (TINY, {"precision": "fp8"}, ValueError, "unknown precision 'fp8'"),
+        (TINY, {"precision": "fp4"}, ValueError, "unknown precision 'fp4'"),
         (TINY, {"batch": (1, 25)}, ValueError, "batch is 1 rows of 25 tokens; give rows, at least 0"),
         (TINY, {"batch": -1}, ValueError, "batch is -1 rows"),
         (TINY, {"rank": 1}, ValueError, "rank is 1; give 0 to 0, a rank of the layout"),
