@@ -20,7 +20,6 @@ from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
@@ -136,7 +135,7 @@ def prepare(
     check_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
-    elif not ROWS[layout.zero].parameters:
+    elif not layout.residency.parameters:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
         rehearse = False
@@ -160,7 +159,7 @@ def prepare(
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
         recompute_parts(model, recomputed)
-        make, row = by_parameters(optimizer, model, part.placement.first), ROWS[layout.zero]
+        make, row = by_parameters(optimizer, model, part.placement.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout)
         gradient_comm = GradientComm(mesh.group("dp_cp"))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from minidist._arguments import is_number
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import require_free
 from minidist.parallel.guards.refusals import refuse_renormed, require_trained
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.training.elementwise_optimizers import require_elementwise
 
 WHOLE_PARAMETERS = [stage for stage, row in ROWS.items() if row.parameters and not row.state]

@@ -34,10 +34,10 @@ from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
     require_alike,
     set_for,
 )
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.training.clipping import guard
@@ -45,7 +45,7 @@ from minidist.parallel.training.elementwise_optimizers import require_elementwis
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(ParameterSets):
+class ShardedParameters(SharedParameters):
     """A model of which this rank keeps its shards, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
@@ -178,7 +178,7 @@ class ShardedParameters(ParameterSets):
                 continue
             self._fill(bucket)
             messages = bucket.reduce(blocking=not ahead)
-            if bucket.comm.hybrid is not None:  # do not wait for the sum over copies
+            if bucket.gradient_comm.hybrid is not None:  # do not wait for the sum over copies
                 (self._last if ahead else messages).advance()
                 self._last = messages
             elif not ahead:
@@ -196,7 +196,7 @@ class ShardedParameters(ParameterSets):
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.had_gradient[index] |= bucket.comm.counts
+            self.had_gradient[index] |= bucket.gradient_comm.counts
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)

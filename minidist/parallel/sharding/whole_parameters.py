@@ -33,11 +33,11 @@ from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
     require_alike,
     set_for,
 )
 from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
 
@@ -52,7 +52,7 @@ class Gradients(Enum):
     GIVEN = "sums, and the optimizer's slices have this rank's part"
 
 
-class WholeParameters(ParameterSets):
+class WholeParameters(SharedParameters):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
@@ -99,7 +99,15 @@ class WholeParameters(ParameterSets):
         self.reducers: list[Reducer] = []  # none where there is nobody to share with
         self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._weight: float | Tensor | None = None  # of the losses since the last `average`
         self._attach()
+
+    @classmethod
+    def of_loop(cls, module: nn.Module, own: ParameterSet, **options: Any) -> WholeParameters:
+        """Share a module's parameters in a loop that has an optimizer of its own, from rank 0's values on."""
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        start_equal(module, [own])
+        return cls(module.named_parameters, [own], module=module, **options)
 
     # Hooks, on the parameters that get gradients.
 
@@ -447,9 +455,21 @@ class WholeParameters(ParameterSets):
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def divide_by_rows(self, rows: float) -> None:
-        """Turn means over ranks into the mean over all ranks' rows; ValueError if there are none."""
-        over = self.sets[0].gradient_comm
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """A loss times its weight; `average` divides by the sum of the weights. See `DataParallel`."""
+        self._weight = weight if self._weight is None else self._weight + weight
+        return loss * weight
+
+    def average(self, rows: float | None) -> None:
+        """Turn gradients into means over the ranks, or over their rows or weights, as far as any are given.
+
+        ValueError if rows are given and there are none on any rank.
+        """
+        self.sum_over_ranks()
+        weight, self._weight = self._weight if rows is None else rows, None
+        if weight is None:
+            return
+        rows, over = float(weight), self.sets[0].gradient_comm
         device = next((parameter.device for parameter in self._all), None)
         total = float(
             comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=over.group)

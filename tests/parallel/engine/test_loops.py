@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.parallel.sharding.cases import to_update
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -265,11 +266,9 @@ class PerParameter(torch.optim.Optimizer):
         closure()
         for p, way in moved:
             p.sub_(way)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+        for p, state, lr in to_update(self):
+            momentum = state.setdefault("momentum", torch.zeros_like(p))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=lr)
         return loss
 
 

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
+from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.flat.freed import FreedParameter
 from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
 from minidist.parallel.sharding import units as shard_units
-from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.elementwise_optimizers import is_elementwise
 from tests.helpers import contract
