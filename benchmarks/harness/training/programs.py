@@ -248,6 +248,7 @@ def matrix_unit(work: Work) -> Program:
 
 LOOPS: dict[str, Callable[..., Program]] = {
     "local SGD": local_sgd,
+    "DiLoCo": partial(local_sgd, outer=md.nesterov),
     "layer by layer": layer_by_layer,
     "synchronous server": lambda work: ServerProgram(work, 0),
     "asynchronous server": lambda work: ServerProgram(work, None),
