@@ -69,5 +69,6 @@ if TYPE_CHECKING:
     from minidist.parallel.tensor.vocabulary import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
+    from minidist.parallel.training.muon import Muon as Muon
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -13,7 +13,7 @@ import pytest
 
 from minidist import Layout
 from minidist.comm import algorithms
-from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.contract.residency import ROWS
 from minidist.scale.memory import estimate
 from tests.helpers.clocks import HANG
 

@@ -159,6 +159,8 @@ def partition_model(
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
         placement.device = skeleton.device
+    for name in cut_by_tp.keys() & placement.cuts.keys():  # for optimizers that join the parts: see `Muon`
+        model.get_parameter(name).tp_cut = placement.cuts[name]  # type: ignore[attr-defined]
     tied = _tied(whole, held_by, own)
     return RankModel(
         model, mesh, placement, share, stages, tied, vocabulary, frozenset(experts), expert_copies
@@ -221,8 +223,11 @@ def _tied(whole: WholeModel, held_by: Mapping[str, Sequence[int]], own: int) -> 
     )
 
 
-def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
-    """Wrap an optimizer function: refuse an optimizer that cannot train a part of a model."""
+def checked(optimizer: MakeOptimizer, layout: Layout, tp_group: Group = None) -> MakeOptimizer:
+    """Wrap an optimizer function: refuse an optimizer that cannot train a part of a model.
+
+    tp_group: the ranks that have parts of the same matrices, for an optimizer that joins them.
+    """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = [*parameters]
@@ -238,7 +243,9 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
         is_cut = layout.tp * layout.ep > 1
         if is_cut or isinstance(made, torch.optim.LBFGS):
             refuse_unshareable(type(made))
-        if is_cut and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
+        if getattr(made, "joins_cuts", False):
+            made.tp_group = tp_group  # type: ignore[attr-defined]
+        elif is_cut and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
             axis = f"tp={layout.tp}" if layout.tp > 1 else f"ep={layout.ep}"
             raise ValueError(
                 f"optimizer is {name}, which needs whole parameters, and the layout has {axis}, "

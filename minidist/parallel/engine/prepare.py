@@ -21,7 +21,6 @@ from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
@@ -137,7 +136,7 @@ def prepare(
     check_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
-    elif not ROWS[layout.zero].parameters:
+    elif not layout.residency.parameters:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
         rehearse = False
@@ -165,9 +164,9 @@ def prepare(
         if precision.fp8 is not None:
             precision.fp8.wrap(part.model)
         recompute_parts(model, recomputed)
-        make, row = by_parameters(optimizer, model, part.placement.first), ROWS[layout.zero]
+        make, row = by_parameters(optimizer, model, part.placement.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
-            make = checked(make, layout)
+            make = checked(make, layout, mesh.group("tp"))
         gradient_comm = GradientComm(mesh.group("dp_cp"))
         if layout.owners < layout.dp * layout.cp and not row.state:
             gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)

@@ -68,23 +68,23 @@ def check_arguments(
             f"loss_scale is {loss_scale!r}; give a LossScale, such as LossScale(start=1024), or None"
         )
     require_trained("model", model.parameters())
-    if layout.zero < 3 and layout.tp * layout.pp == 1:
+    if layout.residency.parameters and layout.tp * layout.pp == 1:
         refuse_meta("model", [*model.named_parameters(), *model.named_buffers()])
     require_free(model.named_parameters())
-    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
+    if layout.ranks > 1 or not layout.residency.parameters or layout.precision != "fp32":
         refuse_renormed(model)
     if layout.precision == "bf16":
         bf16_on_cpu.require_products(model)
-    if fully_shard and layout.zero != 3:
+    if fully_shard and layout.residency.parameters:
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
         )
     if (secondary := (fully_shard or {}).get("secondary")) is not None:  # type: ignore[attr-defined]
         check_secondary(layout, secondary)
-    if data_parallel and layout.zero == 3:
+    if data_parallel and not layout.residency.parameters:
         raise ValueError(
-            f"data_parallel is {data_parallel} and the layout has zero=3, which has none of its options; "
-            "leave it out"
+            f"data_parallel is {data_parallel} and the layout has zero={layout.zero}, which has none of its "
+            "options; leave it out"
         )
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)

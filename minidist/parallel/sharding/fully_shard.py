@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
+from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.cut_into_units import Units
 from minidist.parallel.sharding.loop_arguments import check_arguments
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 
 

@@ -1,10 +1,10 @@
 """`Sharded`: how an engine's data-parallel ranks train one model together, whatever each of them keeps.
 
-The table decides (residency.py): data parallelism and ZeRO 1 to 3 are this one strategy with four rows. It
-tells the parameters which backward pass is a step's last, sums weight and loss, and lets the optimizer update
-this rank's slices. A model may have several sets of parameters, each with its row and its ranks
-(parameter_set.py). How gradients become sums is in whole_parameters.py, or, where parameters are not whole,
-in sharded_parameters.py; where each part of the state lies is in state_by_name.py.
+The table in contract/residency.py decides: data parallelism and ZeRO 1 to 3 are this one strategy with four
+rows. It tells the parameters which backward pass is a step's last, sums weight and loss, and lets the
+optimizer update this rank's slices. A model may have several sets of parameters, each with its row and its
+ranks (parameter_set.py). whole_parameters.py turns gradients into sums, or, where parameters are not whole,
+sharded_parameters.py does. state_by_name.py knows where each part of the state lies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
@@ -26,7 +27,6 @@ from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import ParameterSet, set_for
-from minidist.parallel.sharding.residency import ROWS, Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
 from minidist.parallel.sharding.units import weakly
@@ -231,6 +231,7 @@ class Sharded(Strategy):
     def held(self) -> ResidentTensors:
         """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
         sums = [tensor for each in self.sets for tensor in each.tensors()]
+        sums += [each.reduced for each in self.shared.on_owners if each.reduced is not None]
         own = [p.grad for p in self.model.parameters() if p.grad is not None]
         state = self.optimizer.state.values()
         return ResidentTensors(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.opaque import refuse_transforms
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import tensors_in
-from minidist.parallel.guards.refusals import refuse_transforms
 from minidist.parallel.sharding.collective_order import (
     expected,
     own,

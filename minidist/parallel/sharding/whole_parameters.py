@@ -16,7 +16,7 @@ part each).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -33,13 +33,14 @@ from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
     require_alike,
     set_for,
 )
 from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
+from minidist.parallel.training.elementwise_optimizers import work_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -52,7 +53,7 @@ class Gradients(Enum):
     GIVEN = "sums, and the optimizer's slices have this rank's part"
 
 
-class WholeParameters(ParameterSets):
+class WholeParameters(SharedParameters):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
@@ -93,13 +94,21 @@ class WholeParameters(ParameterSets):
         self._state_shared = [own for own in self.sets if not own.residency.state]
         self._state_whole = [own for own in self.sets if own.residency.state]
         self.parameters: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
-        self.orders, self.undealt_masters = [], {}
+        self.orders, self.undealt_masters, self.on_owners = [], {}, []
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
         self.reducers: list[Reducer] = []  # none where there is nobody to share with
         self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._weight: float | Tensor | None = None  # of the losses since the last `average`
         self._attach()
+
+    @classmethod
+    def of_loop(cls, module: nn.Module, own: ParameterSet, **options: Any) -> WholeParameters:
+        """Share a module's parameters in a loop that has an optimizer of its own, from rank 0's values on."""
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        start_equal(module, [own])
+        return cls(module.named_parameters, [own], module=module, **options)
 
     # Hooks, on the parameters that get gradients.
 
@@ -255,6 +264,9 @@ class WholeParameters(ParameterSets):
         dealt = {index for own in sets for bucket in own.buckets for index in bucket.param_indices}
         mine = {index for own in sets for index in own.indices}
         order = [index for index in seen if index in mine and index not in dealt]
+        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
+        group_of = {index: number for index, number in numbers.items() if number is not None}
         if order and self.orders is not None:
             self.orders.append(order)
         for own in sets:
@@ -262,16 +274,16 @@ class WholeParameters(ParameterSets):
             part = [index for index in order if index in indices]
             if own.residency.state:
                 part = [index for index in part if index not in sparse]
-            cut, name_of = self.slices.cuts_anywhere, weakly(self.name_of)
-            new = own.deal(self.parameters, part, self._bucket_bytes, cut, name_of)
+            name_of, new = weakly(self.name_of), list[Bucket]()
+            for is_cut in (True, False):
+                work = None if is_cut else work_of(type(self.slices.optimizer))
+                chosen = [i for i in part if self.slices.may_cut(group_of.get(i)) == is_cut]
+                new += own.deal(self.parameters, chosen, self._bucket_bytes, work, name_of)
             if not own.residency.state:
-                self._move_state(new, part)
+                self._move_state(new, part, group_of)
 
-    def _move_state(self, new: Sequence[Bucket], order: Sequence[int]) -> None:
+    def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""
-        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
-        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
-        group_of = {index: number for index, number in numbers.items() if number is not None}
         whole = self.slices.optimizer.state
         states = {i: whole.pop(self.parameters[i]) for i in order if self.parameters[i] in whole}
         for bucket in new:
@@ -447,9 +459,21 @@ class WholeParameters(ParameterSets):
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def divide_by_rows(self, rows: float) -> None:
-        """Turn means over ranks into the mean over all ranks' rows; ValueError if there are none."""
-        over = self.sets[0].gradient_comm
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """A loss times its weight; `average` divides by the sum of the weights. See `DataParallel`."""
+        self._weight = weight if self._weight is None else self._weight + weight
+        return loss * weight
+
+    def average(self, rows: float | None) -> None:
+        """Turn gradients into means over the ranks, or over their rows or weights, as far as any are given.
+
+        ValueError if rows are given and there are none on any rank.
+        """
+        self.sum_over_ranks()
+        weight, self._weight = self._weight if rows is None else rows, None
+        if weight is None:
+            return
+        rows, over = float(weight), self.sets[0].gradient_comm
         device = next((parameter.device for parameter in self._all), None)
         total = float(
             comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=over.group)

@@ -59,7 +59,7 @@ from minidist.parallel.tensor.sequence_parallel import (
     wrap,
 )
 from minidist.parallel.tensor.styles import (
-    ROWS,
+    ROW_STYLES,
     StyledModule,
     check_sequence,
     check_ties,
@@ -159,7 +159,7 @@ def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: boo
     try:
         if isinstance(module, nn.Embedding):
             return VocabParallelEmbedding.from_embedding(module, group, sequence_parallel)
-        if style in ROWS:
+        if style in ROW_STYLES:
             return RowParallelLinear.from_linear(
                 module, style == "row", group, sequence_parallel, unit=part.unit
             )

@@ -31,7 +31,7 @@ STYLES = (
     "attention",
     "per_head",
 )
-ROWS = ("row", "row_split")
+ROW_STYLES = ("row", "row_split")
 
 
 @dataclass
@@ -50,7 +50,7 @@ class StyledModule:
         """The dimension in which the weight is cut; None if it stays whole."""
         if self.style in ("sequence", "split", "random", "attention", "per_head"):
             return None
-        return 1 if self.style in ROWS else 0
+        return 1 if self.style in ROW_STYLES else 0
 
     @property
     def size(self) -> int:

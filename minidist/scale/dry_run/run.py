@@ -25,7 +25,6 @@ from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.prepare import prepare
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import WAYS, Peers, dry_world, kinds
@@ -264,7 +263,7 @@ def _checked(
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
     subject.check_dry(layout)
-    fewest, residency = rows // layout.dp, ROWS[layout.zero]
+    fewest, residency = rows // layout.dp, layout.residency
     reduces_in_each = residency.parameters and not residency.gradients
     if reduces_in_each and fewest < layout.micro_batches and rows % layout.dp:
         raise ValueError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
@@ -72,6 +73,29 @@ class ModelPart:
 ALONE = ModelPart()
 
 
+class LinearMap(NamedTuple):
+    """A linear layer, as one rank has it: how many features it reads and writes."""
+
+    inputs: int
+    outputs: int
+
+    @property
+    def sizes(self) -> Sizes:
+        """Elements of the weight and the bias."""
+        return [self.inputs * self.outputs, self.outputs]
+
+
+@lru_cache(maxsize=256)
+def block_maps(config: TransformerConfig, part: ModelPart) -> tuple[list[LinearMap], list[LinearMap]]:
+    """The linear layers of a block: attention's (queries, keys, values, output) and the MLP's (up, down).
+
+    The last one of each is cut by rows, and writes to the residual stream; the others are cut by columns.
+    """
+    width, heads, inner = config.width, part.own(config.heads) * config.head_size, part.own(4 * config.width)
+    into, out = [LinearMap(width, heads)] * 3, LinearMap(heads, width)
+    return [*into, out], [LinearMap(width, inner), LinearMap(inner, width)]
+
+
 @lru_cache(maxsize=4096)
 def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameters:
     """The parameters of a rank; with a single stage its root unit is the tied matrix."""
@@ -130,13 +154,10 @@ def embeddings(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:
 
 
 def block(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:
-    """A norm, attention's four maps, a norm, the MLP's two maps: a weight and a bias each."""
-    width, own = config.width, part.own(config.heads) * config.head_size
-    middle = part.own(4 * width)
-    columns = [width * own, own]
-    norm, rows = [width, width], [width * own, width]
-    up, down = [width * middle, middle], [width * middle, width]
-    return [*norm, *columns * 3, *rows, *norm, *up, *down]
+    """A norm, attention's maps, a norm, the MLP's maps: a weight and a bias each."""
+    norm = [config.width, config.width]
+    attention, mlp = ([size for each in maps for size in each.sizes] for maps in block_maps(config, part))
+    return [*norm, *attention, *norm, *mlp]
 
 
 def head(config: TransformerConfig, part: ModelPart = ALONE, owns_matrix: bool = False) -> Sizes:

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.recompute_policies import WHOLE
-from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
+from minidist.scale.memory.parameter_sizes import ALONE, ModelPart, block_maps
 
 ATTENTIONS = ("fused", "math")
 
@@ -114,7 +114,8 @@ class Saved:
     def inside_attention(self) -> int:
         """What attention saves besides its input."""
         heads = self.rows * self.tokens * self.part.own(self.config.heads)
-        attended = self.element * heads * self.config.head_size  # as large as the queries
+        (*_, output), _ = block_maps(self.config, self.part)
+        attended = self.element * self.rows * self.tokens * output.inputs  # as large as the queries
         if (self.attention or ("math" if self.dropout else "fused")) == "fused":
             return (4 + self.ring) * attended + self.wide * heads
         saved = (1 + self.ring) * attended + 3 * attended * self.wide // self.element
@@ -122,7 +123,8 @@ class Saved:
 
     def inside_mlp(self) -> int:
         """What the MLP saves besides its input: the first map's output, and the GELU's."""
-        return 2 * self.element * self.rows * self.tokens * self.part.own(4 * self.config.width)
+        _, (up, down) = block_maps(self.config, self.part)
+        return self.element * self.rows * self.tokens * (up.outputs + down.inputs)
 
     def embedding(self) -> int:
         """Bytes that the first layer saves, without the tokens, which the caller holds. BERT's has a norm."""

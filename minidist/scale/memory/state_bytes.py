@@ -28,7 +28,7 @@ from functools import lru_cache
 
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
-from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.contract.residency import Residency
 from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, share
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8_RECIPES, 4)}

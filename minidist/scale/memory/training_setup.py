@@ -12,7 +12,6 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout, check_secondary
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, StateSharing
 
@@ -41,7 +40,7 @@ class TrainingSetup:
     def sharing(self) -> StateSharing:
         """How data-parallel ranks keep the model's state."""
         layout = self.layout
-        return StateSharing(ROWS[layout.zero], layout.owners, self.precision, self.optimizer, self.secondary)
+        return StateSharing(layout.residency, layout.owners, self.precision, self.optimizer, self.secondary)
 
     def own_rows(self, data_rank: int = 0) -> int:
         """How many rows a data-parallel rank has; rank 0 has the most."""

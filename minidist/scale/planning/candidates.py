@@ -18,8 +18,8 @@ from itertools import product
 
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import POLICIES
+from minidist.parallel.contract.residency import ROWS, SHARING
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.transformer import Subject
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
@@ -29,7 +29,6 @@ from minidist.scale.time.step_time import Simulated, StepTime
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""
-SHARED = [zero for zero, row in ROWS.items() if not row.state]
 """ZeRO's rows, from the one that shares least."""
 
 
@@ -136,7 +135,7 @@ def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, in
     host = question.hardware.ranks_per_host
     there = host // tp  # of these ranks on a host
     several = 1 < there < ranks and host % tp == 0 and ranks % there == 0
-    for zero in SHARED if ranks > 1 else ():
+    for zero in SHARING if ranks > 1 else ():
         yield zero, 0, 0
         if several:
             yield zero, there, 0
@@ -153,7 +152,7 @@ def frugal(question: Question) -> Iterator[Layout]:
         plain = Layout(
             dp, tp, pp, 0, share(question.rows, dp), question.precision, again, cp, sequence_parallel=tp > 1
         )
-        sharing = [replace(plain, zero=zero) for zero in reversed(SHARED)] if dp * cp > 1 else []
+        sharing = [replace(plain, zero=zero) for zero in reversed(SHARING)] if dp * cp > 1 else []
         for forms in ([plain], sharing):  # of ZeRO's rows the one that shares most
             for form in forms:
                 with contextlib.suppress(ValueError):

@@ -19,7 +19,6 @@ from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import Estimate
@@ -128,7 +127,7 @@ def family_of(layout: Layout) -> str:
     axes = [name for name, size in sizes.items() if size > 1]
     if len(axes) > 1:
         return "mixed"
-    return axes[0] if axes else "plain" if ROWS[layout.zero].state else "sharded"
+    return axes[0] if axes else "plain" if layout.residency.state else "sharded"
 
 
 def effort(candidate: Candidate) -> tuple[float, ...]:
@@ -137,7 +136,7 @@ def effort(candidate: Candidate) -> tuple[float, ...]:
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
     more = bool(layout.recompute) + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     more += (layout.shard > 0) + (candidate.secondary > 0)
-    shared = ROWS[layout.zero].held(0, 1)  # of parameters, gradients and state
+    shared = layout.residency.held(0, 1)  # of parameters, gradients and state
     return axes, sum(shared) + more, layout.micro_batches
 
 

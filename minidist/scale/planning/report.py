@@ -12,8 +12,8 @@ from rich.table import Table
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import PARTS as KINDS
 from minidist.parallel.contract.memory_report import size
+from minidist.parallel.contract.residency import zero_name
 from minidist.scale.memory.estimates import Estimate
-from minidist.scale.memory.largest_batch import zero_name
 from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 

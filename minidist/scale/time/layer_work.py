@@ -15,13 +15,13 @@ Shapes: b rows, t tokens of this rank, D width, V vocabulary; S = b t D elements
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.recompute_policies import WHOLE, recomputed_parts
-from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
+from minidist.scale.memory.parameter_sizes import ALONE, LinearMap, ModelPart, block_maps
 
 RING_CALLS = 25
 """Operators in a hop of ring attention."""
@@ -86,7 +86,7 @@ class LayerWork:
     @cached_property
     def stream(self) -> float:
         """Bytes of one whole stream of activations."""
-        return float(self.element * self.rows * self.tokens * self.config.width)
+        return self._bytes(self.config.width)
 
     @cached_property
     def outside(self) -> float:
@@ -99,22 +99,28 @@ class LayerWork:
         seen = (self.length + 1) / 2 if isinstance(self.config, GPTConfig) else self.length
         return self.rows * self.tokens * seen
 
-    def _linear(
-        self, features: int, outputs: int, tokens: float | None = None
-    ) -> tuple[Computation, Computation]:
-        """The forward and backward pass of a linear map."""
+    def _linear(self, *maps: LinearMap, tokens: float | None = None) -> PassWork:
+        """The work of linear maps, of so many tokens each; their backward pass does twice as much."""
         count = self.rows * self.tokens if tokens is None else tokens
-        bytes_ = self.element * (count * (features + outputs) + features * outputs)
-        forward = Computation(products=2 * count * features * outputs, operands=bytes_, calls=1)
-        return forward, forward * 2
+        weights = sum(inputs * outputs for inputs, outputs in maps)
+        elements = count * sum(inputs + outputs for inputs, outputs in maps) + weights
+        forward = Computation(2 * count * weights, operands=self.element * elements, calls=len(maps))
+        return PassWork(forward, forward * 2)
+
+    @cached_property
+    def _maps(self) -> tuple[list[LinearMap], list[LinearMap]]:
+        return block_maps(self.config, self.part)
 
     @cached_property
     def _attended(self) -> Computation:
         """Attention without its maps."""
-        own = self.part.own(self.config.heads) * self.config.head_size
         ring = RING_CALLS * self.length / self.tokens if self.tokens < self.length else 0.0
-        heads = self.stream * own / self.config.width
-        return Computation(attention=4 * self.pairs * own, operands=4 * heads, calls=1 + ring)
+        own = self._maps[0][-1].inputs
+        return Computation(attention=4 * self.pairs * own, operands=4 * self._bytes(own), calls=1 + ring)
+
+    def _bytes(self, features: int) -> float:
+        """Bytes of so many features of each token."""
+        return float(self.element * self.rows * self.tokens * features)
 
     @cached_property
     def _scores(self) -> float:
@@ -124,34 +130,29 @@ class LayerWork:
     @cached_property
     def _attention(self) -> Computation:
         """Attention's forward pass without its last map: what it repeats if it is recomputed."""
-        own = self.part.own(self.config.heads) * self.config.head_size
-        map_, _ = self._linear(self.config.width, own)
-        joined = 2 * self.stream * own / self.config.width
-        return map_ * 3 + self._attended + Computation(moved=joined + 6 * self._scores, calls=9)
+        *into, output = self._maps[0]
+        rest = Computation(moved=2 * self._bytes(output.inputs) + 6 * self._scores, calls=9)
+        return self._linear(*into).forward + self._attended + rest
 
     @cached_property
     def _mlp(self) -> Computation:
         """The MLP's forward pass without its last map; the GELU reads and writes the inner width."""
-        middle = self.part.own(4 * self.config.width)
-        map_, _ = self._linear(self.config.width, middle)
-        return map_ + Computation(moved=2 * self.stream * middle / self.config.width, calls=1)
+        up, _ = self._maps[1]
+        return self._linear(up).forward + Computation(moved=2 * self._bytes(up.outputs), calls=1)
 
     @cached_property
     def block(self) -> PassWork:
         """Two norms, attention with its four maps, the MLP's two maps, two residual sums."""
-        config, own = self.config, self.part.own(self.config.heads) * self.config.head_size
-        middle = self.part.own(4 * config.width)
-        heads, inner = self.stream * own / config.width, self.stream * middle / config.width
-        (output, _), (down, _) = self._linear(own, config.width), self._linear(middle, config.width)
+        (*_, output), (_, down) = self._maps
+        last = self._linear(down).forward
         # Norms 4 S, residual sums 6 S.
         rest = Computation(moved=10 * self.outside, calls=8)
-        forward = self._attention + output + self._mlp + down + rest
-        maps = [self._linear(config.width, own)] * 3 + [self._linear(own, config.width)]
-        maps += [self._linear(config.width, middle), self._linear(middle, config.width)]
-        backward = sum((b for _, b in maps), Computation()) + self._attended * 2.5
+        forward = self._attention + self._linear(output).forward + self._mlp + last + rest
+        backward = self._linear(*self._maps[0], *self._maps[1]).backward + self._attended * 2.5
         # Norms 8 S, residual gradients 6 S, sum of those of queries, keys and values 6 S, biases 2 S.
-        moved = 22 * self.outside + 11 * heads + 4 * inner + 8 * self._scores
-        return PassWork(forward, backward + Computation(moved=moved, calls=26), forward - down)
+        moved = 22 * self.outside + 11 * self._bytes(output.inputs) + 4 * self._bytes(down.inputs)
+        moved += 8 * self._scores
+        return PassWork(forward, backward + Computation(moved=moved, calls=26), forward - last)
 
     @cached_property
     def embedding(self) -> PassWork:
@@ -168,23 +169,23 @@ class LayerWork:
     def head(self) -> PassWork:
         """The last norm, a score for each entry of the vocabulary, and the loss; or BERT's pooler."""
         config = self.config
+        square = LinearMap(config.width, config.width)
         if not config.generates:
-            forward, backward = self._linear(config.width, config.width, self.rows)
-            again = forward + Computation(calls=2)
-            return PassWork(
-                again, backward + Computation(moved=2 * self.outside, calls=4), Computation(calls=2)
-            )
+            pooler = self._linear(square, tokens=self.rows)
+            rest = PassWork(Computation(calls=2), Computation(moved=2 * self.outside, calls=4))
+            return replace(pooler + rest, again=rest.forward)
         own, wide = self.part.own(config.vocabulary), max(self.element, 4)
         logits = wide * self.rows * self.tokens * own
-        scores = self._linear(config.width, own)
-        maps = [self._linear(config.width, config.width)] if isinstance(config, BERTConfig) else []
-        forward = sum((f for f, _ in maps), Computation(moved=(2 + 4 * len(maps)) * self.outside, calls=3))
-        backward = sum((b for _, b in maps), Computation(moved=(4 + 8 * len(maps)) * self.outside, calls=4))
+        scores = self._linear(LinearMap(config.width, own))
+        maps = [square] if isinstance(config, BERTConfig) else []
+        work = self._linear(*maps)
+        forward = work.forward + Computation(moved=(2 + 4 * len(maps)) * self.outside, calls=3)
+        backward = work.backward + Computation(moved=(4 + 8 * len(maps)) * self.outside, calls=4)
         cast = logits * (1 + self.element / wide) if self.element < wide else 0.0
         loss = Computation(moved=2 * logits + cast, calls=6)
         return PassWork(
-            forward + scores[0] + loss,
-            backward + scores[1] + Computation(moved=3 * logits + cast, calls=6),
+            forward + scores.forward + loss,
+            backward + scores.backward + Computation(moved=3 * logits + cast, calls=6),
             forward,  # the scores are the layer's last product, and the loss is not part of it
         )
 

@@ -29,7 +29,7 @@ from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, Crowd, Hardware, Rates, hardware, smallest
-from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
+from minidist.scale.time.layer_work import LayerWork, PassWork, model_flops
 from minidist.scale.time.measure_machine import CASES, Measured, load, nonnegative, save, solve, this_machine
 from minidist.scale.time.step_time import HIDDEN, PARTS, StepStages, predict_step
 from minidist.scale.time.traffic import Wires
@@ -68,9 +68,9 @@ def test_every_operation_of_the_products(shape: GPTConfig, again: bool) -> None:
 def test_a_forgotten_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LayerWork._linear
 
-    def halved(self: LayerWork, *args: Any) -> tuple[Computation, Computation]:
-        forward, _ = whole(self, *args)
-        return forward, forward  # only the gradient of the weight
+    def halved(self: LayerWork, *args: Any, **options: Any) -> PassWork:
+        forward = whole(self, *args, **options).forward
+        return PassWork(forward, forward)  # only the gradient of the weight
 
     monkeypatch.setattr(LayerWork, "_linear", halved)
     assert counted(SHAPE, 2, False) != reckoned(SHAPE, 2, False)
