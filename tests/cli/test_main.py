@@ -76,7 +76,7 @@ def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, 
 def test_optimizers_have_the_same_names_in_all_commands(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     for command in ("train", "trace", "plan", "dryrun"):
-        assert "adamw, adam, momentum (SGD with momentum) or sgd." in run(command, "--help")[1]
+        assert "adamw, adam, muon, momentum (SGD with momentum) or sgd." in run(command, "--help")[1]
     plans = ("plan", "--model", "byte-tiny", "--memory", "1GB", "--ranks", "2", "--json", "--optimizer")
     assert run(*plans, "adamw") == run(*plans, "adam")
     assert run(*plans, "momentum") != run(*plans, "sgd")

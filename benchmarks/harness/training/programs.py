@@ -135,9 +135,12 @@ def engine(layout: str, work: Work, **options: Any) -> EngineProgram:
     return EngineProgram(prepared)
 
 
-def local_sgd(work: Work, every: int = EVERY) -> Program:
-    """Train each rank on its own rows, and average the ranks' parameters every few steps."""
-    model = md.LocalSGD(work.build(), every=every)
+def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
+    """Train each rank on its own rows, and average the ranks' parameters every few steps.
+
+    options: of `LocalSGD`, such as an outer optimizer.
+    """
+    model = md.LocalSGD(work.build(), every=every, **options)
     optimizer = ADAMW(model.parameters())
     loop = plain_loop(model, optimizer, cross_entropy)
 
@@ -146,10 +149,7 @@ def local_sgd(work: Work, every: int = EVERY) -> Program:
         model.synchronize()
         return loss
 
-    def averaged() -> list[Tensor]:
-        return [bucket.gradients for bucket in model._buckets]
-
-    return Program(train, (md.rank(), md.size()), model, optimizer, averaged)
+    return Program(train, (md.rank(), md.size()), model, optimizer, model.held)
 
 
 def layer_by_layer(work: Work) -> Program:
@@ -253,6 +253,7 @@ def matrix_unit(work: Work) -> Program:
 
 LOOPS: dict[str, Callable[..., Program]] = {
     "local SGD": local_sgd,
+    "DiLoCo": partial(local_sgd, outer=md.nesterov),
     "layer by layer": layer_by_layer,
     "synchronous server": lambda work: ServerProgram(work, 0),
     "asynchronous server": lambda work: ServerProgram(work, None),

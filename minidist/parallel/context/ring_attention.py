@@ -246,7 +246,7 @@ def agreed_length(q: Tensor, k: Tensor, length: int | None, causal: bool, group:
     for rank, each in enumerate(found):
         if each[1:] != found[0][1:]:
             raise ValueError(
-                f"the ranks give ring_attention different arguments: rank 0 {_described(found[0])}, and "
+                f"the ranks give attention different arguments: rank 0 {_described(found[0])}, and "
                 f"rank {rank} {_described(each)}; only the number of positions, T, may differ"
             )
     sizes = [each[0] for each in found]

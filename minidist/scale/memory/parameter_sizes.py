@@ -9,15 +9,18 @@ biases; the two projections onto the residual stream by rows, with whole biases;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
+from minidist.parallel.flat.bucket_layout import longest_first
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
+from minidist.parallel.training.muon import Muon
 
 BUCKET = 25 * 2**20
 """The most bytes of a bucket, unless a single parameter is larger."""
@@ -30,6 +33,13 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
     return (count + ranks - 1 - rank) // ranks
 
 
+class Hidden(NamedTuple):
+    """A matrix that Muon orthogonalizes: a rank's elements of it, and its share of `Muon.work`."""
+
+    elements: int
+    work: float
+
+
 @dataclass(frozen=True)
 class RankParameters:
     """The trained parameters of one rank, before data-parallel ranks share them."""
@@ -37,10 +47,31 @@ class RankParameters:
     sizes: Sizes  # elements of each parameter
     units: Sizes  # elements of each unit that ZeRO 3 gathers: the root unit, then each layer
     tied: int = 0  # elements of a matrix that a pipeline's first and last stage share
+    hidden: tuple[Hidden, ...] = ()  # those of the parameters that Muon takes
 
-    def buckets(self, element: int) -> Sizes:
-        """Elements of each bucket of gradients, in the order in which they arrive, at so many bytes each."""
-        return deal_to_buckets(reversed(self.sizes), BUCKET // element)
+    def buckets(self, element: int, owners: int = 0) -> Sizes:
+        """Elements of each bucket of gradients, in the order in which they arrive, at so many bytes each.
+
+        owners: of whole hidden matrices, which then have buckets of their own, padded to equal shares; 0 for
+        shares that end anywhere.
+        """
+        if not owners or not self.hidden:
+            return deal_to_buckets(reversed(self.sizes), BUCKET // element)
+        whole = [each.elements for each in self.hidden]
+        others = [*(Counter(self.sizes) - Counter(whole)).elements()]
+        limit, dealt = max(BUCKET // element, owners * max(whole)), [[whole[-1]]]
+        for size in whole[-2::-1]:
+            if sum(dealt[-1]) + size > limit:
+                dealt.append([])
+            dealt[-1].append(size)
+        padded = (owners * int(fullest(each, owners)) for each in dealt)
+        return [*deal_to_buckets(reversed(others), BUCKET // element), *padded]
+
+
+def fullest(sizes: Sequence[float], owners: int) -> float:
+    """What the owner with the most has, where tensors are dealt whole, the largest first."""
+    longest_first(sizes, bins := [0.0] * owners)
+    return max(bins)
 
 
 def deal_to_buckets(sizes: Iterable[int], limit: int) -> Sizes:
@@ -105,9 +136,19 @@ def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameter
     ranks = schedule_kind(part.schedule).placement(part.pp, part.chunks).ranks
     root = tied if part.pp == 1 else 0
     tied = tied if ranks[0] != ranks[-1] else root
-    return RankParameters(
-        [size for layer in own for size in layer], [root, units[0] - root, *units[1:]], tied
-    )
+    sizes = [size for layer in own for size in layer]
+    return RankParameters(sizes, [root, units[0] - root, *units[1:]], tied, hidden(config, part))
+
+
+def hidden(config: TransformerConfig, part: ModelPart = ALONE) -> tuple[Hidden, ...]:
+    """The matrices of a rank's blocks, and that of BERT's pooler or map."""
+    width, own = config.width, part.own(config.heads) * config.head_size
+    square, wide = (Muon.work((rows, width)) / part.tp for rows in (width, 4 * width))
+    of_block = [Hidden(width * own, square)] * 4 + [Hidden(width * part.own(4 * width), wide)] * 2
+    layers = [i for chunk in own_parts(config, part) for i in chunk]
+    has_map = config.layers + 1 in layers and not isinstance(config, GPTConfig)
+    of_map = [Hidden(width * width, Muon.work((width, width)))] * has_map
+    return (*of_block * sum(1 <= i <= config.layers for i in layers), *of_map)
 
 
 @lru_cache(maxsize=256)

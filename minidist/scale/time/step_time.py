@@ -290,7 +290,7 @@ def predict_step(
         layout: ranks and precision; None for one rank.
         batch: rows of the global batch, or (rows, tokens in each row); by default the model's context.
         hardware: a name in `HARDWARE`, or what `this_machine` measured.
-        optimizer: "adam", "momentum" or "sgd".
+        optimizer: "adam", "muon", "momentum" or "sgd".
         simulated: a dict that keeps seconds of passes and pipelines, to share between many layouts of one
             model on one machine.
         secondary: see `estimate`.
@@ -420,14 +420,9 @@ def assumptions(setup: TrainingSetup, hardware: Hardware, shape: TransformerConf
     if layout.recompute:
         name = EVERY_LAYER if layout.recompute is True else layout.recompute
         found.append(f"{name} is recomputed: its forward pass up to its last product")
-    updates = {
-        "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
-        if rates.asynchronous
-        else "Adam's, operator by operator as torch runs it: 20 passes over its elements",
-        "momentum": "SGD's with momentum: 5 passes over its elements",
-        "sgd": "SGD's: 3 passes over its elements",
-    }
-    found.append(f"the update is {updates[setup.optimizer]}")
+    kind = setup.sharing.kind
+    fused = "Adam's in one fused kernel, which reads four tensors and writes three"
+    found.append(f"the update is {fused if rates.asynchronous and kind.fused < kind.passes else kind.says}")
     if shape is not None and not hasattr(shape, "tied"):
         found.append("a BERT's layers are predicted like the GPT's, with attention to all tokens")
     return found

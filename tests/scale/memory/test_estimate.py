@@ -221,6 +221,25 @@ def test_other_optimizers(cluster_of: Clusters, name: str, options: dict[str, fl
         check(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "close"),
+    [
+        ("dp=2", 0.01),
+        ("dp=3,zero=2", 0.01),
+        ("dp=2,zero=1,precision=bf16", 0.01),
+        ("dp=2,zero=3", 0.06),  # the last rank has the vectors, and AdamW's state of them
+        ("dp=2,tp=2,zero=1", 0.01),
+        ("pp=2,micro_batches=2", 0.01),
+    ],
+)
+def test_muon(cluster_of: Clusters, text: str, close: float) -> None:
+    layout, optimizer = md.Layout.parse(text), partial(md.Muon, lr=0.1)
+    for rank, found in enumerate(cluster_of(layout.ranks).run(trained, TINY, layout, 8, 0, optimizer)):
+        expected = estimate(TINY, layout, batch=(8, 24), optimizer="muon", rank=rank)
+        for part in ("parameters", "gradients", "optimizer"):
+            assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=close), part
+
+
 HYBRID = [
     ("dp=4,zero=1,shard=2,precision=bf16", 0),
     ("dp=4,zero=2,shard=1", 0),
