@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import minidist as md
 from minidist import comm
+from minidist.parallel.compression.top_k import TopK
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
@@ -277,6 +278,7 @@ def test_a_program_may_read_it(capsys: Any) -> None:
     [
         ({"data_parallel": {"algorithm": "ring"}}, "algorithm is 'ring'"),
         ({"data_parallel": {"compression": "topk"}}, "compression is 'topk'"),
+        ({"data_parallel": {"compression": TopK(0.1)}}, "compression is TopK"),
         ({"fully_shard": {"offload": "/scratch"}}, "writes no files"),
         ({"way": "carrier pigeon"}, "unknown way"),
         ({"rank": None}, "rank is None"),
