@@ -233,7 +233,9 @@ class Engine:
         """Do what follows an update: give tied copies the first one's values, and balance the experts."""
         self.executor.updated()
         if self._routers:
-            balance_experts(self._routers, self.strategy.group)
+            shares_rows = self.layout.sequence_parallel
+            more = [self.mesh.group("tp")] if shares_rows else []
+            balance_experts(self._routers, self.strategy.group, *more)
 
     def _train_by_closure(self, batches: Sequence[RankBatch]) -> float:
         """Let the optimizer evaluate the loss, as often as it likes; returns its first value."""

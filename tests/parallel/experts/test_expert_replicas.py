@@ -18,9 +18,7 @@ def fullest(load: list[float], placed: list[list[int]]) -> float:
 def test_a_zipf_load_is_even() -> None:
     load = [1 / (expert + 1) for expert in range(256)]
     assert fullest(load, place_experts(load, 32)) < 1.02
-    assert (
-        fullest(load, place_experts(load, 32, slots=8)) > 5
-    )  # without a replica the first expert is alone
+    assert fullest(load, place_experts(load, 32, slots=8)) > 5  # without a replica the first expert is alone
 
 
 @given(
