@@ -33,7 +33,12 @@ from minidist.comm.differentiable import exchange_rows
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.ring_attention import TILE, agreed_length, check_arguments, ring_attention
+from minidist.parallel.context.ring_attention import (
+    TILE,
+    agreed_length,
+    check_attention_arguments,
+    ring_attention,
+)
 
 
 @opaque
@@ -64,7 +69,7 @@ def ulysses_attention(
     Raises:
         ValueError: more ranks trade heads than there are key heads, or as for `ring_attention`.
     """
-    check_arguments(q, k, v, TILE, length, scale)
+    check_attention_arguments(q, k, v, TILE, length, scale)
     neighbours, ring = (group, None) if blocks is None else blocks
     length = agreed_length(q, k, length, causal, group)
     ranks, own = len(ranks_of(neighbours)), rank_in(neighbours)

@@ -29,7 +29,7 @@ from minidist.parallel.contract.batch import as_batch, rows, rows_of, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.engine.whole_state import KeptState
-from minidist.parallel.flat.gathering import bytes_of, gather_values
+from minidist.parallel.flat.gathering import gather_values, raw_bytes
 from minidist.parallel.training.comparable_steps import apart, forward_hooks, moved_results
 
 REPEATS = 2
@@ -292,7 +292,7 @@ def distinct(own: dict[str, Tensor]) -> dict[str, RankCopies]:
 
     Sends n - 1 times a table of names with a hash each, and n - 1 times the tensors that differ.
     """
-    hashes = gather_values({name: hashlib.sha256(bytes_of(value)).digest() for name, value in own.items()})
+    hashes = gather_values({name: hashlib.sha256(raw_bytes(value)).digest() for name, value in own.items()})
     found = {name: [value] for name, value in own.items()}
     for name in (name for name in own if len({each[name] for each in hashes}) > 1):
         copies = gather_values(own[name])

@@ -125,6 +125,8 @@ class ParallelLinear(TensorParallel):
     in_features: int  # of the whole layer, as are the outputs
     out_features: int
     transposed = False
+    cut_operands = ""  # which of a product's x and w, and of the gradient g of its result, ranks share
+    product = staticmethod(functional.linear)  # or one that rounds, see training/fp8.py
 
     @classmethod
     def from_linear(cls: type[Layer], linear: nn.Module, *arguments: Any, **options: Any) -> Layer:
@@ -188,6 +190,8 @@ class ColumnParallelLinear(ParallelLinear):
     The weight is (out / n, in), the bias (out / n,). Raises ValueError if there are fewer units than ranks,
     or if `unit` or `packed` does not fit the features.
     """
+
+    cut_operands = "wg"
 
     def __init__(
         self,
@@ -254,6 +258,8 @@ class RowParallelLinear(ParallelLinear):
     with sequence_parallel. The weight is (out, in / n), the bias (out,).
     """
 
+    cut_operands = "xw"
+
     def __init__(
         self,
         in_features: int,
@@ -284,7 +290,7 @@ class RowParallelLinear(ParallelLinear):
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = functional.linear(x, self.matrix)
+        y = self.product(x, self.matrix)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)
@@ -330,6 +336,11 @@ def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tens
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
+    if first.product is not functional.linear:
+        enter, _ = OPERATORS[first.sequence_parallel]
+        whole = enter(x, group=first.group)
+        mapped = [layer.product(whole, weight) for layer, weight in zip(layers, weights, strict=True)]
+        return [y if bias is None else y + bias for y, bias in zip(mapped, biases, strict=True)]
     return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)
 
 

@@ -53,7 +53,17 @@ BY_TRANSFORMERS = {
     "replicated_with_grad_allreduce": "per_head",
 }
 """Our names for styles in the plans that models of transformers bring; parts with other styles stay whole."""
-ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Dropout, nn.Identity)
+ELEMENTWISE_MODULES = (
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Dropout,
+    nn.Identity,
+)
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
@@ -181,7 +191,7 @@ def _in_sequence(part: nn.Module) -> Iterator[dict[str, str]]:
             if first is not None:
                 yield {first: "column", name: "row"}
             first = name if first is None else None
-        elif not isinstance(child, ELEMENTWISE):
+        elif not isinstance(child, ELEMENTWISE_MODULES):
             first = None
 
 

@@ -196,7 +196,7 @@ def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
             )
 
 
-def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
+def check_gradients_are_summed(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
     """Raise ValueError if a gradient that covers only a share of the sequence would not be summed."""
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]

@@ -85,7 +85,7 @@ def estimate(
         precision: "fp32", "bf16", "fp16" or "fp64"; None for the layout's.
         batch: rows of the global batch, or (rows, tokens in each row); by default rows have the model's
             context. 0 for no activations.
-        optimizer: "adam", "momentum" (SGD with momentum) or "sgd".
+        optimizer: "adam", "muon", "momentum" (SGD with momentum) or "sgd".
         attention: "fused", "math", or None for torch's choice on CPUs; see `Saved`.
         rank: None for the rank with the most bytes.
         secondary: with zero=3, the ranks that share a second copy of the parameters, as in `prepare`'s

@@ -84,7 +84,7 @@ def plan(
         batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
             for 32 rows per rank, or 8 on a machine that was measured.
         precision: None for bfloat16 (or float16) on an accelerator and float32 on a CPU.
-        optimizer: "adam", "momentum" or "sgd".
+        optimizer: "adam", "muon", "momentum" or "sgd".
         progress: called for each layout.
 
     Raises:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, WHOLE, share_recomputed
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
@@ -308,7 +309,7 @@ def predict_step(
         layout: ranks and precision; None for one rank.
         batch: rows of the global batch, or (rows, tokens in each row); by default the model's context.
         hardware: a name in `HARDWARE`, or what `this_machine` measured.
-        optimizer: "adam", "momentum" or "sgd".
+        optimizer: "adam", "muon", "momentum" or "sgd".
         simulated: a dict that keeps seconds of passes and pipelines, to share between many layouts of one
             model on one machine.
         secondary: see `estimate`.
@@ -379,6 +380,11 @@ def check_rows(setup: TrainingSetup) -> None:
 
 def check_machine(precision: str, hardware: Hardware) -> None:
     """ValueError if the machine has no rate for a precision."""
+    if precision in FP8_RECIPES:
+        raise ValueError(
+            f"precision is {precision!r}, which is emulated: products are rounded and multiplied in float32, "
+            "so it saves no time on any machine; predict fp32 or bf16 instead"
+        )
     if precision not in hardware.peak:
         raise ValueError(
             f"precision is {precision!r}, and {hardware.name} has no rate for it; give "
@@ -435,14 +441,9 @@ def assumptions(setup: TrainingSetup, hardware: Hardware, shape: TransformerConf
     if layout.recompute:
         name = EVERY_LAYER if layout.recompute is True else layout.recompute
         found.append(f"{name} is recomputed: its forward pass up to its last product")
-    updates = {
-        "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
-        if rates.asynchronous
-        else "Adam's, operator by operator as torch runs it: 20 passes over its elements",
-        "momentum": "SGD's with momentum: 5 passes over its elements",
-        "sgd": "SGD's: 3 passes over its elements",
-    }
-    found.append(f"the update is {updates[setup.optimizer]}")
+    kind = setup.sharing.kind
+    fused = "Adam's in one fused kernel, which reads four tensors and writes three"
+    found.append(f"the update is {fused if rates.asynchronous and kind.fused < kind.passes else kind.says}")
     if shape is not None and not hasattr(shape, "tied"):
         found.append("a BERT's layers are predicted like the GPT's, with attention to all tokens")
     return found

@@ -37,6 +37,8 @@ SHORT = [
     Case("dp=2,pp=2,micro_batches=3", rows=7),
     Case("dp=2,zero=2,micro_batches=2,precision=fp16", optimizer="momentum"),
     Case("dp=4,zero=1,shard=2"),
+    Case("dp=2,tp=2,zero=1", optimizer="muon"),
+    Case("dp=2,tp=2,zero=3", optimizer="muon"),
     Case("dp=2,cp=2,zero=3,shard=2,micro_batches=2"),
     Case("cp=4,cp_kind=2x2", tokens=13),
     Case("dp=4,zero=3,micro_batches=2", secondary=2, way="shared_memory"),

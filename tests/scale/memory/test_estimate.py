@@ -235,6 +235,25 @@ def test_other_optimizers(cluster_of: Clusters, name: str, options: dict[str, fl
         check(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "close"),
+    [
+        ("dp=2", 0.01),
+        ("dp=3,zero=2", 0.01),
+        ("dp=2,zero=1,precision=bf16", 0.01),
+        ("dp=2,zero=3", 0.06),  # the last rank has the vectors, and AdamW's state of them
+        ("dp=2,tp=2,zero=1", 0.01),
+        ("pp=2,micro_batches=2", 0.01),
+    ],
+)
+def test_muon(cluster_of: Clusters, text: str, close: float) -> None:
+    layout, optimizer = md.Layout.parse(text), partial(md.Muon, lr=0.1)
+    for rank, found in enumerate(cluster_of(layout.ranks).run(trained, TINY, layout, 8, 0, optimizer)):
+        expected = estimate(TINY, layout, batch=(8, 24), optimizer="muon", rank=rank)
+        for part in ("parameters", "gradients", "optimizer"):
+            assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=close), part
+
+
 HYBRID = [
     ("dp=4,zero=1,shard=2,precision=bf16", 0),
     ("dp=4,zero=2,shard=1", 0),
@@ -364,7 +383,7 @@ def test_tensor_parallelism_divides_what_the_paper_says() -> None:
             ValueError,
             "pp is 15 with chunks=1 in the layout, and 12 blocks",
         ),
-        (TINY, {"precision": "fp8"}, ValueError, "unknown precision 'fp8'"),
+        (TINY, {"precision": "fp4"}, ValueError, "unknown precision 'fp4'"),
         (TINY, {"batch": (1, 25)}, ValueError, "batch is 1 rows of 25 tokens; give rows, at least 0"),
         (TINY, {"batch": -1}, ValueError, "batch is -1 rows"),
         (TINY, {"rank": 1}, ValueError, "rank is 1; give 0 to 0, a rank of the layout"),
