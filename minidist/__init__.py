@@ -8,7 +8,7 @@ Under torchrun every process first calls `md.init()`. Then choose:
 - Any mix of strategies: `engine = md.prepare(model, torch.optim.Adam, md.Layout(dp=2, tp=2))`,
   then `engine.step(inputs, targets)`.
 - One strategy in a loop of your own: DataParallel, ZeroOptimizer, FullyShard, Pipeline, LayerByLayer,
-  LocalSGD, ParameterServer. Cast, TopK and PowerSGD compress gradients.
+  LocalSGD, ParameterServer. Cast, TopK and PowerSGD compress gradients; Muon is an optimizer.
 - Layers cut between ranks: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding.
 - Checkpoints that load in any layout: save, load, export, load_pretrained. To find a mistake: compare,
   assert_in_sync.

@@ -14,6 +14,7 @@ trade that for less waiting, and low precision, which rounds. Read in this order
 | buckets | many gradients in one message | buckets.py |
 | overlap | send while backward still runs | overlap.py |
 | sharded | what stays whole is a table: data parallelism and ZeRO 1, 2, 3 | sharded.py |
+| Muon | whole matrices dealt to owners, which make their updates orthogonal | muon.py |
 | parameter server | workers do not wait for each other | parameter_server.py |
 | local SGD | ranks train alone, and average now and then | local_sgd.py |
 | layer by layer | each rank holds some of the layers | layer_by_layer.py |
@@ -53,6 +54,7 @@ LADDER = (
     "buckets",
     "overlap",
     "sharded",
+    "muon",
     "parameter_server",
     "local_sgd",
     "layer_by_layer",
