@@ -131,7 +131,8 @@ class EngineProgram(Program):
 
 def engine(layout: str, work: Work, **options: Any) -> EngineProgram:
     """Make the loop of an engine in this layout; `options` are those of `md.prepare`."""
-    prepared = md.prepare(work.build(), ADAMW, md.Layout.parse(layout), rehearse=False, **options)
+    given: dict[str, Any] = {"optimizer": ADAMW, "rehearse": False, **options}
+    prepared = md.prepare(work.build(), layout=md.Layout.parse(layout), **given)
     return EngineProgram(prepared)
 
 

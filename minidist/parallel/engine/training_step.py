@@ -235,7 +235,9 @@ class Engine:
         if self.precision.fp8 is not None:
             self.precision.fp8.end_step()
         if self._routers:
-            balance_experts(self._routers, self.strategy.group)
+            shares_rows = self.layout.sequence_parallel
+            more = [self.mesh.group("tp")] if shares_rows else []
+            balance_experts(self._routers, self.strategy.group, *more)
 
     def _train_by_closure(self, batches: Sequence[RankBatch]) -> float:
         """Let the optimizer evaluate the loss, as often as it likes; returns its first value."""

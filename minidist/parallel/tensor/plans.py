@@ -104,6 +104,7 @@ def plan_of_ours(model: nn.Module) -> dict[str, str]:
         }
         if getattr(model.config, "experts", 0):  # ep shares them, and every tensor-parallel rank has a copy
             del plan["layers.*.mlp.up"], plan["layers.*.mlp.down"]
+            plan["layers.*.mlp"] = "sequence"
         if getattr(model.config, "dropout", 0.0):
             plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
         return plan

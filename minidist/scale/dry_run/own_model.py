@@ -79,6 +79,7 @@ class OwnModel:
     """
 
     divided: tuple[int, ...] | None = None  # the sizes that tensor parallelism divides, if they are known
+    experts = 0  # nor does it say which of its modules are experts
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class OwnModel:
 
     def has_time(self, layout: Layout) -> bool:
         """Whether the time of a step can be predicted: a layout that cuts the model has none."""
-        return layout.tp * layout.pp * layout.cp == 1
+        return layout.tp * layout.pp * layout.cp * layout.ep == 1
 
     def check(self, setup: TrainingSetup, hardware: Hardware) -> None:
         """ValueError if `prepare` would refuse the layout, a step the batch, or the machine the precision."""
@@ -148,7 +149,7 @@ class OwnModel:
         check_machine(setup.precision, hardware)
 
     def _check(self, setup: TrainingSetup) -> None:
-        for axis in ("tp", "pp", "cp"):
+        for axis in ("tp", "pp", "cp", "ep"):
             if getattr(setup.layout, axis) > 1:
                 raise ValueError(
                     f"{axis} is {getattr(setup.layout, axis)} in the layout, and {self.name} is a model of "

@@ -180,7 +180,7 @@ def dryrun(
             rows_here = subject.batch(own_rows, tokens, tensors)
             peers.received = partial(subject.sent_to, engine, own_tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
-            names = axis_names(engine.mesh, layout.owners, secondary or 1)
+            names = axis_names(engine.mesh, layout.owners, secondary or 1, layout.ep)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
             steps = []
