@@ -37,10 +37,9 @@ INTERFACES = {
     ),
     "minidist._names": ("unknown", "makes the error for a name that is not in a table"),
     "minidist.model.configs": (
-        "GPTConfig TransformerConfig",
-        "a GPT's sizes: vocabulary, context, layers, heads, width, dropout, tied",
+        "TransformerConfig",
+        "a model's sizes: vocabulary, layers, heads, width, dropout",
     ),
-    "minidist.model.seeding": ("fill own_parameters undrawn", "draws weights from a seed and their names"),
     "minidist.model.mixture_of_experts": (
         "MixtureOfExperts",
         "takes the place of a block's MLP if the config has experts, as the rung `experts` explains",
