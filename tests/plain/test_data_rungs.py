@@ -48,6 +48,7 @@ def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
 SGD = partial(torch.optim.SGD, lr=0.1)
+DILOCO: dict[str, Any] = {"k": 2, "make_outer": module_of("local_sgd").DILOCO}
 SHARDED = ("data parallel", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 SAME: list[tuple[str, dict[str, Any]]] = [
     ("data_parallel", {}),
@@ -97,8 +98,11 @@ def test_where_the_others_equal_one_process(cluster_of: Clusters) -> None:
 # Local SGD and the asynchronous server compute something else: what these simulations compute.
 
 
-def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], Parameters]:
-    models = [small() for _ in range(ranks)]
+def local_sgd(
+    ranks: int, k: int, batches: list[Batch], make_outer: MakeOptimizer | None = None
+) -> tuple[list[float], Parameters]:
+    models, anchor = [small() for _ in range(ranks)], small()
+    outer = (make_outer or partial(torch.optim.SGD, lr=1.0))(anchor.parameters())
     optimizers = [ADAMW(model.parameters()) for model in models]
     losses = [0.0] * len(batches)
     for step, (inputs, targets) in enumerate(batches):
@@ -110,16 +114,22 @@ def local_sgd(ranks: int, k: int, batches: list[Batch]) -> tuple[list[float], Pa
             optimizer.step()
             losses[step] += loss.item() * len(x) / len(inputs)
         if (step + 1) % k == 0 or step + 1 == len(batches):
-            mean = torch.stack([parameters_to_vector(model.parameters()) for model in models]).mean(0)
+            for parameter, *each in zip(anchor.parameters(), *(m.parameters() for m in models), strict=True):
+                parameter.grad = (parameter - sum(each) / ranks).detach()
+            outer.step()
             for model in models:
-                vector_to_parameters(mean.detach().clone(), model.parameters())
+                model.load_state_dict(anchor.state_dict())
     return losses, parameters_of(models[0])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("k", [2, 3])
-def test_local_sgd_equals_its_simulation(cluster_of: Clusters, ranks: int, k: int) -> None:
-    compare(trained_on(cluster_of(ranks), "local_sgd", k=k), *local_sgd(ranks, k, draw_batches()))
+@pytest.mark.parametrize("options", [{"k": 2}, {"k": 3}, DILOCO])
+def test_local_sgd_equals_its_simulation(cluster_of: Clusters, ranks: int, options: dict[str, Any]) -> None:
+    """The average is an outer step of rate 1."""
+    compare(
+        trained_on(cluster_of(ranks), "local_sgd", **options),
+        *local_sgd(ranks, batches=draw_batches(), **options),
+    )
 
 
 def train_and_record(
@@ -229,6 +239,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
     ("local_sgd", {"k": 2}, "step % k == 0", "step % k == 1"),
     ("local_sgd", {"k": 3}, " or step == len(batches)", ""),
     ("local_sgd", {"k": 2}, '"mean"', '"max"'),
+    ("local_sgd", DILOCO, "outer.step()", "pass"),
+    ("local_sgd", DILOCO, "nn.Parameter(x.clone())", "nn.Parameter(x)"),
 ]
 
 
@@ -238,7 +250,7 @@ def test_a_planted_mistake_is_caught(
 ) -> None:
     """The ranks' inputs are those on which the right rung equals what is expected, above."""
     batches = draw_batches(4 if rung == "local_sgd" else 2)
-    expected = local_sgd(2, options["k"], batches) if rung == "local_sgd" else one_process_on(steps=2)
+    expected = local_sgd(2, batches=batches, **options) if rung == "local_sgd" else one_process_on(steps=2)
     if rung == "muon":
         expected = one_process_on(steps=2, make=muon)
     make = ADAM if rung == "muon" else ADAMW
@@ -258,7 +270,7 @@ def evaluate(formula: str, **values: int) -> float:
 FORMULAS = [
     *((rung, options, "2 (n - 1) / n S") for rung, options in SAME[:-1]),
     ("sharded", {"row": "ZeRO 3"}, "3 (n - 1) / n S"),
-    ("local_sgd", {"k": 2}, "2 (n - 1) / n S / k"),
+    *(("local_sgd", options, "2 (n - 1) / n S / k") for options in ({"k": 2}, DILOCO)),
 ]
 
 

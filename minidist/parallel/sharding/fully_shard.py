@@ -22,7 +22,7 @@ from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.cut_into_units import Units
-from minidist.parallel.sharding.loop_arguments import check_arguments
+from minidist.parallel.sharding.loop_arguments import check_fully_shard_arguments
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
@@ -80,7 +80,7 @@ class FullyShard(nn.Module):
         **defaults: Any,
     ) -> None:
         super().__init__()
-        check_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
+        check_fully_shard_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
         given = {"units": units, "initialize": initialize, "prefetch": prefetch, "master": master, **defaults}
         sets = [ParameterSet(ZERO_3, GradientComm.over(group))]
         self.module = module

@@ -21,6 +21,7 @@ import torch
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
+from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
@@ -179,7 +180,7 @@ def dryrun(
             rows_here = subject.batch(own_rows, tokens, tensors)
             peers.received = partial(subject.sent_to, engine, own_tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
-            names = axis_names(engine.mesh, layout.owners, secondary or 1)
+            names = axis_names(engine.mesh, layout.owners, secondary or 1, layout.ep)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
             steps = []
@@ -278,16 +279,16 @@ def _checked(
 def _check_options(data_parallel: object, fully_shard: object) -> None:
     """ValueError if an option of `prepare` needs values or files, which a dry run does not have."""
     options = data_parallel if isinstance(data_parallel, Mapping) else {}
-    algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
+    algorithm, compression = options.get("algorithm", "auto"), compression_of(options.get("compression"))
     if algorithm not in ("auto", *WAYS):
         raise ValueError(
             f"algorithm is {algorithm!r} in data_parallel, and a dry run cannot count its messages; leave "
             "it out"
         )
-    if compression == "topk":
+    if compression is not None and compression.reads_values:
         raise ValueError(
-            "compression is 'topk' in data_parallel, which depends on values of gradients, and a dry run "
-            "computes none; give another, or None"
+            f"compression is {options['compression']!r} in data_parallel, which depends on values of "
+            "gradients, and a dry run computes none; give another, or None"
         )
     offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
     if offload not in (False, "cpu"):

@@ -25,9 +25,10 @@ sections 3.1 and 5, and figure 1; Wang et al. 2023, "ZeRO++", section 3.2 (the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import starmap
 
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
@@ -128,6 +129,9 @@ class States:
     # torch computes for all parameters at once on a GPU.
     update: int = 0
 
+    def __add__(self, other: States) -> States:
+        return States(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
 
 def by_formula(parameters: int, sharing: StateSharing) -> States:
     """The ZeRO paper's formulas, for a number of parameters, and ZeRO++'s for a second copy."""
@@ -137,9 +141,13 @@ def by_formula(parameters: int, sharing: StateSharing) -> States:
 
 
 @lru_cache(maxsize=4096)
-def held(config: TransformerConfig, part: ModelPart, sharing: StateSharing) -> States:
-    """The states that minidist's strategies hold on a rank with one `part` of a transformer."""
-    return held_for(on_rank(config, part), sharing)
+def held(config: TransformerConfig, part: ModelPart, sharings: Sequence[StateSharing]) -> States:
+    """The states that minidist's strategies hold on a rank with one `part` of a transformer.
+
+    sharings: how ranks keep each set of its parameters.
+    """
+    sets = zip(on_rank(config, part).sets, sharings, strict=True)
+    return sum(starmap(held_for, sets), States(0, 0, 0))
 
 
 def held_for(parameters: RankParameters, sharing: StateSharing) -> States:
