@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -54,18 +55,19 @@ def work(
     before_step: Callable[[md.LocalSGD], object] = lambda model: None,
     **options: Any,
 ) -> tuple[int, nn.Module]:
-    """A worker's training, which ends with the coordinator at the latest; its slot and its model."""
+    """Train, at most until the coordinator ends; return the slot, and the model after the last exchange."""
     model = md.LocalSGD(mlp(99), EVERY, coordinator=address, timeout=HANG, **options)
     optimizer = ADAMW(model.parameters())
     try:
         while model.outer_steps < outer_steps:
             before_step(model)
             inner_step(model, optimizer, model.slot, model.steps)
-            model.synchronize()
+            if model.synchronize():
+                met = copy.deepcopy(model.module)
     except comm.CollectiveError as error:
         assert "has ended, or has left this process out" in str(error)  # noqa: PT017
     model.leave()
-    return model.slot, model.module
+    return model.slot, met
 
 
 @contextmanager
@@ -177,7 +179,7 @@ def test_twenty_kills_at_random_moments() -> None:
 
         def run() -> None:
             try:
-                ended[number] = cluster.run(work, coordinator.address, 10**6)
+                [ended[number]] = cluster.run(work, coordinator.address, 10**6)
             except md.RankError as error:
                 ended[number] = error
 
