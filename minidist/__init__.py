@@ -9,7 +9,7 @@ Under torchrun every process first calls `md.init()`. Then choose:
   then `engine.step(inputs, targets)`.
 - One strategy in a loop of your own: DataParallel, ZeroOptimizer, FullyShard, Pipeline, LayerByLayer,
   LocalSGD, ParameterServer. With a Coordinator, workers of LocalSGD come and go. Cast, TopK and PowerSGD
-  compress gradients.
+  compress gradients; Muon is an optimizer.
 - Layers cut between ranks: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding.
 - Checkpoints that load in any layout: save, load, export, load_pretrained. To find a mistake: compare,
   assert_in_sync.
@@ -72,5 +72,6 @@ if TYPE_CHECKING:
     from minidist.parallel.tensor.vocabulary import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
+    from minidist.parallel.training.muon import Muon as Muon
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -40,6 +40,7 @@ INTERFACES = {
         "GPTConfig TransformerConfig",
         "a GPT's sizes: vocabulary, context, layers, heads, width, dropout, tied",
     ),
+    "minidist.model.seeding": ("fill own_parameters undrawn", "draws weights from a seed and their names"),
     "minidist.model.mixture_of_experts": (
         "MixtureOfExperts",
         "takes the place of a block's MLP if the config has experts, as the rung `experts` explains",

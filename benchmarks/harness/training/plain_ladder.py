@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import plain
-from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program
-from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, SEED, Batch, Work, drawn
+from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program, engine
+from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, MUON, SEED, Batch, Work, drawn
 from minidist.model.blocks import attend
 from minidist.model.data import dataset
 from minidist.plain import pipeline
@@ -187,6 +187,16 @@ FORMS = (
     _sharded("ZeRO 2", 2, "parameters stay whole"),
     _sharded("ZeRO 3", 3, "nothing stays whole"),
     RungForm(
+        "Muon",
+        "muon",
+        "Layout(dp=2, zero=1), Muon",
+        partial(engine, "dp=2,zero=1", optimizer=MUON),
+        {"lr": 0.01},
+        exact=False,
+        alike=False,
+        note="the rest is AdamW's",
+    ),
+    RungForm(
         "parameter server",
         "parameter_server",
         "ParameterServer",
@@ -210,11 +220,21 @@ FORMS = (
     RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", _engine("tp=2", opened, CUT)),
     RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
     RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
+    RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', _engine("cp=2,cp_kind=ulysses", opened)),
     RungForm(
         "experts",
         "experts",
         exact=False,
         note="4 experts in place of each MLP, so a larger model; the engine has none",
+    ),
+    RungForm(
+        "low precision",
+        "low_precision",
+        'Layout(precision="fp8")',
+        _engine("precision=fp8"),
+        ranks=1,
+        exact=False,
+        note="FP8 is emulated",
     ),
 )
 """All rungs in the order of reading."""

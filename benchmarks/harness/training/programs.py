@@ -131,7 +131,8 @@ class EngineProgram(Program):
 
 def engine(layout: str, work: Work, **options: Any) -> EngineProgram:
     """Make the loop of an engine in this layout; `options` are those of `md.prepare`."""
-    prepared = md.prepare(work.build(), ADAMW, md.Layout.parse(layout), rehearse=False, **options)
+    given: dict[str, Any] = {"optimizer": ADAMW, "rehearse": False, **options}
+    prepared = md.prepare(work.build(), layout=md.Layout.parse(layout), **given)
     return EngineProgram(prepared)
 
 
@@ -157,7 +158,12 @@ def layer_by_layer(work: Work) -> Program:
     model: Any = work.build()
     layers = getattr(model, "layers", model)  # the training ladder's GPT is a chain itself
     part = nn.Sequential(*(layers[i] for i in cut(layers, md.size())[md.rank()]))
-    parallel, optimizer = md.LayerByLayer(part), ADAMW(part.parameters())
+    return stepped(md.LayerByLayer(part), part)
+
+
+def stepped(parallel: md.LayerByLayer | md.Pipeline, part: nn.Module) -> Program:
+    """A program that trains this rank's part of a model with the `step` of what runs the layers."""
+    optimizer = ADAMW(part.parameters())
 
     def train(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()

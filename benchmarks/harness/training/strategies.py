@@ -12,6 +12,7 @@ from typing import Any
 
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
+from minidist.benchmarks.harness.training.work import MUON
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
@@ -111,11 +112,14 @@ FAMILIES = {
         _row("tensor parallel", "tp=2", "torch parallelize_module"),
         _row("tensor and sequence parallel", "tp=2,sequence_parallel=True", SEQUENCE, gpt_only=True),
         _row("context parallel", "cp=2", "torch DDP", gpt_only=True),
+        _row("context parallel, Ulysses", "cp=2,cp_kind=ulysses", "torch DDP", gpt_only=True),
     ),
     "ZeRO": (
         _row("ZeRO-1", "dp=2,zero=1", "torch ZeroRedundancyOptimizer"),
         _row("ZeRO-2", "dp=2,zero=2", "torch fully_shard, parameters kept"),
         _row("ZeRO-3", "dp=2,zero=3", "torch fully_shard"),
+        _row("ZeRO-1, Muon", "dp=2,zero=1", options={"optimizer": MUON}, exact=False),
+        _row("ZeRO-3, Muon", "dp=2,zero=3", options={"optimizer": MUON}, exact=False),
         _row("ZeRO-3, offload", "dp=2,zero=3", offload=True),
         _full("data parallel, recompute", "dp=2,recompute=True", "torch DDP, checkpoint"),
     ),

@@ -24,7 +24,7 @@ from minidist._arguments import check_whole
 from minidist.comm.membership import Members
 from minidist.comm.world import DEFAULT_TIMEOUT
 from minidist.parallel.averaging.exchanges import REFUSED, hello, nesterov, whole_of
-from minidist.parallel.averaging.parameter_assignment import HEAD, divide, head_of, trainable
+from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, head_of, trainable
 from minidist.parallel.averaging.staleness import Updates
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
@@ -86,7 +86,7 @@ class Coordinator:
         check_whole("workers", workers, 1)
         check_whole("fragments", fragments, 1)
         self.model, self.timeout = model, timeout
-        self._parts = divide(trainable(model), fragments, "fragments")
+        self._parts = deal_parameters(trainable(model), fragments, "fragments")
         self._whole = whole_of(model)
         self.outer = outer(trainable(model))
         self._hello = hello(model, fragments)

@@ -18,7 +18,7 @@ from minidist import comm
 from minidist.comm.membership import Membership
 from minidist.parallel.averaging.parameter_assignment import (
     ServerPart,
-    divide,
+    deal_parameters,
     head_of,
     in_order,
     trainable,
@@ -118,7 +118,7 @@ class AllReduceExchange:
         if self._comm.ranks == 1 and self.outer is None:
             return  # the mean is there already
         self._fragments = []
-        for part in divide(parameters, self._count, "fragments"):
+        for part in deal_parameters(parameters, self._count, "fragments"):
             self._fragments.append([])
             for indices in deal_to_buckets(part.parameters, range(len(part.parameters)), self._limit):
                 bucket = Bucket(indices, part.parameters)
@@ -141,7 +141,7 @@ class CoordinatorExchange:
     """
 
     def __init__(self, model: nn.Module, address: str, fragments: int, timeout: float) -> None:
-        self._parts = divide(trainable(model), fragments, "fragments")
+        self._parts = deal_parameters(trainable(model), fragments, "fragments")
         self._membership = Membership(address, timeout)
         answer = self._membership.exchange(hello(model, fragments))
         self.joined_at, self.slot = head_of(answer)

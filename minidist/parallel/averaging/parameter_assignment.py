@@ -99,7 +99,9 @@ def in_order(tensors: Iterable[Any]) -> ServerPart:
     return ServerPart(sorted(tensors, key=lambda tensor: -tensor.element_size()))
 
 
-def divide(parameters: Sequence[nn.Parameter], servers: int, what: str = "servers") -> list[ServerPart]:
+def deal_parameters(
+    parameters: Sequence[nn.Parameter], servers: int, what: str = "servers"
+) -> list[ServerPart]:
     """Deal the parameters to the servers: each parameter, largest first, goes to the lightest part.
 
     No part has more bytes than 4/3 of the least possible (Graham 1969, "Bounds on Multiprocessing Timing

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist.comm.work import bytes_of
-from minidist.parallel.averaging.parameter_assignment import HEAD, divide, trainable
+from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
 from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
@@ -79,7 +79,7 @@ class ParameterServer:
         self.worker = -1 if self.is_server else rank - servers  # index among the workers; -1 on a server
         self.workers = ranks - servers  # how many there are
         self.max_staleness = max_staleness
-        self._parts = divide(trainable(model), servers)
+        self._parts = deal_parameters(trainable(model), servers)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 comm.broadcast(tensor, source=0)

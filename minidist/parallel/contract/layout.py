@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, POLICIES
 from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, chunked_kinds, schedule_kind
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", *FP8_RECIPES)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Layout:
         zero: stage of ZeRO: 1 shards the optimizer's state over dp and cp, 2 also gradients, 3 also
             parameters.
         micro_batches: into how many parts a rank's rows are cut, over which gradients add up.
-        precision: "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix it with float32.
+        precision: "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix it with float32;
+            "fp8", "fp8_delayed", "fp8_blocks" and "fp8_mx" also round what linear layers multiply, which is
+            emulated (training/fp8.py).
         recompute: recompute activations in the backward pass instead of keeping them: True for those of every
             layer, or the name of a policy, such as "every second layer" or "attention alone".
         cp: context parallel: ranks that share the tokens of each row.

@@ -1,9 +1,9 @@
 """Buckets: many parameters one after the other in flat tensors, cut into one share for each rank.
 
 Every message costs its latency, however small it is, so the ranks send flat tensors. A bucket has up to
-three, laid out alike: the parameters' values, this rank's own gradients, and the sums of gradients, of which
-a rank may keep only its share. A reduce-scatter brings each rank its share of the sums, and an all-gather
-publishes everyone's share of the updated values, with no copy before or after.
+three, with the same layout: the parameters' values, this rank's own gradients, and the summed gradients. A
+rank may keep only its share of the sums. A reduce-scatter brings each rank that share, and an all-gather
+brings all shares of the updated values to every rank, with no copy before or after.
 
 `GradientComm` says which ranks sum a bucket's gradients and own its shares, and starts the messages.
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat import freed
-from minidist.parallel.flat.bucket_layout import BucketLayout
+from minidist.parallel.flat.bucket_layout import BucketLayout, Deal, evenly
 
 
 class Done(NamedTuple):
@@ -42,7 +42,7 @@ PendingMessage = comm.Work | Done
 
 
 class Messages:
-    """Messages of which each is sent once the one before it is complete. Making it sends the first."""
+    """A chain of messages: each is sent when the one before it is complete. Making it sends the first."""
 
     def __init__(self, steps: Iterator[PendingMessage]) -> None:
         self._steps = steps
@@ -74,7 +74,7 @@ class GradientComm:
     algorithm: str = "auto"  # a name that the collectives take
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
-    meets: bool = False  # whether ranks wait for each other in the backward pass for other reasons, too
+    meets: bool = False  # whether ranks also wait for each other inside the backward pass, as in a ring
     counts: bool = True  # whether the rows of the pass that runs count, and so use its parameters
 
     @classmethod
@@ -134,7 +134,7 @@ class GradientComm:
 
 @dataclass(eq=False)
 class GradientMemory:
-    """Room for the gradients of one bucket at a time."""
+    """Memory for gradients that buckets use in turn, one at a time."""
 
     flat: Tensor
     holder: Bucket | None = None
@@ -143,7 +143,7 @@ class GradientMemory:
 class Bucket(BucketLayout):
     """Parameters of one dtype on one device in flat tensors of n shares.
 
-    param_indices, tensors, cut_anywhere: see `BucketLayout`; of tensors a shape, a dtype and a device are
+    param_indices, tensors, deal: see `BucketLayout`; of tensors a shape, a dtype and a device are
     enough. gradient_comm: the ranks that own a share each; None for one share. name_of: a parameter's name,
     for messages.
 
@@ -176,7 +176,7 @@ class Bucket(BucketLayout):
         param_indices: Sequence[int],
         tensors: Sequence[Tensor],
         gradient_comm: GradientComm | None = None,
-        cut_anywhere: bool = True,
+        deal: Deal = evenly,
         device: torch.device | None = None,
         name_of: Callable[[int], str] = str,
     ) -> None:
@@ -185,7 +185,7 @@ class Bucket(BucketLayout):
             self.gradient_comm = gradient_comm
             owners = gradient_comm.owners, rank_in(gradient_comm.share_group)
             copies = gradient_comm.ranks // gradient_comm.owners
-        super().__init__(param_indices, tensors, owners, copies, cut_anywhere)
+        super().__init__(param_indices, tensors, owners, copies, deal)
         self.parameters = [tensors[index] for index in param_indices]
         self.device, self._name_of = device or self.parameters[0].device, name_of
         self._memory: GradientMemory | None = None
@@ -263,7 +263,7 @@ class Bucket(BucketLayout):
     def give_back(self) -> None:
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
-        A bucket that takes turns lets go of its memory, lent or its own; any other keeps that of `hold`.
+        A bucket that takes turns in lent memory lets go of it. Any other keeps the memory of `hold`.
         """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False

@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from minidist.comm.work import bytes_of, rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
 from minidist.parallel.contract.residency import Residency
+from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
 from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
 from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
+from minidist.parallel.training.elementwise_optimizers import Work
 
 TRANSIENT = 2
 """Buckets that have memory at a time where it is lent: one is filled while the one before it is sent."""
@@ -69,6 +71,7 @@ class ParameterSet:
         self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
     ) -> None:
         self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
+        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
         self.users = torch.zeros(0, dtype=torch.float64)
         self.totals = torch.zeros(2, dtype=torch.float64)
         self.empty()
@@ -97,19 +100,25 @@ class ParameterSet:
         parameters: Sequence[nn.Parameter],
         order: Sequence[int],
         limit: int,
-        cut_anywhere: bool,
+        work: Work | None,
         name_of: Callable[[int], str],
     ) -> list[Bucket]:
         """Make buckets of up to `limit` bytes for the parameters at the indices in `order`. A collective.
 
         Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
+        work: of the update of a whole parameter; None where shares may end inside one.
         """
         over = None if self.residency.state else self.gradient_comm
-        if over is not None and not cut_anywhere and order:  # a large one's bucket would be mostly padding
-            limit = max(limit, over.owners * max(bytes_of(parameters[index]) for index in order))
+        deal: Deal = evenly
+        sized: Sequence[Tensor] = parameters
+        if over is not None and work is not None and order:
+            deal = self.whole_tensors = self.whole_tensors or WholeTensors(work, over.owners)
+            sized = [p.new_empty(()).expand(whole_shape(p)) for p in parameters]
+            # The bucket of a large one would otherwise be mostly padding.
+            limit = max(limit, over.owners * max(bytes_of(sized[index]) for index in order))
         new = [
-            Bucket(part, parameters, over, cut_anywhere, name_of=name_of)
-            for part in deal_to_buckets(parameters, order, limit)
+            Bucket(part, parameters, over, deal, name_of=name_of)
+            for part in deal_to_buckets(sized, order, limit)
         ]
         for bucket in new if over is not None else ():
             bucket.keep_values()
@@ -295,7 +304,9 @@ def set_for(name: str, sets: Sequence[ParameterSet]) -> ParameterSet:
     return next((own for own in sets if own.names is not None and name in own.names), sets[0])
 
 
-def require_alike(module: nn.Module, sets: Sequence[ParameterSet]) -> list[tuple[ParameterSet, list[Tensor]]]:
+def shared_tensors(
+    module: nn.Module, sets: Sequence[ParameterSet]
+) -> list[tuple[ParameterSet, list[Tensor]]]:
     """Each set that several ranks share, with its tensors; the first has the buffers. A collective.
 
     ValueError where the ranks of a set have other ones.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlice, OptimizerSlices
 from minidist.parallel.sharding.parameter_set import ParameterSet
+from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training import clipping
 
 
@@ -23,8 +24,9 @@ class SharedParameters(ABC):
     """The parameters that ranks train together, and what all of them have in common once sums are complete.
 
     Attributes:
-        sets: the first one's ranks are all that train the model; those of the others are some of them.
+        sets: all ranks that train the model share the first; some of them share each of the others.
         parameters: by index. set_of: the set of each. buckets: hold them, as far as they are dealt.
+        on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
         slices: this rank's part.
         undealt: indices of parameters in no bucket yet, where a share of them will have the state.
         undealt_masters: their whole masters until then.
@@ -35,6 +37,7 @@ class SharedParameters(ABC):
     parameters: Sequence[nn.Parameter]
     set_of: dict[Tensor, ParameterSet]
     buckets: list[Bucket]
+    on_owners: list[WholeOnOwners]
     slices: OptimizerSlices
     undealt: list[int]
     undealt_masters: dict[Tensor, Tensor]

@@ -87,7 +87,8 @@ class _ColumnLinear(SharedFunction):
         needs_w, needs_b = needs[: len(grads)], needs[len(grads) :]
         rows = [grad.reshape(-1, w.shape[0]) for grad, w in zip(grads, weights, strict=True)]  # (N, M)
 
-        # Launch: gather the input again if this rank kept only a share. Operators have derivatives, too.
+        # Launch: gather the input again if this rank kept only a share. A recorded pass uses operators, which
+        # have derivatives themselves.
         again = summed = cast(Any, None)
         enter, leave = OPERATORS[ctx.sequence_parallel]
         if torch.is_grad_enabled():
@@ -125,6 +126,8 @@ class ParallelLinear(TensorParallel):
     in_features: int  # of the whole layer, as are the outputs
     out_features: int
     transposed = False
+    cut_operands = ""  # which of a product's x and w, and of the gradient g of its result, ranks share
+    product = staticmethod(functional.linear)  # or one that rounds, see training/fp8.py
 
     @classmethod
     def from_linear(cls: type[Layer], linear: nn.Module, *arguments: Any, **options: Any) -> Layer:
@@ -153,12 +156,12 @@ class ParallelLinear(TensorParallel):
         """The cuts of the weight as it is stored, and of the bias; None for a bias that every rank has."""
 
     def cuts(self) -> dict[str, Cut]:
-        """The cut of the weight, and that of the bias if ranks share it."""
+        """The cuts of the weight, and of the bias if ranks share it."""
         weight, bias = self._cuts()
         return {"weight": weight} if self.bias is None or bias is None else {"weight": weight, "bias": bias}
 
     def turned(self, cut: Cut) -> Cut:
-        """The cut of the weight as it is stored, from that of a Linear's weight."""
+        """The cut of the weight as it is stored, from the cut of a Linear's weight."""
         return cut.transposed() if self.transposed else cut
 
     @property
@@ -188,6 +191,8 @@ class ColumnParallelLinear(ParallelLinear):
     The weight is (out / n, in), the bias (out / n,). Raises ValueError if there are fewer units than ranks,
     or if `unit` or `packed` does not fit the features.
     """
+
+    cut_operands = "wg"
 
     def __init__(
         self,
@@ -254,6 +259,8 @@ class RowParallelLinear(ParallelLinear):
     with sequence_parallel. The weight is (out, in / n), the bias (out,).
     """
 
+    cut_operands = "xw"
+
     def __init__(
         self,
         in_features: int,
@@ -284,7 +291,7 @@ class RowParallelLinear(ParallelLinear):
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = functional.linear(x, self.matrix)
+        y = self.product(x, self.matrix)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)
@@ -330,6 +337,11 @@ def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tens
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
+    if first.product is not functional.linear:
+        enter, _ = OPERATORS[first.sequence_parallel]
+        whole = enter(x, group=first.group)
+        mapped = [layer.product(whole, weight) for layer, weight in zip(layers, weights, strict=True)]
+        return [y if bias is None else y + bias for y, bias in zip(mapped, biases, strict=True)]
     return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)
 
 
@@ -343,7 +355,7 @@ def is_conv1d(module: object) -> bool:
 
 
 def linear_sizes(linear: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs a linear layer has; TypeError if it is none."""
+    """How many inputs and outputs a linear layer has; TypeError for another module."""
     check_linear(linear)
     weight: Tensor = linear.weight  # type: ignore[assignment]
     rows, columns = weight.shape

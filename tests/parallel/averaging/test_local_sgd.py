@@ -14,7 +14,7 @@ import minidist as md
 from minidist import comm
 from minidist.model import GPT, config, dataset
 from minidist.model.sampler import Sampler
-from minidist.parallel.averaging.parameter_assignment import divide
+from minidist.parallel.averaging.parameter_assignment import deal_parameters
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
 from tests.helpers.outer_steps import ADAMW, AVERAGE, inner_step, replay
@@ -124,7 +124,7 @@ def test_it_equals_its_replay_and_sends_what_the_formula_says(
     options = {"fragments": fragments, "delay": delay, "outer": outer}
     log = [{rank: rank for rank in range(ranks)}] * TURNS
     _, models = replay(log, EVERY, fragments, delay, outer)
-    sizes = [part.bytes for part in divide([*mlp(0).parameters()], fragments)]
+    sizes = [part.bytes for part in deal_parameters([*mlp(0).parameters()], fragments)]
     started = TURNS + (delay == EVERY // fragments)  # the last value comes as the next one starts
     for rank, (model, came, sent) in enumerate(cluster_of(ranks).run(synchronized, **options)):
         for found, expected in zip(model.parameters(), models[rank].parameters(), strict=True):

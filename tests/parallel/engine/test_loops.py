@@ -149,7 +149,7 @@ def test_masters_and_ties_survive_a_summons(cluster_of: Clusters, zero: int) -> 
 
 
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.3)
-THAWING = [(layout, ADAMW) for layout in LAYOUTS] + [("dp=2,zero=3", ADAGRAD)]
+THAWING = [(layout, ADAMW) for layout in LAYOUTS] + [("dp=2,zero=3", ADAGRAD), ("dp=2,zero=3", md.Muon)]
 MORE = [("dp=2,zero=1", ADAGRAD), ("dp=4,zero=3,shard=2", ADAMW)]
 
 
