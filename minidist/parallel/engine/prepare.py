@@ -13,12 +13,12 @@ from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
+from minidist.parallel.engine.prepare_checks import check_prepare_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import ENGINE, claim
+from minidist.parallel.guards.ownership import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
@@ -133,7 +133,7 @@ def prepare(
     """
     layout = Layout() if layout is None else layout
     options = data_parallel, fully_shard, loss_scale, clip_norm, batch_norm, rehearse
-    check_arguments(model, optimizer, layout, loss, *options)
+    check_prepare_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
     elif not layout.residency.parameters:
@@ -180,7 +180,7 @@ def prepare(
                 each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
         fill_masters(strategy, exact, part.placement.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
-        claim(engine, ENGINE, model.parameters())
+        claim(engine, BY_ENGINE, model.parameters())
         engine.rehearsal = rehearsal
         if rehearsal is not None:
             rehearsal.made(engine)

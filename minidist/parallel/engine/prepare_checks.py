@@ -18,13 +18,13 @@ from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
 
-DATA_PARALLEL = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
+DATA_PARALLEL_OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """The options of `DataParallel` that `prepare` passes on. The layout gives the group."""
-FULLY_SHARD = {"offload", "units", "initialize", "prefetch", "secondary"}
+FULLY_SHARD_OPTIONS = {"offload", "units", "initialize", "prefetch", "secondary"}
 """The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
 
-def check_arguments(
+def check_prepare_arguments(
     model: nn.Module,
     optimizer: object,
     layout: object,
@@ -55,8 +55,8 @@ def check_arguments(
                 "pp=1"
             )
     for name, options, known, example in (
-        ("data_parallel", data_parallel, DATA_PARALLEL, {"bucket_mb": 25}),
-        ("fully_shard", fully_shard, FULLY_SHARD, {"offload": "cpu"}),
+        ("data_parallel", data_parallel, DATA_PARALLEL_OPTIONS, {"bucket_mb": 25}),
+        ("fully_shard", fully_shard, FULLY_SHARD_OPTIONS, {"offload": "cpu"}),
     ):
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"{name} is {options!r}; give a dict of options, such as {example}, or None")

@@ -170,7 +170,7 @@ class Difference(NamedTuple):
 def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool = True) -> Difference | None:
     """The first differences between a layout's step and one process's that rounding does not explain.
 
-    trials: the latter with moved results. update: whether to compare what the step has written, too.
+    trials: one process's step with moved results. update: whether to compare what the step wrote as well.
     """
     sizes = {name: magnitude(x) for name, x in b.tensors.items()}
     largest = max((size for name, size in sizes.items() if name.startswith("gradient")), default=0.0)
@@ -199,7 +199,7 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool =
 
 
 def options_differ(alone: list[dict[str, Any]], layout: list[dict[str, Any]]) -> str:
-    """The first option that a parameter has otherwise than in one process, in words; "" if there is none."""
+    """Describe the first option of a parameter that differs from one process's; "" if none does."""
 
     def options(groups: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
         return {

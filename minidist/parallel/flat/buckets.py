@@ -1,9 +1,9 @@
 """Buckets: many parameters one after the other in flat tensors, cut into one share for each rank.
 
 Every message costs its latency, however small it is, so the ranks send flat tensors. A bucket has up to
-three, laid out alike: the parameters' values, this rank's own gradients, and the sums of gradients, of which
-a rank may keep only its share. A reduce-scatter brings each rank its share of the sums, and an all-gather
-publishes everyone's share of the updated values, with no copy before or after.
+three, with the same layout: the parameters' values, this rank's own gradients, and the summed gradients. A
+rank may keep only its share of the sums. A reduce-scatter brings each rank that share, and an all-gather
+brings all shares of the updated values to every rank, with no copy before or after.
 
 `GradientComm` says which ranks sum a bucket's gradients and own its shares, and starts the messages.
 
@@ -42,7 +42,7 @@ PendingMessage = comm.Work | Done
 
 
 class Messages:
-    """Messages of which each is sent once the one before it is complete. Making it sends the first."""
+    """A chain of messages: each is sent when the one before it is complete. Making it sends the first."""
 
     def __init__(self, steps: Iterator[PendingMessage]) -> None:
         self._steps = steps
@@ -74,7 +74,7 @@ class GradientComm:
     algorithm: str = "auto"  # a name that the collectives take
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
-    meets: bool = False  # whether ranks wait for each other in the backward pass for other reasons, too
+    meets: bool = False  # whether ranks also wait for each other inside the backward pass, as in a ring
     counts: bool = True  # whether the rows of the pass that runs count, and so use its parameters
 
     @classmethod
@@ -134,7 +134,7 @@ class GradientComm:
 
 @dataclass(eq=False)
 class GradientMemory:
-    """Room for the gradients of one bucket at a time."""
+    """Memory for gradients that buckets use in turn, one at a time."""
 
     flat: Tensor
     holder: Bucket | None = None
@@ -263,7 +263,7 @@ class Bucket(BucketLayout):
     def give_back(self) -> None:
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
-        A bucket that takes turns lets go of its memory, lent or its own; any other keeps that of `hold`.
+        A bucket that takes turns in lent memory lets go of it. Any other keeps the memory of `hold`.
         """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False

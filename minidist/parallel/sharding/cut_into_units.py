@@ -59,7 +59,7 @@ def _asked(units: Iterable[type[nn.Module] | nn.Module], named: Sequence[tuple[s
     return chosen
 
 
-def divide(module: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, list[UnitParameter]]]:
+def deal_to_units(module: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, list[UnitParameter]]]:
     """Deal each parameter to the smallest unit around all modules that have it."""
     by_module = {id(unit.module): unit for unit in units}
     chains: dict[int, list[Unit]] = {}  # for each parameter the units around all its holders
@@ -114,7 +114,7 @@ def build(
     initialize = initialize or getattr(module, "initialize_part", None)
 
     # The shapes alone decide where each shard will lie; the values come unit by unit.
-    tensors, kinds, parts = [*module.parameters()], defaultdict(list), divide(module, found)
+    tensors, kinds, parts = [*module.parameters()], defaultdict(list), deal_to_units(module, found)
     for unit, entries in parts:
         unit.device = device
         groups: dict[Any, list[int]] = {}

@@ -18,7 +18,7 @@ from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.contract.residency import DATA_PARALLEL
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.guards.ownership import ZERO
+from minidist.parallel.guards.ownership import BY_ZERO
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb, check_module
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.whole_parameters import WholeParameters
@@ -68,7 +68,7 @@ class DataParallel(nn.Module):
         super().__init__()
         check_bucket_mb(bucket_mb)
         own = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
-        check_module(module, shared_with=[ZERO], is_alone=own.gradient_comm.ranks == 1)
+        check_module(module, shared_with=[BY_ZERO], is_alone=own.gradient_comm.ranks == 1)
         self.module, self.group, self.compression = module, group, compression_of(compression)
         options = {"bucket_mb": bucket_mb, "overlap": overlap, "broadcast_buffers": broadcast_buffers}
         self.shared = WholeParameters.of_loop(module, own, compression=self.compression, **options)

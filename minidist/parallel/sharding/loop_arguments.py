@@ -32,7 +32,7 @@ def check_module(module: nn.Module, shared_with: Sequence[str] = (), is_alone: b
     give_memory(module)
 
 
-def check_arguments(
+def check_fully_shard_arguments(
     module: nn.Module,
     optimizer_class: Any,
     offload: Any,

@@ -304,7 +304,9 @@ def set_for(name: str, sets: Sequence[ParameterSet]) -> ParameterSet:
     return next((own for own in sets if own.names is not None and name in own.names), sets[0])
 
 
-def require_alike(module: nn.Module, sets: Sequence[ParameterSet]) -> list[tuple[ParameterSet, list[Tensor]]]:
+def shared_tensors(
+    module: nn.Module, sets: Sequence[ParameterSet]
+) -> list[tuple[ParameterSet, list[Tensor]]]:
     """Each set that several ranks share, with its tensors; the first has the buffers. A collective.
 
     ValueError where the ranks of a set have other ones.

@@ -38,7 +38,7 @@ Options = Mapping[str, Any]
 
 
 class Sharded(Strategy):
-    """Trains a model over the ranks of a group, each of which keeps what a row of the table says.
+    """Trains a model over the ranks of a group; each rank keeps what a row of the table says.
 
     residency: the row. options: where parameters are whole, of `DataParallel` (bucket_mb, overlap,
     compression, algorithm, broadcast_buffers); otherwise of `FullyShard`, such as offload. master: the dtype
@@ -88,7 +88,7 @@ class Sharded(Strategy):
     def _share_whole(
         self, make: MakeOptimizer, options: dict[str, Any]
     ) -> tuple[WholeParameters, list[list[str]]]:
-        """Share parameters that stay whole, and the names in each of the optimizer's groups."""
+        """Share parameters that stay whole; returns also the names in each of the optimizer's groups."""
         if self.sharded and options.get("compression") is not None:
             zero = next(number for number, row in ROWS.items() if row == self.sets[0].residency)
             raise ValueError(
@@ -101,7 +101,7 @@ class Sharded(Strategy):
         for own in self.sets:
             own.gradient_comm.algorithm = algorithm
         start_equal(self.model, self.sets)
-        # Whoever owns all of a parameter gives the optimizer this, or its master; a share comes later.
+        # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
         names, parameters = names_of(self.model), [*self.model.parameters()]
         is_whole = [set_for(names[parameter], self.sets).residency.state for parameter in parameters]
         dtypes = [self._master if whole else None for whole in is_whole]
@@ -131,7 +131,7 @@ class Sharded(Strategy):
     def _share_shards(
         self, make: MakeOptimizer, options: dict[str, Any]
     ) -> tuple[ShardedParameters, list[list[str]]]:
-        """Share parameters of which each rank keeps its shards, and the names in each of the groups."""
+        """Share parameters as shards; returns also the names in each of the optimizer's groups."""
         memory = memory_source(options.pop("offload", False))
         shared = ShardedParameters(
             self.model, make, self.sets, memory, master=self._master, average=False, **options
@@ -169,9 +169,9 @@ class Sharded(Strategy):
     # The gradients, and the update.
 
     def announce(self, is_padding: bool) -> None:
-        """Say whether the rows of the next pass are padding, which uses no parameter of the first set.
+        """Say whether the rows of the next pass are padding: they use no parameter of the first set.
 
-        Rows of other ranks, which count, come to those of other sets.
+        Other sets, such as experts, also get rows of other ranks, which may count.
         """
         self.gradient_comm.counts = not is_padding
 
@@ -201,7 +201,7 @@ class Sharded(Strategy):
         self.shared.clear()
 
     def update(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update this rank's slices; afterwards every rank computes with everyone's."""
+        """Update this rank's slices; afterwards every rank computes with the slices of all."""
         self.shared.update(closure)
 
     def bytes_per_step(self, passes: int = 1) -> int:

@@ -1,10 +1,10 @@
-"""Parameters of which each rank keeps an n-th: gathered unit by unit, reduced as the backward pass leaves
-units.
+"""Each rank keeps an n-th of every parameter. Units are gathered to compute, and their gradients reduced.
 
 The model is cut into units (cut_into_units.py), such as transformer blocks, and a unit's parameters are whole
-only while it is used (unit_runtime.py). The gradients of shards are complete only once all ranks know which
-parameters were used. And in half precision, units are gathered from rounded copies of what the optimizer
-updates. A loop may call the optimizer's own `step` and `zero_grad`, so hooks on them do both.
+only while it is used (unit_runtime.py). When the backward pass leaves a unit, its gradients are reduced; they
+are complete once all ranks know which parameters were used. In half precision, units are gathered from
+rounded copies of the masters. A loop may call the optimizer's own `step` and `zero_grad`: hooks on them
+complete the gradients before a step, and publish after it.
 
 Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 """
@@ -27,15 +27,15 @@ from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
-from minidist.parallel.guards.ownership import FULLY_SHARD, claim
+from minidist.parallel.guards.ownership import BY_FULLY_SHARD, claim
 from minidist.parallel.sharding.cut_into_units import Units, build
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    require_alike,
     set_for,
+    shared_tensors,
 )
 from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
@@ -47,7 +47,7 @@ from minidist.parallel.training.master_weights import follow_own_methods
 
 
 class ShardedParameters(SharedParameters):
-    """A model of which this rank keeps its shards, and the optimizer that updates them.
+    """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
     shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and
@@ -78,7 +78,7 @@ class ShardedParameters(SharedParameters):
         self._names = [name for name, _ in module.named_parameters()]
         for index, name in enumerate(self._names):
             set_for(name, sets).indices.append(index)
-        require_alike(module, sets)
+        shared_tensors(module, sets)
         self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
         self.groups = FlatParameterGroups(make_optimizer, module, defaults)
         refuse_unshareable(type(self.groups.optimizer))
@@ -90,7 +90,7 @@ class ShardedParameters(SharedParameters):
         }
         comms = [self.set_of[parameter].gradient_comm for parameter in self.parameters]
         self.units = build(module, units, comms, initialize, memory, master, self._whole)
-        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
+        claim(self, BY_FULLY_SHARD, module.parameters(), takes_values=True)
         for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)

@@ -24,7 +24,7 @@ class SharedParameters(ABC):
     """The parameters that ranks train together, and what all of them have in common once sums are complete.
 
     Attributes:
-        sets: the first one's ranks are all that train the model; those of the others are some of them.
+        sets: all ranks that train the model share the first; some of them share each of the others.
         parameters: by index. set_of: the set of each. buckets: hold them, as far as they are dealt.
         on_owners: those of which only shards are in buckets, and the optimizer needs the whole.
         slices: this rank's part.

@@ -28,13 +28,13 @@ from minidist import comm
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
-from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
+from minidist.parallel.guards.ownership import BY_DATA_PARALLEL, BY_ZERO, claim, owners, require_free
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    require_alike,
     set_for,
+    shared_tensors,
 )
 from minidist.parallel.sharding.reducer import Reducer
 from minidist.parallel.sharding.shared_parameters import SharedParameters
@@ -97,7 +97,7 @@ class WholeParameters(SharedParameters):
         self.orders, self.undealt_masters, self.on_owners = [], {}, []
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
-        self.reducers: list[Reducer] = []  # none where there is nobody to share with
+        self.reducers: list[Reducer] = []  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._weight: float | Tensor | None = None  # of the losses since the last `average`
@@ -130,7 +130,7 @@ class WholeParameters(SharedParameters):
             self._replace_others(values)
         else:
             self.parameters, self.orders = [], []
-        claim(self, DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
+        claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
         self._list(trained)
         if all(own.residency.state and own.gradient_comm.ranks == 1 for own in self.sets):
             self.orders = None
@@ -166,11 +166,11 @@ class WholeParameters(SharedParameters):
 
     def _replace_others(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters from an object with shared state that this one replaces."""
-        for other in owners(parameters, ZERO):
+        for other in owners(parameters, BY_ZERO):
             if other is not self:
                 other.detach()
                 other.replaced = True
-        claim(self, ZERO, parameters)
+        claim(self, BY_ZERO, parameters)
 
     def _why_not_clipped(self, whole: bool) -> str:
         """Why `clip_grad_norm` refuses the gradients on this rank."""
@@ -243,7 +243,7 @@ class WholeParameters(SharedParameters):
                 named = [(self.name_of(index), self.parameters[index]) for index in own.indices]
                 require_same("parameters", named, own.gradient_comm.group)
         numbers = {index: number for number, own in enumerate(self.sets) for index in own.indices}
-        if len(self.sets) > 1:  # whose parameters may have other names elsewhere, but lie alike
+        if len(self.sets) > 1:  # names may differ between ranks, but each rank needs the same sets in order
             placed = [(str(numbers[index]), self.parameters[index]) for index in sorted(numbers)]
             require_same("sets of parameters", placed, over.group)
         order, sparse = agree_on_order([*seen], count, over, device), list[int]()
@@ -298,7 +298,7 @@ class WholeParameters(SharedParameters):
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order: in another one, sums would add up in another order.
 
-        A run that saved no order is taken to have that of registration, reversed.
+        If a run saved no order, take that of registration, reversed.
         """
         if not self._state_shared:
             return
@@ -491,7 +491,7 @@ class WholeParameters(SharedParameters):
             own.clear()
 
     def publish(self) -> None:
-        """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
+        """Bring all shares of the parameters to every rank: an all-gather of each bucket."""
         self.slices.round_masters()
         buckets = self.value_buckets()
         for bucket in buckets:  # launch
@@ -527,8 +527,8 @@ def agree_on_order(
 
 
 def start_equal(module: nn.Module, sets: Sequence[ParameterSet]) -> None:
-    """Give a set's ranks the first one's values, and all rank 0's buffers; see `require_alike`."""
-    for own, tensors in require_alike(module, sets):
+    """Give a set's ranks the first one's values, and all rank 0's buffers; see `shared_tensors`."""
+    for own, tensors in shared_tensors(module, sets):
         broadcast_together(tensors, own.gradient_comm.group)
 
 
@@ -546,7 +546,7 @@ def take_new(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> No
                 f"params has one of layout {parameter.layout}, which cannot be dealt out; "
                 "give dense parameters (their gradients may be sparse)"
             )
-    require_free(named, shared_with=[DATA_PARALLEL, ZERO])
+    require_free(named, shared_with=[BY_DATA_PARALLEL, BY_ZERO])
     refuse_meta("params", named)
     if own.gradient_comm.ranks > 1:
         require_same("parameters", named, own.gradient_comm.group)

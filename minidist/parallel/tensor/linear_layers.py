@@ -99,7 +99,8 @@ class _ColumnLinear(SharedFunction):
         needs_w, needs_b = needs[: len(grads)], needs[len(grads) :]
         rows = [grad.reshape(-1, w.shape[0]) for grad, w in zip(grads, weights, strict=True)]  # (N, M)
 
-        # Launch: gather the input again if this rank kept only a share. Operators have derivatives, too.
+        # Launch: gather the input again if this rank kept only a share. A recorded pass uses operators, which
+        # have derivatives themselves.
         again = summed = cast(Any, None)
         enter, leave = OPERATORS[ctx.sequence_parallel]
         if torch.is_grad_enabled():
@@ -171,12 +172,12 @@ class ParallelLinear(TensorParallel):
         """The cuts of the weight as it is stored, and of the bias; None for a bias that every rank has."""
 
     def cuts(self) -> dict[str, Cut]:
-        """The cut of the weight, and that of the bias if ranks share it."""
+        """The cuts of the weight, and of the bias if ranks share it."""
         weight, bias = self._cuts()
         return {"weight": weight} if self.bias is None or bias is None else {"weight": weight, "bias": bias}
 
     def turned(self, cut: Cut) -> Cut:
-        """The cut of the weight as it is stored, from that of a Linear's weight."""
+        """The cut of the weight as it is stored, from the cut of a Linear's weight."""
         return cut.transposed() if self.transposed else cut
 
     @property
@@ -366,7 +367,7 @@ def is_conv1d(module: object) -> bool:
 
 
 def linear_sizes(linear: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs a linear layer has; TypeError if it is none."""
+    """How many inputs and outputs a linear layer has; TypeError for another module."""
     check_linear(linear)
     weight: Tensor = linear.weight  # type: ignore[assignment]
     rows, columns = weight.shape

@@ -61,7 +61,7 @@ from minidist.parallel.tensor.sequence_parallel import (
 from minidist.parallel.tensor.styles import (
     ROW_STYLES,
     StyledModule,
-    check_sequence,
+    check_gradients_are_summed,
     check_ties,
     resolve,
 )
@@ -104,7 +104,7 @@ def parallelize(
     parts, together = resolve(module, plan)
     check_ties(module, parts)
     if sequence_parallel:
-        check_sequence(module, parts)
+        check_gradients_are_summed(module, parts)
     cut_between_heads(module, parts, together, len(ranks_of(group)))
     send_whole(module, group)
     share_random_state(group)

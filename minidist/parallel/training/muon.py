@@ -52,6 +52,11 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
+def is_hidden(name: str, parameter: Tensor, others: str = NOT_HIDDEN) -> bool:
+    """Whether Muon takes a parameter: a matrix, or a stack of some, whose name `others` does not find."""
+    return 2 <= parameter.dim() <= 3 and not re.search(others, name)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the hidden matrices, and AdamW for the rest.
 
@@ -69,8 +74,8 @@ class Muon(torch.optim.Optimizer):
         adamw_lr, betas, eps: of AdamW; adamw_lr None for lr / 10.
         weight_decay: of both, decoupled.
         others: a regular expression that finds the names of matrices for AdamW.
-        dtype: in which matrices are orthogonalized; None for the momentum's own. On GPUs torch.bfloat16 is
-            enough, and many times faster.
+        dtype: in which matrices are orthogonalized; None for bfloat16 on GPUs, which is enough and many times
+            faster, where the momentum is float32, and otherwise for the momentum's own.
     """
 
     joins_cuts = True
@@ -97,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         groups = [each for each in given if isinstance(each, dict)]
         if not groups:
             pairs = [each if isinstance(each, tuple) else ("", each) for each in given]
-            hidden = [2 <= p.dim() <= 3 and not re.search(others, name) for name, p in pairs]
+            hidden = [is_hidden(name, p, others) for name, p in pairs]
             for elementwise in (False, True):  # both, also where one is empty: stages have as many groups
                 own = [p for (_, p), each in zip(pairs, hidden, strict=True) if each != elementwise]
                 groups.append({"params": own, "elementwise": elementwise})
@@ -152,7 +157,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _muon(self, group: dict[str, Any], given: list[Tensor]) -> None:
-        updates = []
+        cut = []
         for p in given:
             state, grad = self.state[p], p.grad
             assert grad is not None
@@ -160,35 +165,36 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(p)
             momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            updates.append(update if self.dtype is None else update.to(self.dtype))
-        for p, update in zip(given, self._orthogonalized(given, updates, group["steps"]), strict=True):
-            rows, columns = whole_shape(p)[-2:]
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+            on_gpu = update.is_cuda and update.dtype == torch.float32
+            update = update.to(self.dtype or (torch.bfloat16 if on_gpu else update.dtype))
+            if hasattr(p, "tp_cut"):
+                cut.append((p, update.clone() if update is momentum else update))
+            else:
+                _move(p, orthogonalized(update, group["steps"]), group)
+        if cut:
+            self._orthogonalize_cut(cut, group["steps"])
+        for p, update in cut:
+            _move(p, update, group)
 
-    def _orthogonalized(self, given: list[Tensor], updates: list[Tensor], steps: int) -> list[Tensor]:
-        """The updates, orthogonalized: those of matrices that tp cut, on one of the ranks that have parts."""
-        cut: dict[int, Any] = {i: p.tp_cut for i, p in enumerate(given) if hasattr(p, "tp_cut")}
-        found = [x if i in cut else orthogonalized(x, steps) for i, x in enumerate(updates)]
-        if not cut:
-            return found
-        rank, cuts = rank_in(self.tp_group), self._cuts_of_all([*cut.values()], updates[0].device)
-        owners = longest_first([self.work(each.shape) for each in cut.values()], [0.0] * len(cuts))
-        owned = [k for k, owner in enumerate(owners) if owner == rank]
-        wholes = {k: updates[0].new_zeros(cuts[rank][k].shape) for k in owned}
+    def _orthogonalize_cut(self, cut: list[tuple[Any, Tensor]], steps: int) -> None:
+        """Orthogonalize updates of matrices that tp cut, each on one of the ranks that have parts of it."""
+        like, rank = cut[0][1], rank_in(self.tp_group)
+        cuts = self._cuts_of_all([p.tp_cut for p, _ in cut], like.device)
+        owners = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
+        wholes = {
+            k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owners) if owner == rank
+        }
         own: list[list[Tensor]] = [[] for _ in cuts]  # this rank's parts, by the matrices' owners
-        for i, each, owner in zip(cut, cuts[rank], owners, strict=True):
-            found[i] = updates[i].clone()
-            own[owner] += [narrowed(found[i], start, each.sizes) for start, _ in each.boxes()]
+        for (p, update), owner in zip(cut, owners, strict=True):
+            own[owner] += [narrowed(update, start, p.tp_cut.sizes) for start, _ in p.tp_cut.boxes()]
         parts = [  # all ranks' parts of the matrices that this rank owns
             [narrowed(whole, at, those[k].sizes) for k, whole in wholes.items() for _, at in those[k].boxes()]
             for those in cuts
         ]
-        exchange(own, parts, updates[0], self.tp_group)
+        exchange(own, parts, like, self.tp_group)
         for whole in wholes.values():
             whole.copy_(orthogonalized(whole, steps))
-        exchange(parts, own, updates[0], self.tp_group)
-        return found
+        exchange(parts, own, like, self.tp_group)
 
     def _cuts_of_all(self, own: list[Any], device: torch.device) -> list[list[Any]]:
         """How the matrices are cut on every rank of tp, which tell each other once: 8 bytes a number."""
@@ -204,3 +210,10 @@ class Muon(torch.optim.Optimizer):
                 for row in map(iter, rows.tolist())
             ]
         return self._cuts[key]
+
+
+def _move(p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    """Let a matrix, or this rank's part of one, decay and go against an orthogonal update."""
+    rows, columns = whole_shape(p)[-2:]
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)

@@ -24,6 +24,12 @@ The two ends save 8 t bytes of positions, and the last norm's input and output. 
 same time. BERT's embedding has a norm; its masked-LM head a map and a GELU before the last norm; its pooler
 saves the whole stream, although it reads only the first token, and b D of output.
 
+With experts, the MLP's rows are the P = k b t pairs of a token and one of its k experts. They save the inner
+width twice, as above, and more: 3 s P D for copies of tokens, for results and for these times their gates,
+s P for the gates, and 16 P for the order of the pairs. The router saves its scores, s b t E, the gates with
+their sums, s (P + b t), and which experts it chose, 8 P. Guests from other ranks are as many as the pairs if
+all experts get as many tokens; they have gates, an order and results of their own.
+
 Tensor parallelism (equation 2) leaves inputs and outputs of norms whole on each rank and divides the rest;
 sequence parallelism (equation 4) divides these as well. The token table and the loss then also save which
 tokens are this rank's: 9 b t, and b t. With context parallelism t counts this rank's tokens, and ring
@@ -123,8 +129,20 @@ class Saved:
 
     def inside_mlp(self) -> int:
         """What the MLP saves besides its input: the first map's output, and the GELU's."""
-        _, (up, down) = block_maps(self.config, self.part)
-        return self.element * self.rows * self.tokens * (up.outputs + down.inputs)
+        config, (_, (*_, up, down)) = self.config, block_maps(self.config, self.part)
+        inner = up.outputs + down.inputs
+        if not isinstance(config, GPTConfig) or not config.experts:
+            return self.element * self.rows * self.tokens * inner
+        tokens = self.rows * self._outside
+        chosen, pairs = config.experts_per_token * tokens, config.rows_of_mlps(tokens)
+        gates = chosen + tokens if config.experts_per_token > 1 else 0  # and their sums
+        router = self.element * (tokens * config.experts + gates) + 16 * chosen  # their order, too
+        limits = 0 if config.capacity is None else chosen  # bytes that say which experts are full
+        # Copies of tokens, results, those times their gates; the maps; gates. Where the tokens come from.
+        rows = self.element * (3 * config.width + inner + 1) + 8
+        # Guests have gates and an order, too, and their results come back.
+        shared = (self.element * (config.width + 1) + 8) * (self.part.ep > 1)
+        return router + limits + pairs * (rows + shared)
 
     def embedding(self) -> int:
         """Bytes that the first layer saves, without the tokens, which the caller holds. BERT's has a norm."""

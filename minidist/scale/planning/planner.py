@@ -84,7 +84,7 @@ def plan(
         batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
             for 32 rows per rank, or 8 on a machine that was measured.
         precision: None for bfloat16 (or float16) on an accelerator and float32 on a CPU.
-        optimizer: "adam", "momentum" or "sgd".
+        optimizer: "adam", "muon", "momentum" or "sgd".
         progress: called for each layout.
 
     Raises:
@@ -120,10 +120,10 @@ def seconds(candidate: Candidate) -> float:
 def family_of(layout: Layout) -> str:
     """The family of a layout.
 
-    "plain" data parallelism; "sharded" with ZeRO; "pipeline", "tensor" or "context" with one more axis, with
-    or without ZeRO; "mixed" with several.
+    "plain" data parallelism; "sharded" with ZeRO; "pipeline", "tensor", "context" or "experts" with one more
+    axis, with or without ZeRO; "mixed" with several.
     """
-    sizes = {"pipeline": layout.pp, "tensor": layout.tp, "context": layout.cp}
+    sizes = {"pipeline": layout.pp, "tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes = [name for name, size in sizes.items() if size > 1]
     if len(axes) > 1:
         return "mixed"
@@ -133,7 +133,7 @@ def family_of(layout: Layout) -> str:
 def effort(candidate: Candidate) -> tuple[float, ...]:
     """How complex a candidate is: axes besides dp; what is shared, and other options; micro-batches."""
     layout = candidate.layout
-    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
+    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
     more = bool(layout.recompute) + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     more += (layout.shard > 0) + (candidate.secondary > 0)
     shared = layout.residency.held(0, 1)  # of parameters, gradients and state

@@ -3,7 +3,8 @@
 A linear map of n tokens from K features to M takes 2 n K M operations forward, and twice that backward for
 the gradients of its input and its weight. Attention multiplies queries by keys and weights by values: 4 d
 operations for each query and each key that it sees, with heads of width d. A fused kernel has two products
-forward and five backward. Everything else (norms, GELU, sums, copies) is bound by the bytes that it moves.
+forward and five backward. With experts an MLP has k rows for each token, and a rank its share of the weights;
+all experts get as many rows. Everything else (norms, GELU, sums, copies) is bound by the bytes that it moves.
 
 Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", appendix (operations of a transformer); Dao et al. 2022, "FlashAttention", appendix B (backward
@@ -97,7 +98,7 @@ class LayerWork:
         return self.stream / self.part.tp if self.sequence_parallel else self.stream
 
     @cached_property
-    def pairs(self) -> float:
+    def seen(self) -> float:
         """Pairs of a query and a key for which this rank computes; a causal mask leaves about half.
 
         A ring leaves out what the mask hides of the other ranks' keys, and of its own in whole tiles.
@@ -107,12 +108,26 @@ class LayerWork:
         tile = min(self.length / self._ring, RING_TILE) if self._ring > 1 else 1
         return self.rows * self.tokens * (self.length + tile) / 2
 
+    @cached_property
+    def routed(self) -> int:
+        """Tokens that this rank routes to experts: a share of its own with sequence parallelism."""
+        return self.rows * (self.tokens // self.part.tp if self.sequence_parallel else self.tokens)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Rows of a block's MLPs: one for each token, or for each pair of a token and an expert."""
+        return self.config.rows_of_mlps(self.routed if self.config.experts else self.rows * self.tokens)
+
     def _linear(self, *maps: LinearMap, tokens: float | None = None) -> PassWork:
-        """The work of linear maps, of so many tokens each; their backward pass does twice as much."""
+        """The work of linear maps, of so many tokens each; their backward pass does twice as much.
+
+        Those in one tensor share the tokens.
+        """
         count = self.rows * self.tokens if tokens is None else tokens
-        weights = sum(inputs * outputs for inputs, outputs in maps)
-        elements = count * sum(inputs + outputs for inputs, outputs in maps) + weights
-        forward = Computation(2 * count * weights, operands=self.element * elements, calls=len(maps))
+        products = sum(each.inputs * each.outputs for each in maps)
+        elements = sum(count * (each.inputs + each.outputs) + each.weights for each in maps)
+        calls = sum(max(1, each.without_bias) for each in maps)
+        forward = Computation(2 * count * products, operands=self.element * elements, calls=calls)
         return PassWork(forward, forward * 2)
 
     @cached_property
@@ -125,7 +140,7 @@ class LayerWork:
         own, calls = self._maps[0][-1].inputs, 1 + TRADE_CALLS * (self.trading > 1)
         calls += RING_CALLS * self._ring if self._ring > 1 else 0
         moved = TRADED * self._bytes(own) if self.trading > 1 else 0.0
-        return Computation(0.0, 4 * self.pairs * own, 4 * self._bytes(own), moved, calls)
+        return Computation(0.0, 4 * self.seen * own, 4 * self._bytes(own), moved, calls)
 
     @property
     def _ring(self) -> int:
@@ -139,7 +154,7 @@ class LayerWork:
     @cached_property
     def _scores(self) -> float:
         """Bytes of the scores that ring attention writes, which is not fused; 0 for fused attention."""
-        return 4 * self.pairs * self.part.own(self.config.heads) if self._ring > 1 else 0.0
+        return 4 * self.seen * self.part.own(self.config.heads) if self._ring > 1 else 0.0
 
     @cached_property
     def _attention(self) -> Computation:
@@ -149,24 +164,43 @@ class LayerWork:
         return self._linear(*into).forward + self._attended + rest
 
     @cached_property
-    def _mlp(self) -> Computation:
-        """The MLP's forward pass without its last map; the GELU reads and writes the inner width."""
-        up, _ = self._maps[1]
-        return self._linear(up).forward + Computation(moved=2 * self._bytes(up.outputs), calls=1)
+    def mlp(self) -> PassWork:
+        """The MLP, or the router and this rank's experts; the GELU reads and writes the inner width.
+
+        Experts copy the rows of tokens, join their results, weight them and add them up, and all of that once
+        more for guests from other ranks. Their gradients are joined to one for each tensor.
+        """
+        *router, up, down = self._maps[1]
+        inner = float(self.element * self.pairs * down.inputs)
+        last = self._linear(down, tokens=self.pairs)
+        gelu = PassWork(Computation(moved=2 * inner, calls=1), Computation(moved=4 * inner))
+        work = self._linear(up, tokens=self.pairs) + last + gelu
+        if not router:
+            return replace(work, again=work.forward - last.forward)
+        own, ways = up.without_bias, 1 + (self.part.ep > 1)
+        rows, scores = self.pairs * self.config.width, self.routed * self.config.experts
+        around = Computation(moved=self.element * (10.0 * ways * rows + 6 * scores), calls=own + 20 * ways)
+        joined = Computation(moved=2.0 * self.element * self.expert_elements, calls=own)
+        work += self._linear(*router, tokens=self.routed) + PassWork(around, around + joined)
+        return replace(work, again=work.forward)  # the gates need the results
+
+    @cached_property
+    def expert_elements(self) -> int:
+        """Elements of a block's router and of this rank's experts."""
+        return sum(each.weights for each in self._maps[1]) if self.config.experts else 0
 
     @cached_property
     def block(self) -> PassWork:
-        """Two norms, attention with its four maps, the MLP's two maps, two residual sums."""
-        (*_, output), (_, down) = self._maps
-        last = self._linear(down).forward
+        """Two norms, attention with its four maps, the MLP, two residual sums."""
+        *_, output = self._maps[0]
         # Norms 4 S, residual sums 6 S.
         rest = Computation(moved=10 * self.outside, calls=8)
-        forward = self._attention + self._linear(output).forward + self._mlp + last + rest
-        backward = self._linear(*self._maps[0], *self._maps[1]).backward + self._attended * 2.5
+        forward = self._attention + self._linear(output).forward + self.mlp.forward + rest
+        backward = self._linear(*self._maps[0]).backward + self.mlp.backward + self._attended * 2.5
         # Norms 8 S, residual gradients 6 S, sum of those of queries, keys and values 6 S, biases 2 S.
-        moved = 22 * self.outside + 11 * self._bytes(output.inputs) + 4 * self._bytes(down.inputs)
-        moved += 6 * self._scores
-        return PassWork(forward, backward + Computation(moved=moved, calls=26), forward - last)
+        moved = 22 * self.outside + 11 * self._bytes(output.inputs) + 6 * self._scores
+        backward += Computation(moved=moved, calls=26)
+        return PassWork(forward, backward, forward - self.mlp.forward + self.mlp.again)
 
     @cached_property
     def embedding(self) -> PassWork:
@@ -210,7 +244,7 @@ class LayerWork:
         found = Computation()
         for (first, is_last, part), count in kinds.items():
             layer = self.embedding if first else self.head if is_last else self.block
-            known = {WHOLE: layer.again, "attention": self._attention, "mlp": self._mlp}
+            known = {WHOLE: layer.again, "attention": self._attention, "mlp": self.mlp.again}
             found += known.get(part, Computation()) * count
         return found
 

@@ -245,9 +245,12 @@ def a_matrix_is_skipped(patch: pytest.MonkeyPatch) -> None:
 
 def each_part_by_itself(patch: pytest.MonkeyPatch) -> None:
     """Each rank of tp orthogonalizes its part of a matrix."""
-    patch.setattr(
-        md.Muon, "_orthogonalized", lambda self, given, x, steps: [muon.orthogonalized(u, steps) for u in x]
-    )
+
+    def alone(self: md.Muon, cut: list[Any], steps: int) -> None:
+        for _, update in cut:
+            update.copy_(muon.orthogonalized(update, steps))
+
+    patch.setattr(md.Muon, "_orthogonalize_cut", alone)
 
 
 def transposed(patch: pytest.MonkeyPatch) -> None:
