@@ -114,6 +114,7 @@ class Fp8:
         # The largest numbers of x, w and g in the past steps, the newest first, and in this one.
         self.past = torch.zeros(recipe.history, len(names), 3, dtype=torch.float64)
         self.now = torch.zeros(len(names), 3, dtype=torch.float64)
+        self.begun = False  # whether there is a past
 
     def wrap(self, model: nn.Module) -> None:
         """Make those Linears round that this rank has."""
@@ -133,7 +134,7 @@ class Fp8:
         if self.recipe.history:
             comm.all_reduce(self.now, "max")
             self.past = torch.cat((self.now[None], self.past[:-1]))
-            self.now = torch.zeros_like(self.now)
+            self.now, self.begun = torch.zeros_like(self.now), True
 
     def settings(self) -> dict[str, Any]:
         """The history by the Linears' names, the same on all ranks."""
@@ -146,7 +147,7 @@ class Fp8:
         for index, name in enumerate(self.names if self.recipe.history else ()):
             if name in settings:
                 self.past[:, index] = torch.tensor(settings[name])
-        self.now = torch.zeros_like(self.now)
+        self.now, self.begun = torch.zeros_like(self.now), bool(self.past.any())
 
 
 class Rounding(NamedTuple):
@@ -169,7 +170,7 @@ class Rounding(NamedTuple):
         if not recipe.block:
             largest = x.abs().amax() if x.numel() else x.new_zeros(())
             past = self.fp8.past[:, self.linear, column].amax().to(x) if recipe.history else largest
-            if name in self.cut and not (recipe.history and self.fp8.past.any()):
+            if name in self.cut and not self.fp8.begun:
                 comm.all_reduce(largest, "max", group=self.group)
             if recipe.history:
                 if self.trains:
