@@ -13,6 +13,7 @@ from typing import Any
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
 from minidist.benchmarks.harness.training.work import MUON
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
@@ -87,6 +88,7 @@ FAMILIES = {
     "one process": (
         _row("one process", "dp=1", "plain torch"),
         _row("recompute", "recompute=True", "torch checkpoint"),
+        *(_full("FP8, emulated", f"precision={name}", exact=False) for name in FP8_RECIPES),
     ),
     "data parallel": (
         _data_parallel("an all-reduce a parameter", bucket_mb=0, overlap=False),
