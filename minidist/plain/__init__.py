@@ -5,7 +5,7 @@ Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`)
 rank's share. All ranks start from rank 0's weights (`gpt.same_weights`). All end with the whole trained
 model, as one process leaves it: without hooks or missing parts, ready to be printed, evaluated, or trained by
 another rung. Losses and weights are those of one process, but for the parameter server and local SGD, which
-trade that for less waiting. Read in this order:
+trade that for less waiting. mistakes/ plants mistakes, and placements.py finds some. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|
