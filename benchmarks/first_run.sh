@@ -4,6 +4,7 @@
 #     bash benchmarks/first_run.sh full 1/2    the whole benchmark of the better rungs; then 2/2
 #     bash benchmarks/first_run.sh tune        rung 10 with other constants
 #     bash benchmarks/first_run.sh profile     rungs 8, 9 and 10 under the profiler; training on CPU and GPU
+#     bash benchmarks/first_run.sh faults      twenty broken kernels, and the emulator's counts beside the profiler's
 # Run it from the repository's root. Everything is written to $OUT, by default ./first-run; send that folder back.
 # Wheels in $WHEELS, by default ./wheels, are installed beside the machine's own packages, without a network.
 set -u
@@ -75,8 +76,21 @@ profile)
     go 240 "$python" -m minidist bench devices --out "$results" --json
     tail -n 30 "$log"
     ;;
+faults)
+    go 240 "$python" -m minidist.kernels.emulator.mistakes.silicon --compile
+    go 400 "$python" -m minidist.kernels.emulator.mistakes.silicon --gpu --out "$OUT/broken-kernels.json"
+    tail -n 21 "$log"
+    metrics=smsp__inst_executed.sum,l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum
+    metrics=$metrics,l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum,l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum
+    for rung in $ladder; do
+        command -v ncu >/dev/null || { say "no ncu (Nsight Compute) on this machine"; break; }
+        MINIDIST_CUDA_BACKEND=emulator go 60 "$python" -m minidist.kernels.emulator "$rung" 256
+        go 60 ncu --metrics "$metrics" --kernel-name-base mangled --kernel-name "regex:$rung" --launch-count 1 \
+            "$python" -m minidist.kernels.emulator "$rung" 256
+    done
+    ;;
 *)
-    say "unknown call $what: give smoke, full, tune or profile"
+    say "unknown call $what: give smoke, full, tune, profile or faults"
     exit 2
     ;;
 esac

@@ -36,10 +36,7 @@ INTERFACES = {
         "the collectives, whose meaning and bytes minidist/plain/__init__.py gives",
     ),
     "minidist._names": ("unknown", "makes the error for a name that is not in a table"),
-    "minidist.model.configs": (
-        "GPTConfig TransformerConfig",
-        "a GPT's sizes: vocabulary, context, layers, heads, width, dropout, tied",
-    ),
+    "minidist.model.configs": ("GPTConfig", "a GPT's sizes: vocabulary, layers, heads, width, dropout, tied"),
     "minidist.model.mixture_of_experts": (
         "MixtureOfExperts",
         "takes the place of a block's MLP if the config has experts, as the rung `experts` explains",

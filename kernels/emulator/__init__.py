@@ -18,6 +18,7 @@ Each package imports only from the packages above it in this list:
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |
 | report | `launch`, `profile`, and the table of counts |
+| mistakes | mistakes planted in the ladder, and a comparison of what it says with a GPU |
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ from minidist.cli.trace import trace
 from minidist.comm.launchers import started
 
 if TYPE_CHECKING:
-    from minidist.cli.train import TrainConfig, TrainResult
+    from minidist.cli.train import TrainResult
+    from minidist.cli.train_config import TrainConfig
 
 app = typer.Typer(
     name="minidist",

@@ -31,6 +31,7 @@ ACTIVATIONS = 4 * TINY.rows * TINY.tokens * TINY.width
 RUN = (
     *("one process", "overlap", "sharded: ZeRO 1", "sharded: ZeRO 3", "parameter server", "local SGD"),
     *(
+        "local SGD: DiLoCo",
         "layer by layer",
         "pipeline: 1F1B",
         "tensor parallel",
@@ -120,6 +121,7 @@ def test_rungs_and_engines_train_alike_and_one_that_does_not_is_found(measured):
         ("sharded: ZeRO 3", 1.5 * SIZE),
         ("parameter server", SIZE),  # one worker
         ("local SGD", SIZE / EVERY),
+        ("local SGD: DiLoCo", SIZE / EVERY),
         ("layer by layer", ACTIVATIONS),
         ("pipeline: 1F1B", ACTIVATIONS),
         ("tensor parallel", 8 * TINY.layers / 2 * ACTIVATIONS),
@@ -140,6 +142,7 @@ def test_bytes_sent_are_those_of_the_pages(measured, name, sent):
         ("sharded: ZeRO 3", 2),
         ("parameter server", 4),
         ("local SGD", 4),
+        ("local SGD: DiLoCo", 7),  # and the anchor, its gradient and its momentum
         ("ring attention", 4),
     ],
 )

@@ -28,8 +28,8 @@ from checks.exercises import Lesson
 from checks.unanswered import is_unanswered
 from checks.verdicts import NotAnswered, Right, WrongAnswer
 from minidist.cli.lessons_export import definitions
+from minidist.kernels.emulator.mistakes.patches import changed
 from tests.helpers import warm_python
-from tests.helpers.patches import changed
 from tests.lessons import LESSONS
 from tests.lessons.wrong_answers import Wrong, wrong_answers
 

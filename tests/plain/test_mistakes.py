@@ -84,9 +84,9 @@ def check(rung: Mistake, detectors: list[str]) -> None:
     assert {name for name, one in found.items() if one.sentence} == expected & {*detectors}, found
 
 
-@pytest.mark.parametrize("rung", [RIGHT[1], RIGHT[9], RIGHT[13]], ids=named)
-def test_nothing_is_found_in_what_is_right(rung: Mistake) -> None:
-    check(rung, CHEAP)
+@pytest.mark.parametrize("rung", ["data_parallel", "tensor_parallel", "recipe"])
+def test_nothing_is_found_in_what_is_right(rung: str) -> None:
+    check(Mistake(rung), CHEAP)
 
 
 SAMPLE = [
@@ -104,7 +104,9 @@ def test_detectors_find_what_the_page_says(name: str) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("rung", [rung for rung in RIGHT if rung.rung != "one_process"], ids=named)
+@pytest.mark.parametrize(
+    "rung", [rung for rung in RIGHT if rung.rung not in ("one_process", "low_precision")], ids=named
+)
 def test_no_detector_finds_anything_in_what_is_right(rung: Mistake) -> None:
     check(rung, [*DETECTORS])
 

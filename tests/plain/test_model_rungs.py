@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tensor_parallel", {}),
     ("sequence_parallel", {}),
     ("ring_attention", {}),
+    ("ulysses", {}),
     ("experts", {}),
     ("experts", {"E": 8}),
 ]
@@ -57,6 +58,8 @@ MISTAKES = [
         "y.backward(comm.recv(torch.empty_like(y), rank + 1))",
         "y.backward(comm.recv(torch.empty_like(y), rank + 1).sign())",
     ),
+    ("ulysses", "pieces.unbind()", "pieces.flip(0).unbind()"),
+    ("ulysses", "HEADS, TOKENS = -3, -2", "HEADS, TOKENS = -2, -3"),
     *((rung, "same_weights(model)", "pass") for rung in dict(CASES)),
 ]
 
@@ -115,6 +118,8 @@ def sent_by(rung: str, rank: int, n: int, model: nn.Sequential) -> int:
     if rung == "ring_attention":
         k, s = 2 * A // n, sum(bytes_of.values())
         return LAYERS * ((n - 1) + (2 * n - 1)) * k + 2 * (n - 1) * s // n
+    if rung == "ulysses":
+        return (LAYERS * 8 * (n - 1) * A // n + 2 * (n - 1) * sum(bytes_of.values())) // n
     r = sum(size for name, size in bytes_of.items() if not MLPS.search(name))
     return 2 * (n - 1) * r // n
 

@@ -59,9 +59,9 @@ from minidist.parallel.tensor.sequence_parallel import (
     wrap,
 )
 from minidist.parallel.tensor.styles import (
-    ROWS,
+    ROW_STYLES,
     StyledModule,
-    check_sequence,
+    check_gradients_are_summed,
     check_ties,
     resolve,
 )
@@ -104,7 +104,7 @@ def parallelize(
     parts, together = resolve(module, plan)
     check_ties(module, parts)
     if sequence_parallel:
-        check_sequence(module, parts)
+        check_gradients_are_summed(module, parts)
     cut_between_heads(module, parts, together, len(ranks_of(group)))
     send_whole(module, group)
     share_random_state(group)
@@ -159,7 +159,7 @@ def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: boo
     try:
         if isinstance(module, nn.Embedding):
             return VocabParallelEmbedding.from_embedding(module, group, sequence_parallel)
-        if style in ROWS:
+        if style in ROW_STYLES:
             return RowParallelLinear.from_linear(
                 module, style == "row", group, sequence_parallel, unit=part.unit
             )

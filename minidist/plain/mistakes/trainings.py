@@ -148,5 +148,5 @@ def alone(rung: Mistake) -> Trainings:
     """What a rung has to equal: one process; local SGD, which computes something else, itself."""
     if rung.rung == "local_sgd":
         return unchanged(rung)
-    itself = rung.rung in ("recipe", "experts")
+    itself = rung.rung in ("recipe", "experts", "muon", "low_precision")
     return Trainings(rung if itself else replace(rung, rung="one_process", options=()), 1)

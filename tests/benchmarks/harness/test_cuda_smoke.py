@@ -67,4 +67,7 @@ def test_the_script_of_a_first_run_names_what_it_can_not_do(tmp_path):
     runs = [line.split()[4:] for line in log.splitlines() if "harness.cuda_tune s10_hopper" in line]
     assert len({*map(tuple, runs)}) == len(runs) == 27
     assert runs[0] == ["COLUMNS=(256,)", "GROUP=8", "CLUSTER=2", "BUFFERS=2"]  # the rung's own first
+    first_run("faults")
+    log = (tmp_path / "out" / "log-faults-1-of-2.txt").read_text()
+    assert log.index("mistakes.silicon --compile") < log.index("mistakes.silicon --gpu --out")
     assert first_run("everything").returncode == 2

@@ -1,6 +1,6 @@
 """Wrong answers that students really give, each as a small change of the lesson's solution; a file a lesson.
 
-`tests/helpers/patches.py` says how a change is written. Beside that, here,
+`kernels/emulator/mistakes/patches.py` says how a change is written. Beside that, here,
 
     passes, but gathers and adds: above par in bytes sent      is a right answer that costs more than par;
     +gathered = comm.all_gather(parameter.grad)                with no line to replace this is the whole body;
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.cli.lessons_export import definitions
-from tests.helpers.patches import Mistake, changed, mistakes_in
+from minidist.kernels.emulator.mistakes.patches import Mistake, changed, mistakes_in
 from tests.lessons import LESSONS
 
 

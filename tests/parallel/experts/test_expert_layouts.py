@@ -28,7 +28,7 @@ TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=4, width=16, experts
 
 
 def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 8), generator=generator)
+    text = torch.randint(0, 11, (count, 9), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
@@ -48,6 +48,7 @@ LAYOUTS = (
     "dp=2,cp=2,ep=4,zero=1",
     "dp=2,ep=2,pp=2,micro_batches=2",
     "dp=2,ep=2,tp=2",
+    "dp=2,ep=2,tp=2,sequence_parallel=True,micro_batches=2,zero=1",
     "dp=2,zero=1",
 )
 
