@@ -51,6 +51,12 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "tp_cut", tensor).shape)
 
 
+def orthogonalization_work(shape: tuple[int, ...]) -> float:
+    """Products of an iteration of Muon: two of a (m, n) and its transpose, one square, for each of a stack."""
+    m, n = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
+
+
 class WholeTensors:
     """Deals whole tensors to shares, as for an optimizer that looks at whole parameters.
 

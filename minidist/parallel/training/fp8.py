@@ -185,7 +185,7 @@ class Rounding(NamedTuple):
 
 @opaque
 def rounded_linear(x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:  # (..., K), (M, K)
-    """Return x W^T of rounded operands, (..., M)."""
+    """Return x W^T of rounded operands: (..., M)."""
     y: Tensor = _Linear.apply(x, weight, rounding.for_call())  # type: ignore[no-untyped-call]
     return y
 
