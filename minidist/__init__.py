@@ -9,7 +9,7 @@ Under torchrun every process first calls `md.init()`. Then choose:
   then `engine.step(inputs, targets)`.
 - One strategy in a loop of your own: DataParallel, ZeroOptimizer, FullyShard, Pipeline, LayerByLayer,
   LocalSGD, ParameterServer. With a Coordinator, workers of LocalSGD come and go. Cast, TopK and PowerSGD
-  compress gradients.
+  compress gradients; Muon is an optimizer.
 - Layers cut between ranks: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding.
 - Checkpoints that load in any layout: save, load, export, load_pretrained. To find a mistake: compare,
   assert_in_sync.

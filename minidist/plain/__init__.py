@@ -4,7 +4,8 @@ Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`)
 `train(model, batches, make_optimizer)`. Every rank passes the same global batches, and the rung takes this
 rank's share. All ranks start from rank 0's weights (`gpt.same_weights`), and end with the whole model, as one
 process leaves it. Losses and weights are those of one process, but for the parameter server and local SGD,
-which trade that for less waiting, and low precision, which rounds. Read in this order:
+which trade that for less waiting, and low precision, which rounds. mistakes/ plants mistakes in rungs, and
+placements.py finds some. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|
@@ -13,6 +14,7 @@ which trade that for less waiting, and low precision, which rounds. Read in this
 | buckets | many gradients in one message | buckets.py |
 | overlap | send while backward still runs | overlap.py |
 | sharded | what stays whole is a table: data parallelism and ZeRO 1, 2, 3 | sharded.py |
+| Muon | whole matrices dealt to owners, which make their updates orthogonal | muon.py |
 | parameter server | workers do not wait for each other | parameter_server.py |
 | local SGD | ranks train alone, and average now and then | local_sgd.py |
 | layer by layer | each rank holds some of the layers | layer_by_layer.py |
@@ -47,8 +49,8 @@ on top. To run a rung on 4 ranks, and print the losses that rank 0 has seen:
 """
 
 LADDER = (
-    *("one_process", "data_parallel", "buckets", "overlap", "sharded", "parameter_server", "local_sgd"),
-    *("layer_by_layer", "pipeline", "tensor_parallel", "sequence_parallel", "ring_attention", "ulysses"),
-    *("experts", "low_precision"),
+    *("one_process", "data_parallel", "buckets", "overlap", "sharded", "muon", "parameter_server"),
+    *("local_sgd", "layer_by_layer", "pipeline", "tensor_parallel", "sequence_parallel", "ring_attention"),
+    *("ulysses", "experts", "low_precision"),
 )
 """The rungs' module names, in the order of reading."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.averaging.parameter_assignment import divide
+from minidist.parallel.averaging.parameter_assignment import deal_parameters
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from tests.helpers.models import mlp, vectors
 
@@ -55,7 +55,7 @@ def replay(
     anchors = [*whole.parameters()]
     optimizer = outer(anchors)
     position = {parameter: i for i, parameter in enumerate(anchors)}
-    parts = [[position[p] for p in part.parameters] for part in divide(anchors, fragments)]
+    parts = [[position[p] for p in part.parameters] for part in deal_parameters(anchors, fragments)]
     workers: dict[int, Worker] = {}
     due, kept = 0, 0.5 if delay else 0.0
 

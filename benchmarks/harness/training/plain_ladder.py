@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import plain
-from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program
-from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, SEED, Batch, Work, drawn
+from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program, engine
+from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, MUON, SEED, Batch, Work, drawn
 from minidist.model import GPT, GPTConfig
 from minidist.model.blocks import attend
 from minidist.model.data import dataset
@@ -194,6 +194,16 @@ FORMS = (
     _sharded("ZeRO 1", 1, "parameters and gradients stay whole"),
     _sharded("ZeRO 2", 2, "parameters stay whole"),
     _sharded("ZeRO 3", 3, "nothing stays whole"),
+    RungForm(
+        "Muon",
+        "muon",
+        "Layout(dp=2, zero=1), Muon",
+        partial(engine, "dp=2,zero=1", optimizer=MUON),
+        {"lr": 0.01},
+        exact=False,
+        alike=False,
+        note="the rest is AdamW's",
+    ),
     RungForm(
         "parameter server",
         "parameter_server",

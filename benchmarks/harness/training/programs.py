@@ -131,7 +131,8 @@ class EngineProgram(Program):
 
 def engine(layout: str, work: Work, **options: Any) -> EngineProgram:
     """Make the loop of an engine in this layout; `options` are those of `md.prepare`."""
-    prepared = md.prepare(work.build(), ADAMW, md.Layout.parse(layout), rehearse=False, **options)
+    given: dict[str, Any] = {"optimizer": ADAMW, "rehearse": False, **options}
+    prepared = md.prepare(work.build(), layout=md.Layout.parse(layout), **given)
     return EngineProgram(prepared)
 
 
@@ -141,6 +142,7 @@ def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
     options: of `LocalSGD`, such as an outer optimizer.
     """
     model = md.LocalSGD(work.build(), every=every, **options)
+    exchange: Any = model._exchange
     optimizer = ADAMW(model.parameters())
     loop = plain_loop(model, optimizer, cross_entropy)
 
@@ -149,7 +151,7 @@ def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
         model.synchronize()
         return loss
 
-    return Program(train, (md.rank(), md.size()), model, optimizer, model.held)
+    return Program(train, (md.rank(), md.size()), model, optimizer, exchange.held)
 
 
 def layer_by_layer(work: Work) -> Program:

@@ -12,6 +12,8 @@ from typing import Any
 
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
+from minidist.benchmarks.harness.training.work import MUON
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
@@ -86,6 +88,7 @@ FAMILIES = {
     "one process": (
         _row("one process", "dp=1", "plain torch"),
         _row("recompute", "recompute=True", "torch checkpoint"),
+        *(_full("FP8, emulated", f"precision={name}", exact=False) for name in FP8_RECIPES),
     ),
     "data parallel": (
         _data_parallel("an all-reduce a parameter", bucket_mb=0, overlap=False),
@@ -119,6 +122,8 @@ FAMILIES = {
         _row("ZeRO-1", "dp=2,zero=1", "torch ZeroRedundancyOptimizer"),
         _row("ZeRO-2", "dp=2,zero=2", "torch fully_shard, parameters kept"),
         _row("ZeRO-3", "dp=2,zero=3", "torch fully_shard"),
+        _row("ZeRO-1, Muon", "dp=2,zero=1", options={"optimizer": MUON}, exact=False),
+        _row("ZeRO-3, Muon", "dp=2,zero=3", options={"optimizer": MUON}, exact=False),
         _row("ZeRO-3, offload", "dp=2,zero=3", offload=True),
         _full("data parallel, recompute", "dp=2,recompute=True", "torch DDP, checkpoint"),
     ),

@@ -16,10 +16,13 @@ from minidist.model.data import dataset
 from minidist.model.gpt import GPT
 from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
+from minidist.parallel.training.muon import Muon
 
 SEED = 0
+MUON = partial(Muon, lr=0.01, adamw_lr=1e-3)
+"""The optimizer of rows that name it."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-"""The optimizer of all steps, ours and the peers'. Its fused call updates all parameters of a kind."""
+"""The optimizer of all other steps, ours and the peers'. Its fused call updates all parameters of a kind."""
 BATCHES = 4
 """Number of different global batches; training repeats them."""
 Batch = tuple[Tensor, Tensor]

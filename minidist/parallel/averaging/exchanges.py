@@ -7,7 +7,7 @@ gets it back after the outer step. Each starts an exchange, and finishes it when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -38,43 +38,12 @@ def nesterov(
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
 
 
-class Fragment:
-    """Parameters that are averaged together, in buckets.
-
-    Attributes:
-        parameters, buckets: in the same order.
-        anchors: the parameters after the last outer step; none without an outer optimizer.
-    """
-
-    def __init__(self, part: ServerPart, gradient_comm: GradientComm, limit: int, anchored: bool) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.buckets: list[Bucket] = []
-        self._works: list[Any] = []
-        for indices in deal_to_buckets(part.parameters, range(len(part.parameters)), limit):
-            chosen = [part.parameters[index] for index in indices]
-            numel = sum(parameter.numel() for parameter in chosen)
-            self.parameters += chosen
-            self.buckets.append(Bucket(range(len(chosen)), chosen))
-            self.buckets[-1].hold(gradient_comm.zeros(numel, chosen[0].dtype, chosen[0].device))
-        self.anchors = [nn.Parameter(p.detach().clone()) for p in self.parameters] if anchored else []
-
-    @torch.no_grad()
-    def start(self, gradient_comm: GradientComm) -> None:
-        """Copy the parameters, and launch the all-reduces."""
-        algorithm, group = gradient_comm.algorithm, gradient_comm.group
-        for bucket in self.buckets:
-            torch._foreach_copy_(bucket.views, bucket.parameters)
-            self._works.append(comm.all_reduce(bucket.gradients, "mean", algorithm, group, async_op=True))
-
-    def means(self) -> list[Tensor]:
-        """Wait, and return the mean of each parameter."""
-        while self._works:
-            self._works.pop(0).wait()
-        return [view for bucket in self.buckets for view in bucket.views]
-
-
 class AllReduceExchange:
-    """The ranks of a group. `outer` is the outer optimizer, if there is one."""
+    """The ranks of a group. `outer` is the outer optimizer, if there is one.
+
+    limit: bytes of a bucket. A fragment is a list of buckets; `anchors` has the value that each parameter had
+    after the last outer step.
+    """
 
     def __init__(
         self,
@@ -85,74 +54,91 @@ class AllReduceExchange:
         outer: MakeOptimizer | None,
     ) -> None:
         self._module, self._comm, self._limit, self._count = module, gradient_comm, limit, fragments
-        self._anchored = outer is not None
-        self._parameters: list[nn.Parameter] = []
-        self._fragments: list[Fragment] = []
-        self._under_way: Fragment | None = None
+        self.anchors: dict[nn.Parameter, nn.Parameter] = {}
         self.outer: torch.optim.Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._fragments: list[list[Bucket]] = []
+        self._under_way: list[tuple[Bucket, Any]] = []
         if outer is not None:
-            self._lay_out()
-            self.outer = outer([anchor for each in self._fragments for anchor in each.anchors])
+            self.anchors = {p: nn.Parameter(p.detach().clone()) for p in trainable(module)}
+            self.outer = outer(self.anchors.values())
+            self._lay_out()  # the ranks wait for each other here, and not in the first exchange
 
     def start(self, turn: int) -> None:
         """Launch the all-reduces of a fragment."""
         self._lay_out()
-        self._under_way = self._fragments[turn % self._count] if self._fragments else None
-        if self._under_way is not None:
-            self._under_way.start(self._comm)
+        self._send(self._fragments[turn % self._count] if self._fragments else ())
 
-    def finish(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Wait for the mean, and make the outer step; return each parameter with its new value."""
-        fragment = self._under_way
-        if fragment is None:
-            return ()
-        values = fragment.means()
+    def finish(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Wait for the means, and make the outer step; return each parameter with its new value."""
+        values = self._means()
         if self.outer is not None:
-            for anchor, mean in zip(fragment.anchors, values, strict=True):
+            for parameter, mean in values.items():
+                anchor = self.anchors[parameter]
                 anchor.grad = mean.neg_().add_(anchor.detach())  # in the bucket's memory
             self.outer.step()
-            for anchor in fragment.anchors:
-                anchor.grad = None
-            values = [anchor.detach() for anchor in fragment.anchors]
-        return zip(fragment.parameters, values, strict=True)
+            self.outer.zero_grad()
+            values = {parameter: self.anchors[parameter].detach() for parameter in values}
+        return values.items()
 
-    @torch.no_grad()
     def average(self) -> None:
         """Average all parameters; the anchors are then the same."""
         self._lay_out()
-        for fragment in self._fragments:
-            fragment.start(self._comm)
-        for fragment in self._fragments:
-            means = fragment.means()
-            for values in (fragment.parameters, fragment.anchors)[: 1 + self._anchored]:
-                torch._foreach_copy_([*values], means)
+        self._send([bucket for fragment in self._fragments for bucket in fragment])
+        for parameter, mean in self._means().items():
+            parameter.data.copy_(mean)
+            if parameter in self.anchors:
+                self.anchors[parameter].data.copy_(mean)
 
-    def held(self) -> Iterator[Tensor]:
-        """Return the tensors that stay between steps: the buckets, and the anchors."""
-        for fragment in self._fragments:
-            yield from (bucket.gradients for bucket in fragment.buckets)
-            yield from fragment.anchors
+    @torch.no_grad()
+    def _send(self, buckets: Iterable[Bucket]) -> None:
+        algorithm, group = self._comm.algorithm, self._comm.group
+        for bucket in buckets:
+            torch._foreach_copy_(bucket.views, bucket.parameters)
+            work = comm.all_reduce(bucket.gradients, "mean", algorithm, group, async_op=True)
+            self._under_way.append((bucket, work))
+
+    def _means(self) -> dict[nn.Parameter, Tensor]:
+        """Wait for the all-reduces that are under way."""
+        means: dict[Any, Tensor] = {}
+        for bucket, work in self._under_way:
+            work.wait()
+            means.update(zip(bucket.parameters, bucket.views, strict=True))
+        self._under_way.clear()
+        return means
 
     def _lay_out(self) -> None:
-        """Make the fragments, again if other parameters get gradients now."""
+        """Deal the parameters to fragments and buckets, again if others get gradients now."""
         parameters = trainable(self._module)
         if list(map(id, parameters)) == list(map(id, self._parameters)):
             return
-        if self.outer is not None:
+        if self.outer is not None and self.anchors.keys() != {*parameters}:
             raise ValueError("other parameters get gradients than when LocalSGD was made; make it again")
         self._parameters = parameters
-        if self._comm.ranks > 1 or self._anchored:  # the mean over one rank is there already
-            parts = deal_parameters(parameters, self._count, "fragments")
-            self._fragments = [Fragment(part, self._comm, self._limit, self._anchored) for part in parts]
+        if self._comm.ranks == 1 and self.outer is None:
+            return  # the mean is there already
+        self._fragments = []
+        for part in deal_parameters(parameters, self._count, "fragments"):
+            self._fragments.append([])
+            for indices in deal_to_buckets(part.parameters, range(len(part.parameters)), self._limit):
+                bucket = Bucket(indices, part.parameters)
+                numel = sum(parameter.numel() for parameter in bucket.parameters)
+                bucket.hold(self._comm.zeros(numel, bucket.dtype, bucket.device))
+                self._fragments[-1].append(bucket)
+
+    def held(self) -> Iterable[Tensor]:
+        """Return what stays between steps: the buckets, the anchors and the outer optimizer's state."""
+        buckets = (bucket.gradients for fragment in self._fragments for bucket in fragment)
+        states = self.outer.state.values() if self.outer is not None else ()
+        return (
+            *buckets,
+            *self.anchors.values(),
+            *(x for each in states for x in each.values() if x is not None),
+        )
 
 
 class CoordinatorExchange:
-    """A worker of a coordinator.
-
-    Attributes:
-        slot: this worker's.
-        joined_at: the outer steps that the coordinator had made.
-    """
+    """A worker of a coordinator: its slot, and `joined_at`, the outer steps that the coordinator had made."""
 
     def __init__(self, model: nn.Module, address: str, fragments: int, timeout: float) -> None:
         self._parts = deal_parameters(trainable(model), fragments, "fragments")
@@ -178,10 +164,6 @@ class CoordinatorExchange:
         """Wait for the coordinator's answer; return each parameter with its new value."""
         part, answer = self._under_way
         return zip(part.parameters, part.unpack_values(answer.result()), strict=True)
-
-    def held(self) -> Iterable[Tensor]:
-        """Return nothing: the coordinator has it all."""
-        return ()
 
     def close(self) -> None:
         """Leave."""

@@ -170,5 +170,5 @@ def _distance(x: Tensor, y: Tensor) -> str:
 
 
 def _most(values: Sequence[Any]) -> Any:
-    """The most common value; if several are, that of the lowest rank."""
+    """The most common value; among equally common ones, the value of the lowest rank."""
     return Counter(values).most_common(1)[0][0]

@@ -64,9 +64,9 @@ def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Re
     state of gradient compression: what compression kept back is dropped, and PowerSGD's factors stay.
 
     Args:
-        engine: from `prepare`. Its layers are those of the model's lists, and the modules next to them. What
-            `forward` computes between them belongs to the next one. Of a layer's outputs, the first tensor is
-            recorded, if its first dimension is the rows.
+        engine: from `prepare`. Its layers are the modules in the model's lists, and the modules next to the
+            lists. What `forward` computes between two layers belongs to the next one. If a layer has several
+            outputs, the first tensor is recorded, provided that its first dimension is the rows.
         batches: whole global batches as `Engine.step` takes them, such as pairs of inputs and targets.
         repeats: how often to measure the effect of rounding.
 

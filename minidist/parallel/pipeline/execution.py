@@ -262,7 +262,7 @@ class Pipeline:
 
 
 class _Changeable(torch.autograd.Function):
-    """The identity, in the same memory, with an output that is neither a leaf nor a view of one."""
+    """The identity, in the same memory. Its output is no leaf, and no view of one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

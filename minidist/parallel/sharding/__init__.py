@@ -32,6 +32,7 @@ Where memory is given back:
 | shared_parameters.py | `SharedParameters`: all sets together: the norm of their gradients, clipping |
 | whole_parameters.py | `WholeParameters`: whole on every rank; dealt to buckets as gradients come |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
+| whole_on_owners.py | `WholeOnOwners`: those of them that the optimizer needs whole, on an owner each |
 | reducer.py | `Reducer`: a gradient has arrived; full buckets are sent while backward runs; a round ends |
 | optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, masters and state |
 | state_by_name.py | `StateByName`: the training state by the parameters' names, for checkpoints |

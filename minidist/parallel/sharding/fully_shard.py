@@ -46,9 +46,9 @@ class FullyShard(nn.Module):
     Args:
         module: the model; the same architecture on all ranks. On the meta device it is made unit by unit, so
             that the whole model is never in memory. Otherwise its memory is given back unit by unit.
-        optimizer_class: the class of an elementwise optimizer (training/elementwise_optimizers.py). Or a
-            function from parameters to one: it is given stand-ins of the parameters' shapes, and may form
-            groups of them and leave some out.
+        optimizer_class: the class of an optimizer. One that looks at whole parameters updates each of them on
+            its owner (whole_on_owners.py). Or a function from parameters to one: it is given stand-ins of the
+            parameters' shapes, and may form groups of them and leave some out.
         group: the ranks that share the batch; None for all.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory; a directory keeps them in
             files there, and has the optimizer step on slices (memory_source.py). False: with the module.

@@ -118,7 +118,7 @@ class Precision:
         return mapped(lambda x: x.float() if x.dtype == self.dtype else x, outputs)
 
     def convert_calls(self, model: nn.Module) -> None:
-        """Let a model that nobody else converts for convert its own inputs and outputs."""
+        """Have a model convert its inputs and outputs itself, where no executor does it."""
         if self.dtype is not None:
             model.register_forward_pre_hook(lambda _, args, kw: self.inputs((args, kw)), with_kwargs=True)
             model.register_forward_hook(lambda _, args, outputs: self.outputs(outputs))

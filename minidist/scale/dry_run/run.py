@@ -21,6 +21,8 @@ import torch
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
+from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
@@ -90,8 +92,8 @@ class DryRun:
 
     @property
     def has_time(self) -> bool:
-        """Whether `predict` can predict the time of a step: not where a layout cuts a model of your own."""
-        return subject_of(self.config).has_time(self.layout)
+        """Whether `predict` can predict a step's time: not of emulated FP8 or a part of your own model."""
+        return self.layout.precision not in FP8_RECIPES and subject_of(self.config).has_time(self.layout)
 
     def predict(self, hardware: str | Hardware = "h100") -> StepTime:
         """Predict the time of a step on a machine; see `predict_step`.
@@ -278,16 +280,16 @@ def _checked(
 def _check_options(data_parallel: object, fully_shard: object) -> None:
     """ValueError if an option of `prepare` needs values or files, which a dry run does not have."""
     options = data_parallel if isinstance(data_parallel, Mapping) else {}
-    algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
+    algorithm, compression = options.get("algorithm", "auto"), compression_of(options.get("compression"))
     if algorithm not in ("auto", *WAYS):
         raise ValueError(
             f"algorithm is {algorithm!r} in data_parallel, and a dry run cannot count its messages; leave "
             "it out"
         )
-    if compression == "topk":
+    if compression is not None and compression.reads_values:
         raise ValueError(
-            "compression is 'topk' in data_parallel, which depends on values of gradients, and a dry run "
-            "computes none; give another, or None"
+            f"compression is {options['compression']!r} in data_parallel, which depends on values of "
+            "gradients, and a dry run computes none; give another, or None"
         )
     offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
     if offload not in (False, "cpu"):

@@ -47,11 +47,6 @@ class Fit:
         """Rows of the global batch."""
         return self.rows * self.layout.dp
 
-    @property
-    def smallest_batch(self) -> tuple[int, int]:
-        """The smallest batch that keeps all ranks busy, a row for each rank or micro-batch; its tokens."""
-        return max(self.layout.dp, self.layout.micro_batches), self.tokens
-
 
 def standard_layouts(ranks: int = 8) -> list[Layout]:
     """The layouts that are tried, in order: each adds one measure to the one before."""

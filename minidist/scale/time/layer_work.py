@@ -24,8 +24,10 @@ from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.recompute_policies import WHOLE, recomputed_parts
 from minidist.scale.memory.parameter_sizes import ALONE, LinearMap, ModelPart, block_maps
 
-RING_CALLS = 25
-"""Operators in a hop of ring attention."""
+RING_CALLS, RING_TILE = 25, 512
+"""Operators in a hop of ring attention, and the keys that it computes with at once."""
+TRADE_CALLS, TRADED = 30, 32
+"""Operators around Ulysses' two trades, and how often they read or write a stream of the rank's heads."""
 
 
 Same = TypeVar("Same", bound="Amounts")
@@ -83,6 +85,7 @@ class LayerWork:
     element: int = 4  # bytes of an activation
     part: ModelPart = ALONE
     sequence_parallel: bool = False  # norms and sums work on a share of the tokens
+    trading: int = 1  # ranks that trade tokens for heads; keys go around a ring of such groups
 
     @cached_property
     def stream(self) -> float:
@@ -96,9 +99,14 @@ class LayerWork:
 
     @cached_property
     def seen(self) -> float:
-        """Pairs of a query and a key that it sees, on this rank; a causal mask leaves about half."""
-        keys = (self.length + 1) / 2 if isinstance(self.config, GPTConfig) else self.length
-        return self.rows * self.tokens * keys
+        """Pairs of a query and a key for which this rank computes; a causal mask leaves about half.
+
+        A ring leaves out what the mask hides of the other ranks' keys, and of its own in whole tiles.
+        """
+        if not isinstance(self.config, GPTConfig):
+            return float(self.rows * self.tokens * self.length)
+        tile = min(self.length / self._ring, RING_TILE) if self._ring > 1 else 1
+        return self.rows * self.tokens * (self.length + tile) / 2
 
     @cached_property
     def routed(self) -> int:
@@ -129,9 +137,15 @@ class LayerWork:
     @cached_property
     def _attended(self) -> Computation:
         """Attention without its maps."""
-        ring = RING_CALLS * self.length / self.tokens if self.tokens < self.length else 0.0
-        own = self._maps[0][-1].inputs
-        return Computation(attention=4 * self.seen * own, operands=4 * self._bytes(own), calls=1 + ring)
+        own, calls = self._maps[0][-1].inputs, 1 + TRADE_CALLS * (self.trading > 1)
+        calls += RING_CALLS * self._ring if self._ring > 1 else 0
+        moved = TRADED * self._bytes(own) if self.trading > 1 else 0.0
+        return Computation(0.0, 4 * self.seen * own, 4 * self._bytes(own), moved, calls)
+
+    @property
+    def _ring(self) -> int:
+        """How many groups of ranks keys go around."""
+        return round(self.length / self.tokens / self.trading)
 
     def _bytes(self, features: int) -> float:
         """Bytes of so many features of each token."""
@@ -140,13 +154,13 @@ class LayerWork:
     @cached_property
     def _scores(self) -> float:
         """Bytes of the scores that ring attention writes, which is not fused; 0 for fused attention."""
-        return 4 * self.seen * self.part.own(self.config.heads) if self.tokens < self.length else 0.0
+        return 4 * self.seen * self.part.own(self.config.heads) if self._ring > 1 else 0.0
 
     @cached_property
     def _attention(self) -> Computation:
         """Attention's forward pass without its last map: what it repeats if it is recomputed."""
         *into, output = self._maps[0]
-        rest = Computation(moved=2 * self._bytes(output.inputs) + 6 * self._scores, calls=9)
+        rest = Computation(moved=2 * self._bytes(output.inputs) + 5 * self._scores, calls=9)
         return self._linear(*into).forward + self._attended + rest
 
     @cached_property
@@ -184,7 +198,7 @@ class LayerWork:
         forward = self._attention + self._linear(output).forward + self.mlp.forward + rest
         backward = self._linear(*self._maps[0]).backward + self.mlp.backward + self._attended * 2.5
         # Norms 8 S, residual gradients 6 S, sum of those of queries, keys and values 6 S, biases 2 S.
-        moved = 22 * self.outside + 11 * self._bytes(output.inputs) + 8 * self._scores
+        moved = 22 * self.outside + 11 * self._bytes(output.inputs) + 6 * self._scores
         backward += Computation(moved=moved, calls=26)
         return PassWork(forward, backward, forward - self.mlp.forward + self.mlp.again)
 

@@ -145,7 +145,7 @@ class StepStages:
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
         tokens, cut = (self.own_tokens, self.setup.tokens), self.layout.sequence_parallel
-        return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut)
+        return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut, self.layout.trading)
 
     def times(self, chunk: int, rows: int) -> StageTimes:
         """Times of a micro-batch of so many rows through a part of the model."""

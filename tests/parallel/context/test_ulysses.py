@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.context import ulysses, zigzag_order
-from minidist.parallel.context.ring_attention import TOLD
+from minidist.parallel.context.ring_attention import TILE, TOLD
 from minidist.parallel.context.ulysses import ulysses_attention, ulysses_bytes
+from minidist.scale.time.layer_work import RING_TILE, LayerWork
 from tests.helpers.models import hugging_face
 from tests.parallel.context.test_ring_attention import EXACT, drawn, in_full, own
 
@@ -69,11 +71,26 @@ def test_positions_out_of_order_are_seen(cluster_of: Clusters) -> None:
         cluster_of(2).run(in_arrival_order)
 
 
-def counted(trading: int, causal: bool = True) -> tuple[int, int]:
-    """Bytes that this rank sends, and its operations in attention."""
-    inputs = drawn(64, 4, 4)
-    with comm.ledger() as ledger, FlopCounterMode(display=False) as flops:
-        by_ulysses(inputs, causal, trading)
+def forward_products(
+    q: Any, k: Any, v: Any, dropout: float = 0.0, is_causal: bool = False, **_: Any
+) -> float:
+    """Operations of a fused kernel's two products, for the pairs that its mask leaves."""
+    batch, heads, length, width = q
+    return 4 * batch * heads * width * length * ((length + 1) / 2 if is_causal else length)
+
+
+def backward_products(g: Any, q: Any, k: Any, v: Any, y: Any, s: Any, *more: Any, **named: Any) -> float:
+    """The same of its five products."""
+    return 2.5 * forward_products(q, k, v, *more, **named)
+
+
+def counted(trading: int) -> tuple[int, float]:
+    """Bytes that this rank sends, and its operations in attention, causal."""
+    inputs, fused = drawn(64, 4, 4), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    uncounted: Any = {fused: forward_products, backward: backward_products}  # by torch
+    with comm.ledger() as ledger, FlopCounterMode(display=False, custom_mapping=uncounted) as flops:
+        by_ulysses(inputs, True, trading)
     return ledger.bytes_sent, flops.get_total_flops()
 
 
@@ -86,33 +103,31 @@ def test_bytes_are_those_of_the_formula(cluster_of: Clusters, ranks: int) -> Non
     assert [sent - 8 * TOLD * (ranks - 1) for sent, _ in found] == [2 * forward] * ranks
 
 
-def check_work(causal: list[tuple[int, int]], whole: list[tuple[int, int]], trading: int) -> None:
-    """The ranks' work differs by at most 5%. A ring leaves out what the mask hides; a fused kernel does so
-    inside, where nothing counts."""
-    work = [operations for _, operations in causal]
+def check_work(ranks: list[tuple[int, float]], trading: int) -> None:
+    """All ranks do the same work, within 5%: what the planner counts, forward and 2.5 times that backward."""
+    work, shape = [operations for _, operations in ranks], GPTConfig(context=64, layers=1, heads=4, width=20)
     assert max(work) <= 1.05 * min(work)
-    chunks = 2 * len(causal) // trading  # the own two of them are shorter than a tile, and computed whole
-    share = (chunks + 2) / (2 * chunks) if trading < len(causal) else 1.0
-    assert sum(work) == pytest.approx(share * sum(operations for _, operations in whole))
+    assert RING_TILE == TILE
+    pairs = LayerWork(shape, 2, 64 // len(ranks), 64, trading=trading).pairs
+    assert sum(work) / len(work) == 3.5 * 4 * pairs * 20
 
 
-def ignoring_the_mask(trading: int) -> tuple[int, int]:
-    """A fault: a ring computes what the mask hides."""
-    right = zigzag_order.sight
-    zigzag_order.sight = lambda *args: right(*args[:4], False)  # type: ignore[assignment]
+def without_a_mask(trading: int) -> tuple[int, float]:
+    """A fault: ranks compute what the mask hides."""
+    ring, fused = zigzag_order.sight, ulysses.functional.scaled_dot_product_attention
+    zigzag_order.sight = lambda *args: ring(*args[:4], False)  # type: ignore[assignment]
+    ulysses.functional.scaled_dot_product_attention = lambda *x, is_causal, **more: fused(*x, **more)  # type: ignore[assignment]
     try:
         return counted(trading)
     finally:
-        zigzag_order.sight = right
+        zigzag_order.sight, ulysses.functional.scaled_dot_product_attention = ring, fused
 
 
 @pytest.mark.parametrize(("ranks", "trading"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
 def test_every_rank_has_the_same_work(cluster_of: Clusters, ranks: int, trading: int) -> None:
-    causal, whole = (cluster_of(ranks).run(counted, trading, masked) for masked in (True, False))
-    check_work(causal, whole, trading)
-    if trading < ranks:
-        with pytest.raises(AssertionError):
-            check_work(cluster_of(ranks).run(ignoring_the_mask, trading), whole, trading)
+    check_work(cluster_of(ranks).run(counted, trading), trading)
+    with pytest.raises(AssertionError):
+        check_work(cluster_of(ranks).run(without_a_mask, trading), trading)
 
 
 def refused() -> str:
