@@ -52,7 +52,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def orthogonalization_work(shape: tuple[int, ...]) -> float:
-    """Products of an iteration of Muon: two of a (m, n) and its transpose, one square, for each of a stack."""
+    """Products of an iteration of Muon for an (m, n), or for a stack: two with its transpose, and a square."""
     m, n = sorted(shape[-2:])
     return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
-from minidist.parallel.flat.bucket_layout import longest_first
-from minidist.parallel.flat.bucket_layout import orthogonalization_work as work_of
+from minidist.parallel.flat.bucket_layout import longest_first, orthogonalization_work
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
 
@@ -38,10 +37,16 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
 
 
 class Hidden(NamedTuple):
-    """A matrix that Muon orthogonalizes: a rank's elements of it, and share of `orthogonalization_work`."""
+    """A matrix, or a stack of some, that Muon orthogonalizes."""
 
-    elements: int
-    work: float
+    elements: int  # that a rank has
+    shape: tuple[int, ...]  # of all
+    ranks: int = 1  # that have parts of it
+
+    @property
+    def work(self) -> float:
+        """A rank's share of the iteration's products."""
+        return orthogonalization_work(self.shape) / self.ranks
 
 
 @dataclass(frozen=True)
@@ -170,16 +175,16 @@ def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameter
 def hidden(config: TransformerConfig, part: ModelPart = ALONE) -> tuple[tuple[Hidden, ...], ...]:
     """The matrices of a rank's blocks, and that of BERT's pooler or map; and the stacks of its experts."""
     width, own = config.width, part.own(config.heads) * config.head_size
-    square, wide = (work_of((rows, width)) / part.tp for rows in (width, config.middle))
-    of_block, stacks = [Hidden(width * own, square)] * 4, [Hidden(width * part.own(config.middle), wide)] * 2
+    of_block = [Hidden(width * own, (width, width), part.tp)] * 4
+    stacks = [Hidden(width * part.own(config.middle), (config.middle, width), part.tp)] * 2
     if config.experts:
         stack = config.experts // part.ep, width, config.middle
-        of_block += [Hidden(config.experts * width, work_of((config.experts, width)))]
-        stacks = [Hidden(math.prod(stack), work_of(stack))] * 2
+        of_block += [Hidden(config.experts * width, (config.experts, width))]
+        stacks = [Hidden(math.prod(stack), stack)] * 2
     layers = [i for chunk in own_parts(config, part) for i in chunk]
     blocks = sum(1 <= i <= config.layers for i in layers)
     has_map = config.layers + 1 in layers and not isinstance(config, GPTConfig)
-    of_map = [Hidden(width * width, work_of((width, width)))] * has_map
+    of_map = [Hidden(width * width, (width, width))] * has_map
     if part.ep > 1:
         return tuple(of_block * blocks), tuple(stacks * blocks)
     return (*(of_block + stacks) * blocks, *of_map), ()
