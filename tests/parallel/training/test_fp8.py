@@ -303,7 +303,9 @@ def test_bytes_are_those_of_the_formula(
     assert more == [8 * numbers * (6 * WIDE.layers + 1)] * 2
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "tp=2", "dp=2,zero=3,recompute=True"])
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "tp=2", "tp=2,sequence_parallel=True", "dp=2,zero=3,recompute=True"]
+)
 def test_memory_is_that_of_float32(layout: str, cluster_of: Clusters) -> None:
     def held(layout: md.Layout) -> Any:
         engine = md.prepare(GPT(WIDE, seed=0), ADAMW, layout)
