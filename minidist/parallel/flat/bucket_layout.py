@@ -9,7 +9,7 @@ from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-if TYPE_CHECKING:  # the site's playground, which deals matrices, too, has no torch
+if TYPE_CHECKING:  # a browser counts with these functions, and has no torch
     from torch import Tensor
 
 
@@ -46,15 +46,18 @@ def longest_first(sizes: Sequence[float], bins: list[float]) -> list[int]:
     return chosen
 
 
+def matrix_work(shape: tuple[int, ...]) -> float:
+    """The work of a Newton-Schulz iteration (training/muon.py) on a matrix, or on each of a stack.
+
+    Two products of (m, m) and (m, n) or their like, and one of (m, m) and (m, m); m <= n.
+    """
+    m, n = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
+
+
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of a parameter before tensor parallelism cut it."""
     return tuple(getattr(tensor, "tp_cut", tensor).shape)
-
-
-def orthogonalization_work(shape: tuple[int, ...]) -> float:
-    """Products of an iteration of Muon for an (m, n), or for a stack: two with its transpose, and a square."""
-    m, n = sorted(shape[-2:])
-    return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
 
 
 class WholeTensors:

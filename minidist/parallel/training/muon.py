@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.flat.bucket_layout import longest_first, orthogonalization_work, whole_shape
+from minidist.parallel.flat.bucket_layout import longest_first, matrix_work, whole_shape
 from minidist.parallel.flat.exchange import exchange
 from minidist.parallel.flat.ranges import narrowed
 
@@ -78,8 +78,7 @@ class Muon(torch.optim.Optimizer):
             faster, where the momentum is float32, and otherwise for the momentum's own.
     """
 
-    joins_cuts = True
-    work = staticmethod(orthogonalization_work)
+    joins_cuts, work = True, staticmethod(matrix_work)
     tp_group: Group = None  # the ranks that have parts of the same matrices; set by the engine
 
     def __init__(
