@@ -162,6 +162,7 @@ def test_no_rung_is_left_out() -> None:
     rungs = {f"kernels/cpu/{path.name}" for path in ROOT.glob("kernels/cpu/s[1-7]_*.py")}
     rungs |= {f"kernels/cuda/{path.name}" for path in ROOT.glob("kernels/cuda/s[1-6]_*.py")}
     rungs |= {f"minidist/plain/{path.name}" for path in ROOT.glob("minidist/plain/*.py")}
+    rungs -= {"minidist/plain/placements.py"}  # no rung: it looks for mistakes in them
     assert rungs <= {*FILES}
     assert [file for file in FILES if Path(file).stem in LADDER and "plain" in file] == [
         f"minidist/plain/{rung}.py" for rung in LADDER

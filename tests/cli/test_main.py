@@ -60,7 +60,8 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "lessons", "doctor"]
+    "command",
+    ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "mistakes", "lessons", "doctor"],
 )
 def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
@@ -590,3 +591,16 @@ def test_another_cpus_kernel_is_not_what_numpy_is_measured_with():
     assert one_line(done.stderr).startswith(
         "minidist: OPENBLAS_CORETYPE=Haswell and OPENBLAS_L2_SIZE=512 unset"
     )
+
+
+def test_mistakes_are_listed_and_shown(run):
+    code, out, _ = run("mistakes", "--list", "tensor", "one-rank-logs")
+    assert code == 0
+    assert len(out.splitlines()) == 9
+    code, out, _ = run("mistakes", "--show", "one-rank-logs")
+    assert code == 0
+    assert "+        if rank == 0:\n+            comm.all_reduce(loss.detach().clone())" in out
+    assert re.search(r"^order +rank 0 calls all_reduce of \[\]|^order +rank 1 calls", out, re.MULTILINE)
+    found = json.loads(run("mistakes", "one-rank-logs", "--json")[1])
+    assert found["one-rank-logs"]["placements"]["sentence"].startswith("rank 0 calls all_reduce of []")
+    assert "did you mean 'tied-weights-not-summed'" in one_line(run("mistakes", "tied-weights")[2])

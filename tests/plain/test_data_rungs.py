@@ -209,34 +209,18 @@ def test_no_worker_waits_for_a_slow_one(cluster_of: Clusters, tmp_path: Path, ol
     assert cluster_of(4).run(wait_or_tell)[1] is not bool(old)
 
 
+# Those that minidist.plain.mistakes has not: ranks as processes show them, too.
 MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("data_parallel", {}, "same_weights(model)", "pass"),
-    ("data_parallel", {}, "comm.all_reduce(p.grad)", "pass"),
-    ("data_parallel", {}, "* len(inputs) / len(batch[0])", "/ ranks"),  # a mean of means
-    ("data_parallel", {}, "tensor_split(ranks)[rank]", "tensor_split(ranks)[0]"),
     ("muon", {}, "comm.reduce_scatter(gradients)[0]", "gradients[comm.rank()]"),
     ("muon", {}, "comm.all_gather(update[None])", "update.expand(comm.size(), -1, -1)"),
     ("muon", {}, "x if rows <= columns else x.T", "x.reshape(rows, columns)"),
     ("muon", {}, "range(0, len(same), n)", "range(0, len(same) - n, n)"),  # a deal that skips matrices
-    ("buckets", {}, "comm.all_reduce(bucket)", "pass"),
-    ("buckets", {}, "bucket.zero_()", "pass"),
-    ("buckets", {}, "bucket.zero_()", "optimizer.zero_grad()"),  # the gradients leave the buckets
     ("overlap", {}, "self.missing = self.count\n", "pass\n"),
     ("overlap", {}, "async_op=True", '"mean", async_op=True'),
     ("sharded", {"row": "data parallel"}, "comm.all_reduce(gradient)", "gradient"),
-    ("sharded", {"row": "ZeRO 1"}, "if keep.parameters and not keep.state", "if False"),
-    ("sharded", {"row": "ZeRO 2"}, "self.layer.zero_grad()", "pass"),
-    (
-        "sharded",
-        {"row": "ZeRO 2"},
-        "comm.reduce_scatter(gradient)",
-        "gradient.chunk(comm.size())[comm.rank()]",
-    ),
     ("sharded", {"row": "ZeRO 3"}, "own.clone()", "own.clone() * 2"),
     ("sharded", {"row": "ZeRO 3"}, "same_weights(model)", "pass"),
-    ("parameter_server", {}, "optimizer.step()", "pass"),
     ("parameter_server", {}, "newest = x.detach().clone()", "newest = torch.zeros_like(x)"),
-    ("local_sgd", {"k": 2}, "step % k == 0", "step % k == 1"),
     ("local_sgd", {"k": 3}, " or step == len(batches)", ""),
     ("local_sgd", {"k": 2}, '"mean"', '"max"'),
     ("local_sgd", DILOCO, "outer.step()", "pass"),

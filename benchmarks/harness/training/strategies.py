@@ -35,6 +35,7 @@ class Row:
     exact: bool = True  # has the losses of one process, up to rounding
     offload: bool = False  # keeps its shards and the optimizer's state in files
     gpt_only: bool = False
+    experts: int = 0  # in each block, also for the peers, and for plain training
     full_only: bool = False
     period: int = 1  # steps after which the communication repeats
 
@@ -116,6 +117,7 @@ FAMILIES = {
         _row("context parallel", "cp=2", "torch DDP", gpt_only=True),
         _row("context parallel, Ulysses", "cp=2,cp_kind=ulysses", "torch DDP", gpt_only=True),
     ),
+    "experts": (_row("experts", "dp=2,ep=2", "torch DDP", gpt_only=True, experts=4),),
     "ZeRO": (
         _row("ZeRO-1", "dp=2,zero=1", "torch ZeroRedundancyOptimizer"),
         _row("ZeRO-2", "dp=2,zero=2", "torch fully_shard, parameters kept"),

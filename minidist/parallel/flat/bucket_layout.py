@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -34,10 +35,12 @@ def evenly(tensors: Sequence[Tensor], ranks: int) -> tuple[list[int], int]:
 
 def longest_first(sizes: Sequence[float], bins: list[float]) -> list[int]:
     """Deal tensors, the largest first, each to the emptiest of the bins, which fill; returns each one's."""
-    chosen = [0] * len(sizes)
+    chosen, emptiest = [0] * len(sizes), [(filled, number) for number, filled in enumerate(bins)]
+    heapify(emptiest)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        chosen[i] = min(range(len(bins)), key=bins.__getitem__)
-        bins[chosen[i]] += sizes[i]
+        filled, chosen[i] = emptiest[0]
+        bins[chosen[i]] = filled + sizes[i]
+        heapreplace(emptiest, (bins[chosen[i]], chosen[i]))
     return chosen
 
 

@@ -84,7 +84,8 @@ class WholeParameters(SharedParameters):
         self._bucket_bytes, self._overlap, self._leaves_grad = int(bucket_mb * MB), overlap, leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
         for own in self.sets:
-            own.leaves_grad, own.compression = leaves_grad, compression
+            is_sent = own.names is None or own.gradient_comm.ranks > 1  # experts may be on one rank alone
+            own.leaves_grad, own.compression = leaves_grad, compression if is_sent else None
             if average and own.residency.state:
                 own.scale = 1 / own.gradient_comm.ranks
             elif average:  # a reduction to owners takes the mean itself

@@ -54,7 +54,7 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 def is_hidden(name: str, parameter: Tensor, others: str = NOT_HIDDEN) -> bool:
     """Whether Muon takes a parameter: a matrix, or a stack of some, whose name `others` does not find."""
-    return 2 <= parameter.dim() <= 3 and not re.search(others, name)
+    return 2 <= parameter.dim() <= 3 and parameter.numel() > 0 and not re.search(others, name)
 
 
 class Muon(torch.optim.Optimizer):

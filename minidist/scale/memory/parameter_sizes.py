@@ -80,7 +80,7 @@ class RankParameters:
 
 def fullest(sizes: Sequence[float], owners: int) -> float:
     """What the owner with the most has, where tensors are dealt whole, the largest first."""
-    longest_first(sizes, bins := [0.0] * owners)
+    longest_first(sizes, bins := [0.0] * max(1, min(owners, len(sizes))))
     return max(bins)
 
 

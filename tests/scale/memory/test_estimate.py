@@ -244,12 +244,14 @@ def test_other_optimizers(cluster_of: Clusters, name: str, options: dict[str, fl
         ("dp=2,zero=3", 0.06),  # the last rank has the vectors, and AdamW's state of them
         ("dp=2,tp=2,zero=1", 0.01),
         ("pp=2,micro_batches=2", 0.01),
+        ("dp=2,ep=2,zero=1", 0.01),
     ],
 )
 def test_muon(cluster_of: Clusters, text: str, close: float) -> None:
     layout, optimizer = md.Layout.parse(text), partial(md.Muon, lr=0.1)
-    for rank, found in enumerate(cluster_of(layout.ranks).run(trained, TINY, layout, 8, 0, optimizer)):
-        expected = estimate(TINY, layout, batch=(8, 24), optimizer="muon", rank=rank)
+    shape = EXPERTS if layout.ep > 1 else TINY
+    for rank, found in enumerate(cluster_of(layout.ranks).run(trained, shape, layout, 8, 0, optimizer)):
+        expected = estimate(shape, layout, batch=(8, 24), optimizer="muon", rank=rank)
         for part in ("parameters", "gradients", "optimizer"):
             assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=close), part
 
