@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:  # the site's playground, which deals matrices, too, has no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ParameterRange:
         return self.stop - self.start
 
 
-Deal = Callable[[Sequence[Tensor], int], tuple[list[int], int]]
+Deal: TypeAlias = "Callable[[Sequence[Tensor], int], tuple[list[int], int]]"
 """From the tensors of a bucket and the number of shares to where each tensor begins, and a share's length."""
 
 

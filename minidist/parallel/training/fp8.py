@@ -181,10 +181,8 @@ class Rounding(NamedTuple):
 
 
 @opaque
-def rounded_linear(x: Tensor, weight: Tensor, rounding: Rounding | None) -> Tensor:  # (..., K), (M, K)
-    """Return x W^T of rounded operands, or of these as they are: (..., M)."""
-    if rounding is None:
-        return functional.linear(x, weight)
+def rounded_linear(x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:  # (..., K), (M, K)
+    """Return x W^T of rounded operands, (..., M)."""
     y: Tensor = _Linear.apply(x, weight, rounding.for_call())  # type: ignore[no-untyped-call]
     return y
 
