@@ -22,7 +22,7 @@ from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cpu.s8_matrix_unit import MODES
 from minidist.kernels.cpu.s8_matrix_unit import RUNG as UNIT
 from minidist.kernels.cpu.support import thread_pool
-from minidist.kernels.cpu.support.matrix_unit import AMX, AVX512_BF16, NONE, matrix_unit
+from minidist.kernels.cpu.support.bf16_instructions import AMX, AVX512_BF16, NONE, matrix_unit
 from minidist.kernels.measure import harness, roofline
 from minidist.kernels.rung import Array, empty
 

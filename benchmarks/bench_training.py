@@ -17,7 +17,7 @@ from minidist.benchmarks.harness.training.rounds import Measured, Worlds, compar
 from minidist.benchmarks.harness.training.strategies import YARDSTICK, Pair, Row
 from minidist.benchmarks.harness.training.work import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
-from minidist.kernels.cpu.support.matrix_unit import NONE, matrix_unit
+from minidist.kernels.cpu.support.bf16_instructions import NONE, matrix_unit
 
 pytestmark = pytest.mark.no_finding
 

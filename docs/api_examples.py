@@ -4,6 +4,7 @@ Each begins from these imports, and asserts what it says. docs/reference.py show
 """
 
 # ruff: noqa: E402
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -115,6 +116,24 @@ for _ in range(2):
     optimizer.step()
     model.synchronize()  # averages parameters at every second step
 md.assert_in_sync(model.module)
+
+# minidist.Coordinator
+if md.rank() == 0:  # any process will do; the workers need no world
+    coordinator = md.Coordinator(nn.Linear(2, 1), workers=1)
+    with ThreadPoolExecutor() as pool:
+        log = pool.submit(coordinator.serve, outer_steps=1)
+        model = md.LocalSGD(nn.Linear(2, 1), every=2, coordinator=coordinator.address)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while model.outer_steps < 1:
+            optimizer.zero_grad()
+            model(torch.randn(4, 2)).mean().backward()
+            optimizer.step()
+            model.synchronize()
+        model.leave()
+        assert log.result() == [{0: 0}]  # worker 0 in slot 0
+
+# minidist.nesterov
+model = md.LocalSGD(nn.Linear(2, 1), every=2, outer=md.nesterov)  # DiLoCo
 
 # minidist.ParameterServer
 model = nn.Linear(2, 1)

@@ -20,13 +20,12 @@ import matplotlib
 
 from minidist import Layout
 from minidist.scale.memory import estimate, plot
+from minidist.scale.memory.largest_batch import sharded
 
 FOLDER = Path(__file__).parent / "pictures"
 LAYOUTS = {
     "data\nparallel": Layout(dp=8, precision="bf16", recompute=True),
-    "ZeRO-1": Layout(dp=8, zero=1, precision="bf16", recompute=True),
-    "ZeRO-2": Layout(dp=8, zero=2, precision="bf16", recompute=True),
-    "ZeRO-3": Layout(dp=8, zero=3, precision="bf16", recompute=True),
+    **sharded(Layout(precision="bf16", recompute=True), 8),
     "tensor\nparallel": Layout(tp=8, precision="bf16", recompute=True),
     "pipeline": Layout(pp=8, micro_batches=8, precision="bf16", recompute=True),
 }

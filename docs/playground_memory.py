@@ -6,6 +6,7 @@ what `minidist plan` and `python -m minidist.scale.memory` say.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from minidist.model.configs import CONFIGS, GPTConfig
 from minidist.parallel.contract.layout import PRECISIONS, Layout, check_available
 from minidist.parallel.contract.memory_report import PARTS, size
 from minidist.parallel.contract.recompute_policies import POLICIES
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.scale.memory.bar_chart import COLORS
 from minidist.scale.memory.estimates import Estimate, estimate
@@ -31,7 +33,7 @@ def choices() -> str:
     schedules = {name: [kind.title, kind.least_chunks] for name, kind in SCHEDULES.items()}
     colors = {part: COLORS[part] for part in SHOWN}
     known = {"models": models, "precisions": PRECISIONS, "schedules": schedules, "policies": [*POLICIES]}
-    return json.dumps({**known, "colors": colors})
+    return json.dumps({**known, "colors": colors, "stages": [*ROWS]})
 
 
 def answer(request: str) -> str:
@@ -47,10 +49,13 @@ def answer(request: str) -> str:
     try:
         layout, budget = Layout(**asked["layout"]), parse_bytes(asked["memory"])
         check_available(layout)
-        stages = {}
-        for zero in range(4) if layout.pp == 1 else range(2):
-            each = replace(layout, zero=zero)
-            stages[zero] = written(estimate(name, each, batch=(rows * layout.dp, tokens)))
+        layouts = {}
+        for zero in ROWS:
+            with contextlib.suppress(ValueError):  # a pipeline takes some of them alone
+                check_available(each := replace(layout, zero=zero))
+                layouts[zero] = each
+        batch = rows * layout.dp, tokens
+        stages = {zero: written(estimate(name, each, batch=batch)) for zero, each in layouts.items()}
         [largest] = fits(budget, [name], [layout], tokens)
     except (TypeError, ValueError) as error:
         return json.dumps({"error": str(error)})

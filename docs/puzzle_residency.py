@@ -15,7 +15,7 @@ from itertools import chain, product
 
 from minidist.model.configs import CONFIGS, TransformerConfig
 from minidist.parallel.contract.memory_report import PARTS, size
-from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.contract.residency import Residency
 from minidist.scale.memory.estimates import Estimate, activations
 from minidist.scale.memory.largest_batch import count, parse_bytes
 from minidist.scale.memory.parameter_sizes import RankParameters, layers, on_rank

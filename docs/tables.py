@@ -1,4 +1,4 @@
-"""The tables of pipeline schedules and of recomputation policies, made of their records.
+"""The tables of pipeline schedules, recomputation policies and FP8 recipes, made of their records.
 
 The site makes them anew (site_hooks.py). The pages hold them too, for readers of the repository: a test
 compares. To write them there, run: python docs/tables.py
@@ -10,10 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from minidist import Layout
 from minidist.model import config
 from minidist.parallel import schedules
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES, Fp8Recipe
 from minidist.parallel.contract.recompute_policies import POLICIES
+from minidist.parallel.training.fp8 import Fp8
 from minidist.scale.memory import estimate
 from minidist.scale.time.layer_work import LayerWork
 
@@ -57,6 +62,35 @@ def policy_table() -> str:
     return _table(["`recompute=`", "What is kept", "Activations", "Forward pass done again"], rows)
 
 
+def fp8_table() -> str:
+    """Errors of a Linear's three products: the mean over rows of |error| / |row|."""
+    rows = []
+    for name, recipe in FP8_RECIPES.items():
+        rows.append([f'`"{name}"`', recipe.scales, *map("{:.1%}".format, fp8_errors(recipe))])
+    heads = ["`precision=`", "Scales", "y", "gradient of x", "gradient of W", "y, with large tokens"]
+    return _table(heads, rows)
+
+
+def fp8_errors(recipe: Fp8Recipe) -> list[float]:
+    """Of normal numbers, and of y where one token of 64 is 10,000 times as large as the others."""
+    generator, found = torch.Generator().manual_seed(0), []
+    sizes = (256, 512), (384, 512), (256, 384)
+    x, weight, gradient = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    for factor in (1.0, 1e4):
+        results = []
+        for low in (False, True):
+            layer, inputs = nn.Linear(512, 384, bias=False, dtype=torch.float64), x.clone()
+            inputs[::64] *= factor
+            layer.weight.data = weight.clone()
+            if low:
+                Fp8(recipe, [""]).wrap(layer)
+            y = layer(inputs.requires_grad_())
+            y.backward(gradient)
+            results.append((y.detach(), inputs.grad, layer.weight.grad))
+        found += [float(((b - a).norm(dim=1) / a.norm(dim=1)).mean()) for a, b in zip(*results, strict=True)]
+    return found[:4]
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join(
@@ -67,6 +101,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "strategies/pipeline.md": ("| Schedule |", schedule_table),
     "guide/memory.md": ("| `recompute=` |", policy_table),
+    "strategies/low_precision.md": ("| `precision=` |", fp8_table),
 }
 """By page: how the table begins, and what makes it."""
 

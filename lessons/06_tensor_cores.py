@@ -37,7 +37,7 @@ from checks.pictures.fragments import (
 from checks.rungs import counted, on_gpu, speed
 from checks.tensor_cores import check, hint, or_solution
 from checks.tile_units import Tiles, gigaflops, here
-from minidist.kernels.cpu.support.matrix_unit import matrix_unit
+from minidist.kernels.cpu.support.bf16_instructions import matrix_unit
 from minidist.kernels.cuda.emulator import launch, profile
 from minidist.kernels.cuda.warp import ldmatrix_x4, mma_m16n8k16_f16
 from minidist.kernels.tpu import tensor_core as units

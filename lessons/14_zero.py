@@ -597,4 +597,8 @@ cluster.close()
 # averaging them, because each rank's loss is already weighed by its rows. The engine gathers the next layer
 # while one computes, and works with any optimizer, precision and checkpoint.
 #
+# No lesson builds another rung: [`orthogonalized`](../minidist/plain/muon.py) is the heart of Muon, an optimizer
+# that looks at whole matrices, so ranks own whole ones. The engine's form is
+# [`Muon`](../minidist/parallel/training/muon.py), in every stage.
+#
 # Next: lesson 15 puts all of this together, and chooses.

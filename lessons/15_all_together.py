@@ -839,13 +839,17 @@ shutil.rmtree(scratch)
 # The library's functions count as you do. They also handle what you left out: activations and buffers, the time
 # of each link, layers that cannot be cut evenly, and checkpoints that any number of ranks can read.
 #
-# Two rungs of [the training ladder](../minidist/plain/__init__.py) are left to read. No lesson builds them:
+# Four rungs of [the training ladder](../minidist/plain/__init__.py) are left to read. No lesson builds them:
 #
 # - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row that is too long for one rank, shared along its
 #   tokens. The keys and values travel in lesson 8's ring. The engine's form is
 #   [`ring_attention`](../minidist/parallel/context/ring_attention.py).
+# - [`UlyssesAttention`](../minidist/plain/ulysses.py): the same row, but ranks trade tokens for heads, and attend
+#   to all tokens. The engine's form is [`ulysses_attention`](../minidist/parallel/context/ulysses.py).
 # - [`ExpertBlock`](../minidist/plain/experts.py): a layer of several small networks, the experts, each of which
 #   computes only some of the tokens. Each rank holds some experts, and every token travels to its expert. The
-#   engine has no experts.
+#   engine's form is [`share_experts`](../minidist/parallel/experts/expert_parallel.py).
+# - [`LowLinear`](../minidist/plain/low_precision.py): products of 8-bit numbers, scaled before they are rounded.
+#   The engine's form is [`Fp8`](../minidist/parallel/training/fp8.py).
 #
 # Next: a model of your own. You know what each part costs, and how to see it break.

@@ -8,7 +8,8 @@ Under torchrun every process first calls `md.init()`. Then choose:
 - Any mix of strategies: `engine = md.prepare(model, torch.optim.Adam, md.Layout(dp=2, tp=2))`,
   then `engine.step(inputs, targets)`.
 - One strategy in a loop of your own: DataParallel, ZeroOptimizer, FullyShard, Pipeline, LayerByLayer,
-  LocalSGD, ParameterServer. Cast, TopK and PowerSGD compress gradients.
+  LocalSGD, ParameterServer. With a Coordinator, workers of LocalSGD come and go. Cast, TopK and PowerSGD
+  compress gradients; Muon is an optimizer.
 - Layers cut between ranks: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding.
 - Checkpoints that load in any layout: save, load, export, load_pretrained. To find a mistake: compare,
   assert_in_sync.
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from minidist.comm.world import shutdown as shutdown
     from minidist.comm.world import size as size
     from minidist.model.loss import cross_entropy as cross_entropy
+    from minidist.parallel.averaging.coordinator import Coordinator as Coordinator
+    from minidist.parallel.averaging.exchanges import nesterov as nesterov
     from minidist.parallel.averaging.local_sgd import LocalSGD as LocalSGD
     from minidist.parallel.averaging.parameter_server import ParameterServer as ParameterServer
     from minidist.parallel.compression.compressor import Cast as Cast
@@ -69,5 +72,6 @@ if TYPE_CHECKING:
     from minidist.parallel.tensor.vocabulary import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
+    from minidist.parallel.training.muon import Muon as Muon
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -19,6 +19,7 @@ import pytest
 from minidist.parallel import schedules
 from tests.helpers import memory_requests
 from tests.helpers.clocks import HANG
+from tests.helpers.quiet_pages import quiet_page
 from tests.helpers.schedule_requests import cases, library, rounded, written
 
 ROOT = Path(__file__).parent.parent
@@ -103,16 +104,9 @@ def address(site: Path) -> str:
 @pytest.fixture(scope="module")
 def page(chromium: Any, address: str) -> Iterator[Any]:
     """The page when Python has started, which must neither complain nor ask for anything but files."""
-    opened = chromium.new_page(viewport={"width": 1280, "height": 900})
-    said: list[str] = []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.on("request", lambda request: said.append(request.url[:200]))
-    opened.goto(address)
-    opened.wait_for_function("!!window.playgroundMemory", timeout=HANG * 1000)
-    yield opened
-    opened.close()
-    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+    with quiet_page(chromium, address) as opened:
+        opened.wait_for_function("!!window.playgroundMemory")
+        yield opened
 
 
 def says(verdict: Any, text: str) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from minidist import Layout
 from minidist.comm import algorithms
-from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.contract.residency import ROWS
 from minidist.scale.memory import estimate
 from tests.helpers.clocks import HANG
+from tests.helpers.quiet_pages import quiet_page
 
 ROOT = Path(__file__).parent.parent
 
@@ -391,17 +392,9 @@ def page(chromium: Any, site: Path) -> Iterator[Any]:
     """The page when Python has started, which must neither complain nor ask for anything but files."""
     if not (ROOT / "build" / "node_modules" / "pyodide").exists():
         pytest.skip("the npm package pyodide is missing, which `make site` installs")
-    opened = chromium.new_context(viewport={"width": 1280, "height": 900}).new_page()
-    said: list[str] = []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.on("request", lambda request: said.append(request.url[:200]))
-    opened.set_default_timeout(HANG * 1000)
-    opened.goto((site / "puzzles.html").as_uri())
-    opened.wait_for_function("!!window.puzzlesReady")
-    yield opened
-    opened.context.close()
-    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+    with quiet_page(chromium, (site / "puzzles.html").as_uri()) as opened:
+        opened.wait_for_function("!!window.puzzlesReady")
+        yield opened
 
 
 def says(form: Any, text: str) -> None:

@@ -36,10 +36,7 @@ INTERFACES = {
         "the collectives, whose meaning and bytes minidist/plain/__init__.py gives",
     ),
     "minidist._names": ("unknown", "makes the error for a name that is not in a table"),
-    "minidist.model.configs": (
-        "GPTConfig TransformerConfig",
-        "a GPT's sizes: vocabulary, context, layers, heads, width, dropout, tied",
-    ),
+    "minidist.model.configs": ("GPTConfig", "a GPT's sizes: vocabulary, layers, heads, width, dropout, tied"),
     "minidist.model.mixture_of_experts": (
         "MixtureOfExperts",
         "takes the place of a block's MLP if the config has experts, as the rung `experts` explains",
@@ -165,6 +162,7 @@ def test_no_rung_is_left_out() -> None:
     rungs = {f"kernels/cpu/{path.name}" for path in ROOT.glob("kernels/cpu/s[1-7]_*.py")}
     rungs |= {f"kernels/cuda/{path.name}" for path in ROOT.glob("kernels/cuda/s[1-6]_*.py")}
     rungs |= {f"minidist/plain/{path.name}" for path in ROOT.glob("minidist/plain/*.py")}
+    rungs -= {"minidist/plain/placements.py"}  # no rung: it looks for mistakes in them
     assert rungs <= {*FILES}
     assert [file for file in FILES if Path(file).stem in LADDER and "plain" in file] == [
         f"minidist/plain/{rung}.py" for rung in LADDER

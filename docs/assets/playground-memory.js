@@ -83,6 +83,7 @@
   }
 
   for (const [name, [title]] of Object.entries(choices.models)) fields.model.append(new Option(title, name));
+  fields.zero.max = Math.max(...choices.stages);
   for (const name of choices.precisions) fields.precision.append(new Option(name));
   for (const [name, [title]] of Object.entries(choices.schedules)) fields.schedule.append(new Option(title, name));
   fields.recompute.append(new Option("nothing", ""), ...choices.policies.map((name) => new Option(name)));

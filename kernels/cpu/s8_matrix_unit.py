@@ -3,7 +3,7 @@
 The idea: a bf16 number has the range of a float32 and half its bits, so a register holds twice as many.
 VDPBF16PS (Zen 4 and 5, some Xeons) multiplies two vectors of pairs and adds both products to float32: twice
 the work of a fused multiply-add. With AMX (Xeons since 2023) a register is a tile: one instruction
-multiplies 16 x 32 numbers by 32 x 16. `support/matrix_unit.py` finds out by trying what this CPU has.
+multiplies 16 x 32 numbers by 32 x 16. `support/bf16_instructions.py` finds out by trying what this CPU has.
 
 `matmul(a, b, mode=...)` says how float32 numbers become bf16 while they are packed. "bf16" rounds them: 8
 bits are left. "bf16x3" cuts each in two parts and adds up three products, "bf16x6" in three parts and six
@@ -33,11 +33,11 @@ import numpy as np
 
 from ..rung import Array, OperandT, Rung
 from .support import one_thread, thread_pool
+from .support.bf16_instructions import matrix_unit, require_matrix_unit
 from .support.bf16_posting import ROUNDED, address_of, cut, own_memory, post, strip_width
 from .support.block_sizes import memory
 from .support.caches import caches
 from .support.compiling import compiled
-from .support.matrix_unit import matrix_unit, require_matrix_unit
 
 if TYPE_CHECKING:
     from .support import atomic, bf16_product, board, shared_packing

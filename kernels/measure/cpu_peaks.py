@@ -1,7 +1,7 @@
 """Measure one core's and all cores' peaks: multiply-adds in registers, and a STREAM triad.
 
 Multiply-adds are fused ones of the vector unit in float32 and float64, and products of bf16 numbers by the
-matrix unit, where `matrix_unit.py` finds one.
+matrix unit, where `bf16_instructions.py` finds one.
 
 A peak is a maximum, so each figure is the best of a few short repetitions: a neighbour's burst of work, or a
 clock that has yet to rise, then costs one repetition and not the figure. For all cores, one thread a core
@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
+from ..cpu.support.bf16_instructions import AMX, matrix_unit
 from ..cpu.support.caches import available_cpus, caches
-from ..cpu.support.matrix_unit import AMX, matrix_unit
 from ..rung import Array, empty, require_numba
 from .peaks import Roof
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from minidist.kernels import rung
 from minidist.kernels.cpu.support import tile_registers
-from minidist.kernels.cpu.support.matrix_unit import AMX, matrix_unit
+from minidist.kernels.cpu.support.bf16_instructions import AMX, matrix_unit
 from minidist.kernels.tpu.tiles import ROW_BYTES, ROWS, TileUnit
 
 MODES = {"float32": None, "bf16x6": "bf16x6", "bf16x3": "bf16x3", "bf16": "bf16"}

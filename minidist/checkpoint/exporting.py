@@ -137,7 +137,7 @@ def export(
         files = {path: [*own]}
         if folder:  # transformers ties parameters itself
             make_directory(path)
-            files = {path / name: names for name, names in divide(own, max_file_bytes).items()}
+            files = {path / name: names for name, names in deal_to_files(own, max_file_bytes).items()}
         opened.append(SafetensorsFiles(files, own))
 
     def put(name: str, value: Tensor) -> None:
@@ -231,7 +231,7 @@ class StateDictFile:
         self._aside.unlink(missing_ok=True)
 
 
-def divide(tensors: Mapping[str, Shaped], most: int) -> dict[str, list[str]]:
+def deal_to_files(tensors: Mapping[str, Shaped], most: int) -> dict[str, list[str]]:
     """Divide tensors, in their order, among files of at most `most` bytes: file name -> tensor names.
 
     A tensor that is larger gets a file of its own.

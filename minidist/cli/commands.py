@@ -1,4 +1,5 @@
-"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, lessons, doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, mistakes, lessons,
+doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -29,6 +30,7 @@ from minidist.cli.bench import bench
 from minidist.cli.compare import compare
 from minidist.cli.dryrun import dryrun
 from minidist.cli.lessons import lessons
+from minidist.cli.mistakes import mistakes
 from minidist.cli.output import console, explain, print_json, say, show, speaks
 from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
@@ -37,7 +39,8 @@ from minidist.cli.trace import trace
 from minidist.comm.launchers import started
 
 if TYPE_CHECKING:
-    from minidist.cli.train import TrainConfig, TrainResult
+    from minidist.cli.train import TrainResult
+    from minidist.cli.train_config import TrainConfig
 
 app = typer.Typer(
     name="minidist",
@@ -195,6 +198,7 @@ for command, example in (
     (report, "report --out report.html. For a README: --markdown"),
     (plan, "plan --model bert-large --memory 16GB --ranks 8"),
     (dryrun, "dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1"),
+    (mistakes, "mistakes --show backward-adds-again. One class: minidist mistakes tensor"),
     (lessons, "lessons --progress. From a wheel: minidist lessons --to my-lessons"),
     (doctor, "doctor --json. On a GPU: minidist doctor --gpu"),
 ):

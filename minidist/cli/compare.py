@@ -31,24 +31,15 @@ def compare(
     Both train on the same batches from the same weights, each on as many new ranks as it needs. The exit code
     is 1 if activations, gradients or updates differ by more than rounding explains.
     """
-    from minidist.cli.train import compare_layouts, config_of
+    from minidist.cli.train import compare_layouts
+    from minidist.cli.train_config import config_of
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
 
     preload_optimizers()
+    fields = {"loss": loss, "steps": steps, "batch": batch, "dtype": dtype, "seed": seed}
     first, second = (
-        config_of(
-            model,
-            Layout.parse(layout),
-            data,
-            loss=loss,
-            steps=steps,
-            batch=batch,
-            learning_rate=lr,
-            optimizer="sgd",
-            dtype=dtype,
-            seed=seed,
-        )
+        config_of(model, Layout.parse(layout), data, learning_rate=lr, optimizer="sgd", **fields)
         for layout in (a, b)
     )
     with waiting(f"{a} and {b} take {steps} steps", as_json):

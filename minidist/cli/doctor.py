@@ -147,14 +147,14 @@ def compiler_cache() -> MachinePart:
 
 def matrix_unit() -> MachinePart:
     """The CPU's instructions for products of bf16 numbers, found by trying, which rung 8 multiplies with."""
-    from minidist.kernels.cpu.support import matrix_unit as unit
+    from minidist.kernels.cpu.support import bf16_instructions as bf16
 
     try:
-        found, none = unit.matrix_unit(), unit.NONE
+        found, none = bf16.matrix_unit(), bf16.NONE
     except RuntimeError as error:
         found, none = "", str(error)
     if found:
-        what = {unit.AMX: "tiles", unit.AVX512_BF16: "pairs"}[found]
+        what = {bf16.AMX: "tiles", bf16.AVX512_BF16: "pairs"}[found]
         return MachinePart("matrix unit", True, f"{found}: {what} of bf16 numbers in one instruction")
     remedy = "nothing to install: rung s7_threads multiplies in float32"
     return MachinePart("matrix unit", False, none, "rung s8_matrix_unit refuses to run", remedy)

@@ -21,6 +21,6 @@ OwnData = Annotated[
 OwnLoss = Annotated[
     str | None, typer.Option("--loss", help="Its loss: my.module:loss; default: cross entropy.")
 ]
-Optimizer = Annotated[str, typer.Option(help="adamw, adam, momentum (SGD with momentum) or sgd.")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adam, muon, momentum (SGD with momentum) or sgd.")]
 Timeout = Annotated[float | None, typer.Option(help="The most seconds that a launch may take.")]
 ClipNorm = Annotated[float | None, typer.Option(help="Largest norm of the gradients: 1.0.")]

@@ -45,24 +45,16 @@ def trace(
             raise ValueError(f"--plot and --out are both {out}; give two different files")
         require("trace --plot", "matplotlib")
     from minidist._arguments import check_whole
-    from minidist.cli.train import config_of, trace_layout
+    from minidist.cli.train import trace_layout
+    from minidist.cli.train_config import config_of
     from minidist.comm.launching.supervisor import preload_optimizers
     from minidist.parallel.contract.layout import Layout
 
     preload_optimizers()
     check_whole("steps", steps, 0)
     chosen = Layout.parse(layout)
-    config = config_of(
-        model,
-        chosen,
-        data,
-        loss=loss,
-        steps=steps + 1,
-        batch=batch,
-        optimizer=optimizer,
-        dtype=dtype,
-        seed=seed,
-    )
+    fields = {"loss": loss, "batch": batch, "optimizer": optimizer, "dtype": dtype, "seed": seed}
+    config = config_of(model, chosen, data, steps=steps + 1, **fields)
     with waiting(f"{chosen} takes {steps + 1} steps on {chosen.ranks} ranks", as_json):
         found = trace_layout(config, timeout)
     if not speaks():

@@ -18,6 +18,7 @@ mesh            ranks in a grid, and the groups along its axes
 ledgers         the bytes and the time of every call
 errors          the exceptions that name a rank, and why the backend could not complete a call, in words
 launchers       the rank that torchrun, mpirun or srun gave this process
+membership      processes that come and go, each with a connection to one coordinator
 rendezvous      the store in which the ranks of a world find each other
 launching/      starts processes for ranks, in a script, a notebook or under torchrun
 transport/      how bytes travel between the ranks of a host: shared memory and mailboxes

@@ -4,6 +4,7 @@ Dynamo reads Python once and replays the tensor operations that it saw. A collec
 ranks, and writes to memory that torch does not know of: a replay of it gives wrong numbers. A compiled model
 therefore leaves its graph at an opaque function, and enters the next graph after it. Autograd would take a
 gradient that a collective computes for a constant: `refuse_recorded` ends a pass that is to differentiate it.
+torch.func's transforms see no other ranks: `refuse_transforms` ends a call inside one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ def refuse_recorded(what: str, remedy: str) -> None:
         raise NotImplementedError(
             f"this backward pass is recorded for second derivatives (create_graph=True), and {what} has "
             f"none; {remedy}"
+        )
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise NotImplementedError inside torch.func's transforms, which do not see other ranks."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"torch.func (grad, hessian, vmap, ...) is at work, and {what} does not work inside it; use "
+            "torch.autograd.grad(outputs, inputs, create_graph=True), or dp with zero=0, 1 or 2"
         )
 
 

@@ -5,11 +5,15 @@ communication from. BERT's shapes are only for calculating.
 
 Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1 (which gives the 13 B model
 a width of 5140; its 40 heads of 128 make 5120); BERT, Devlin et al. 2018, section 3; BERT tiny to medium,
-Turc et al. 2019, table 1, with heads of 64 as in BERT base.
+Turc et al. 2019, table 1, with heads of 64 as in BERT base. With experts: Mixtral, Jiang et al. 2024, table 1
+(inner width 14,336); Qwen3, Yang et al. 2025, table 2, and its published configuration (inner width 768).
+Their experts have three matrices and a GPT's two, so here they are half as wide again, with as many
+parameters; each key head serves several query heads there and one here.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -44,6 +48,20 @@ class TransformerConfig(ABC):
         return self.width // self.heads
 
     @property
+    def middle(self) -> int:
+        """F: features inside an MLP."""
+        return 4 * self.width
+
+    @property
+    def experts(self) -> int:
+        """E: MLPs in a block, of which each token takes some; 0 for one that all tokens take."""
+        return 0
+
+    def rows_of_mlps(self, tokens: int) -> int:
+        """How many rows the MLPs of a block have for so many tokens, if all experts get as many."""
+        return tokens
+
+    @property
     def generates(self) -> bool:
         """Whether the model ends in a score for each token of the vocabulary."""
         return True
@@ -71,6 +89,7 @@ class GPTConfig(TransformerConfig):
     dropout: float = 0.0  # share of activations dropped while training
     experts: int = 0  # MLPs in a block, of which a router picks some for each token; 0 for one and no router
     experts_per_token: int = 2  # k: how many it picks
+    expert_width: int = 0  # features inside an expert; 0 for four times the width
     capacity: float | None = None  # an expert takes at most this times the mean number of tokens
     balance_rate: float = 0.0  # how far a step moves the bias that balances the experts' load; 0 for no bias
 
@@ -84,6 +103,7 @@ class GPTConfig(TransformerConfig):
                     f"experts_per_token is {self.experts_per_token}, but a block has {self.experts} experts; "
                     "give as many at most"
                 )
+        check_whole("expert_width", self.expert_width, 0)
         if self.capacity is not None and not self.capacity > 0:
             raise ValueError(f"capacity is {self.capacity}; give a positive factor, or None for no limit")
         if not self.balance_rate >= 0:
@@ -96,10 +116,24 @@ class GPTConfig(TransformerConfig):
         """Whether the output matrix is the token embedding."""
         return self.tied
 
+    @property
+    def middle(self) -> int:
+        """Features inside an MLP."""
+        return self.expert_width or super().middle
+
+    def rows_of_mlps(self, tokens: int) -> int:
+        """One for each pair of a token and an expert, as far as the experts' capacity goes."""
+        if not self.experts:
+            return tokens
+        pairs = self.experts_per_token * tokens
+        if self.capacity is None:
+            return pairs
+        return min(pairs, self.experts * math.ceil(self.capacity * pairs / self.experts))
+
     def block_parameters(self) -> int:
-        """As for one MLP, which E experts of 8 D^2 (without biases) and a router of E D replace."""
+        """As for one MLP, which E experts of 2 D F (without biases) and a router of E D replace."""
         mlp = 8 * self.width**2 + 5 * self.width
-        experts = self.experts * (8 * self.width**2 + self.width)
+        experts = self.experts * self.width * (2 * self.middle + 1)
         return super().block_parameters() + (experts - mlp if self.experts else 0)
 
     def parameters(self) -> int:
@@ -146,6 +180,17 @@ def _gpt(layers: int, heads: int, width: int, context: int = 1024) -> GPTConfig:
     return GPTConfig(vocabulary=50257, context=context, layers=layers, heads=heads, width=width)
 
 
+def _mixture(shape: GPTConfig, vocabulary: int, experts: int, each: int, inner: int) -> GPTConfig:
+    return replace(
+        shape,
+        vocabulary=vocabulary,
+        tied=False,
+        experts=experts,
+        experts_per_token=each,
+        expert_width=3 * inner // 2,
+    )
+
+
 _BERT = {
     "bert-tiny": BERTConfig(layers=2, heads=2, width=128),
     "bert-mini": BERTConfig(layers=4, heads=4, width=256),
@@ -165,6 +210,12 @@ CONFIGS: dict[str, TransformerConfig] = {
     "gpt3-6.7b": _gpt(layers=32, heads=32, width=4096, context=2048),
     "gpt3-13b": _gpt(layers=40, heads=40, width=5120, context=2048),
     "gpt3-175b": _gpt(layers=96, heads=96, width=12288, context=2048),
+    "mixtral-8x7b": _mixture(
+        _gpt(layers=32, heads=32, width=4096, context=32768), 32000, experts=8, each=2, inner=14336
+    ),
+    "qwen3-30b-a3b": _mixture(
+        _gpt(layers=48, heads=32, width=2048, context=32768), 151936, experts=128, each=8, inner=768
+    ),
     **_BERT,
     **{f"{name}-mlm": replace(shape, head="masked_lm") for name, shape in _BERT.items()},
 }

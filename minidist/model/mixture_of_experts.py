@@ -29,23 +29,25 @@ from minidist.model.configs import GPTConfig
 
 
 class _CountInBackward(torch.autograd.Function):
-    """Return the gates as they are, and count tokens when their gradient arrives.
+    """Return the experts' results as they are, and count tokens when their gradient arrives.
 
     A forward pass may run twice (recomputation) or for no step (evaluation). A backward pass runs once for
     each token of a step, also when the batch is cut in micro-batches.
     """
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, chosen: Tensor, router: Router) -> Tensor:
+    def forward(ctx: Any, results: Tensor, chosen: Tensor, router: Router) -> Tensor:
         ctx.save_for_backward(chosen)
         ctx.router = router
-        return gates.view_as(gates)
+        return results.view_as(results)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (chosen,) = ctx.saved_tensors
-        used = chosen[(gradient != 0).any(-1)]  # rows that only fill up a batch have no gradient
-        ctx.router.counts = ctx.router.counts + used.flatten().bincount(minlength=len(ctx.router.bias))
+        E = len(ctx.router.bias)
+        # Full experts count. Rows that only fill up a batch have no gradient, and do not.
+        chosen = (chosen % E).masked_fill(~gradient.any(-1, keepdim=True), E)
+        ctx.router.counts = ctx.router.counts + chosen.flatten().bincount(minlength=E)[:E]
         return gradient, None, None
 
 
@@ -53,8 +55,9 @@ class Router(nn.Module):
     """Chooses k experts for each token: (N, D) -> the experts' numbers (N, k), and their gates (N, k).
 
     With a `capacity`, an expert takes at most capacity * k * N / E tokens of a batch, rounded up, the first
-    ones in order; for the others its number is E, which no expert has, and the gate is 0. N counts the tokens
-    of one forward pass on one rank, so ranks and micro-batches drop other tokens than one process would.
+    ones in order; for the others its number is increased by E, so that no expert has it, and the gate is 0. N
+    counts the tokens of one forward pass on one rank, so ranks and micro-batches drop other tokens than one
+    process would.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -68,30 +71,32 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # (N, D) -> (N, k), (N, k)
-        """Choose by score and bias, and weight by score alone."""
+        """Choose experts, and weight them by their scores."""
         scores = functional.linear(tokens, self.weight).softmax(-1)  # (N, E)
-        chosen = (scores.detach() + self.bias).topk(self.experts_per_token, dim=-1).indices
+        chosen = self.choose(scores.detach())
         gates = scores.gather(-1, chosen)
         if self.experts_per_token > 1:
             gates = gates / gates.sum(-1, keepdim=True)
-        if self.balance_rate and gates.requires_grad:
-            gates = _CountInBackward.apply(gates, chosen, self)  # type: ignore[no-untyped-call]
         if self.capacity is None:
             return chosen, gates
         place = functional.one_hot(chosen, len(self.weight)).flatten(0, 1)  # (N k, E)
         place = (place.cumsum(0) * place).sum(-1).view_as(chosen)  # 1 for the first token of an expert
         full = place > math.ceil(self.capacity * chosen.numel() / len(self.weight))
-        return chosen.masked_fill(full, len(self.weight)), gates.masked_fill(full, 0.0)
+        return chosen + len(self.weight) * full, gates.masked_fill(full, 0.0)
+
+    def choose(self, scores: Tensor) -> Tensor:  # (N, E) -> (N, k)
+        """The best experts of each token, by score and bias."""
+        return (scores + self.bias).topk(self.experts_per_token, dim=-1).indices
 
 
 class Experts(nn.Module):
-    """E MLPs, four times as wide in the middle, in tensors with a row for each expert."""
+    """E MLPs in tensors with a row for each expert."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_experts = config.experts
-        self.up = nn.Parameter(torch.empty(config.experts, 4 * config.width, config.width))
-        self.down = nn.Parameter(torch.empty(config.experts, config.width, 4 * config.width))
+        self.up = nn.Parameter(torch.empty(config.experts, config.middle, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.width, config.middle))
         for weight in (self.up, self.down):
             nn.init.normal_(weight, std=0.02)
 
@@ -100,7 +105,7 @@ class Experts(nn.Module):
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # the pairs (token, expert) of expert 0 first
         counts = flat.bincount(minlength=self.num_experts)[: self.num_experts].tolist()
-        order = order[: sum(counts)]  # without those that no expert takes
+        order = order[: sum(counts)]  # without those that a full expert does not take
         token = order // chosen.shape[1]
         parts = zip(torch.split(tokens[token], counts), self.up.unbind(), self.down.unbind(), strict=True)
         results = [functional.gelu(part @ up.t(), approximate="tanh") @ down.t() for part, up, down in parts]
@@ -120,4 +125,6 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         chosen, gates = self.router(tokens)
         mixed: Tensor = self.experts(tokens, chosen, gates)
+        if self.router.balance_rate and mixed.requires_grad:
+            mixed = _CountInBackward.apply(mixed, chosen, self.router)  # type: ignore[no-untyped-call]
         return mixed.view_as(x)

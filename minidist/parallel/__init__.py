@@ -11,7 +11,7 @@ A package imports only from the floors below it:
 | 4 | tensor/ | layers cut by columns, rows or vocabulary; the plans that say how |
 | 3 | training/ | precision, master weights, clipping, recomputation, memory |
 | 3 | averaging/ | parameter server, local SGD |
-| 3 | experts/ | tokens travel to the ranks of their experts; balance; placement |
+| 3 | experts/ | tokens travel to the ranks of their experts; balance; replicas |
 | 2 | contract/ | `Layout`, `Strategy`, records of schedules and recomputation policies, the training state |
 | 2 | compression/ | float16, top-k, PowerSGD, sparse rows |
 | 1 | context/ | ring attention, Ulysses, a share of a sequence |

@@ -2,10 +2,10 @@
 
 Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`) with the same function,
 `train(model, batches, make_optimizer)`. Every rank passes the same global batches, and the rung takes this
-rank's share. All ranks start from rank 0's weights (`gpt.same_weights`). All end with the whole trained
-model, as one process leaves it: without hooks or missing parts, ready to be printed, evaluated, or trained by
-another rung. Losses and weights are those of one process, but for the parameter server and local SGD, which
-trade that for less waiting. Read in this order:
+rank's share. All ranks start from rank 0's weights (`gpt.same_weights`), and end with the whole model, as one
+process leaves it. Losses and weights are those of one process, but for the parameter server and local SGD,
+which trade that for less waiting, and low precision, which rounds. mistakes/ plants mistakes in rungs, and
+placements.py finds some. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|
@@ -14,6 +14,7 @@ trade that for less waiting. Read in this order:
 | buckets | many gradients in one message | buckets.py |
 | overlap | send while backward still runs | overlap.py |
 | sharded | what stays whole is a table: data parallelism and ZeRO 1, 2, 3 | sharded.py |
+| Muon | whole matrices dealt to owners, which make their updates orthogonal | muon.py |
 | parameter server | workers do not wait for each other | parameter_server.py |
 | local SGD | ranks train alone, and average now and then | local_sgd.py |
 | layer by layer | each rank holds some of the layers | layer_by_layer.py |
@@ -21,7 +22,9 @@ trade that for less waiting. Read in this order:
 | tensor parallel | ranks share each matrix | tensor_parallel.py |
 | sequence parallel | what is left is shared along the tokens | sequence_parallel.py |
 | ring attention | a row too long for one rank | ring_attention.py |
+| Ulysses | ranks trade tokens for heads, and back | ulysses.py |
 | experts | each rank holds some experts; tokens travel to them | experts.py |
+| low precision | multiply numbers of 8 bits, and scale them first | low_precision.py |
 
 A rank is one of n processes, each with its own memory. Ranks share nothing but what they send through
 `minidist.comm`. The calls in which all of them take part, and the bytes each rank sends for a tensor of S:
@@ -46,18 +49,8 @@ on top. To run a rung on 4 ranks, and print the losses that rank 0 has seen:
 """
 
 LADDER = (
-    "one_process",
-    "data_parallel",
-    "buckets",
-    "overlap",
-    "sharded",
-    "parameter_server",
-    "local_sgd",
-    "layer_by_layer",
-    "pipeline",
-    "tensor_parallel",
-    "sequence_parallel",
-    "ring_attention",
-    "experts",
+    *("one_process", "data_parallel", "buckets", "overlap", "sharded", "muon", "parameter_server"),
+    *("local_sgd", "layer_by_layer", "pipeline", "tensor_parallel", "sequence_parallel", "ring_attention"),
+    *("ulysses", "experts", "low_precision"),
 )
 """The rungs' module names, in the order of reading."""

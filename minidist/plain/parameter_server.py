@@ -4,9 +4,7 @@ Rank 0, the server, holds the parameters and the optimizer; the other ranks are 
 gradient of its own rows and pushes it; the server updates the parameters at once and returns them. So a slow
 worker delays nobody. The price is staleness: while a worker computes, the others change the parameters, and
 its gradient belongs to old ones. With one worker nothing is stale, and the result is that of one process.
-
-In a step a worker sends S bytes, and the server (n - 1) S: n ranks, S bytes of parameters. A batch has at
-least n - 1 rows.
+In a step a worker sends S bytes, and the server (n - 1) S: n ranks, n - 1 rows or more, S bytes of weights.
 
 Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 (Downpour SGD); Li et al.
 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 3.

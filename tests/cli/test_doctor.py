@@ -77,7 +77,7 @@ def test_every_missing_part_has_a_cost_and_a_remedy(parts):
     ],
 )
 def test_the_matrix_unit_is_named(monkeypatch, found, said):
-    monkeypatch.setattr("minidist.kernels.cpu.support.matrix_unit.matrix_unit", lambda: found)
+    monkeypatch.setattr("minidist.kernels.cpu.support.bf16_instructions.matrix_unit", lambda: found)
     part = doctor.matrix_unit()
     assert (part.ok, part.found) == (bool(found), said)
     assert part.ok or "s7_threads" in part.remedy

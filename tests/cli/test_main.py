@@ -60,7 +60,8 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "lessons", "doctor"]
+    "command",
+    ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "mistakes", "lessons", "doctor"],
 )
 def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
@@ -76,7 +77,7 @@ def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, 
 def test_optimizers_have_the_same_names_in_all_commands(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     for command in ("train", "trace", "plan", "dryrun"):
-        assert "adamw, adam, momentum (SGD with momentum) or sgd." in run(command, "--help")[1]
+        assert "adamw, adam, muon, momentum (SGD with momentum) or sgd." in run(command, "--help")[1]
     plans = ("plan", "--model", "byte-tiny", "--memory", "1GB", "--ranks", "2", "--json", "--optimizer")
     assert run(*plans, "adamw") == run(*plans, "adam")
     assert run(*plans, "momentum") != run(*plans, "sgd")
@@ -491,18 +492,19 @@ def test_bench_that_sigterm_stops_leaves_nothing_behind(suite):
     assert not (suite / "out.json").exists()
 
 
-def test_bench_that_cannot_be_read_says_why(suite):
-    (suite / "bench_fake.py").write_text("import a_module_that_nobody_has\n")
+@pytest.mark.parametrize(
+    ("file", "text", "code", "why"),
+    [
+        ("bench_fake.py", "import a_module_that_nobody_has\n", 2, "a_module_that_nobody_has"),
+        ("conftest.py", "def pytest_collection_modifyitems():\n    raise OSError('planted')\n", 1, "planted"),
+        ("out.json", "not json", 2, "out.json is not JSON"),  # before it spends minutes
+    ],
+)
+def test_bench_that_cannot_begin_says_why(suite, file, text, code, why):
+    (suite / file).write_text(text)
     done = bench(suite)
-    assert done.returncode == 2
-    assert "a_module_that_nobody_has" in one_line(done.stderr)
-
-
-def test_bench_where_pytest_itself_fails_says_so(suite):
-    (suite / "conftest.py").write_text("def pytest_collection_modifyitems():\n    raise OSError('planted')\n")
-    done = bench(suite)
-    assert done.returncode == 1
-    assert "planted" in one_line(done.stderr)
+    assert done.returncode == code
+    assert why in one_line(done.stderr)
 
 
 def test_bench_leaves_out_a_suite_that_cannot_run_here_and_says_why(suite):
@@ -519,13 +521,6 @@ def test_bench_leaves_out_a_suite_that_cannot_run_here_and_says_why(suite):
     assert done.returncode == 0
     assert "skipped other: there is no GPU: it needs one" in done.stdout
     assert json.loads((suite / "out.json").read_text())["benchmarks"][0]["name"] == "test_good"
-
-
-def test_bench_reads_old_results_before_it_spends_minutes(suite):
-    (suite / "out.json").write_text("not json")
-    done = bench(suite)
-    assert done.returncode == 2
-    assert "out.json is not JSON" in one_line(done.stderr)
 
 
 def test_a_missing_extra_names_the_command(run, monkeypatch):
@@ -596,3 +591,16 @@ def test_another_cpus_kernel_is_not_what_numpy_is_measured_with():
     assert one_line(done.stderr).startswith(
         "minidist: OPENBLAS_CORETYPE=Haswell and OPENBLAS_L2_SIZE=512 unset"
     )
+
+
+def test_mistakes_are_listed_and_shown(run):
+    code, out, _ = run("mistakes", "--list", "tensor", "one-rank-logs")
+    assert code == 0
+    assert len(out.splitlines()) == 9
+    code, out, _ = run("mistakes", "--show", "one-rank-logs")
+    assert code == 0
+    assert "+        if rank == 0:\n+            comm.all_reduce(loss.detach().clone())" in out
+    assert re.search(r"^order +rank 0 calls all_reduce of \[\]|^order +rank 1 calls", out, re.MULTILINE)
+    found = json.loads(run("mistakes", "one-rank-logs", "--json")[1])
+    assert found["one-rank-logs"]["placements"]["sentence"].startswith("rank 0 calls all_reduce of []")
+    assert "did you mean 'tied-weights-not-summed'" in one_line(run("mistakes", "tied-weights")[2])

@@ -12,7 +12,8 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.cli import train
-from minidist.cli.train import TrainConfig, TrainResult, build, engine_of
+from minidist.cli.train import TrainConfig, TrainResult
+from minidist.cli.train_config import build, engine_of
 
 Clusters = Callable[[int], md.Cluster]
 

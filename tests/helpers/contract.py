@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows, rows_of
+from minidist.parallel.contract.user_functions import by_parameters
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 
 TOLERANCE = 1e-10
@@ -57,7 +58,7 @@ class Trained:
 def train_in_one_process(case: Case) -> Trained:
     """The reference: a plain loop, from rank 0's weights. Do not write to what it returns."""
     model = case.model(0)
-    optimizer = case.optimizer(model.parameters())
+    optimizer = by_parameters(case.optimizer, model, {})(model.parameters())
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     trained = plain_steps(model, optimizer, case.global_batches(), of_outputs(case.loss), case.clip_norm)
     assert any(not torch.equal(start[name], trained.state[name]) for name in start), "nothing was learned"

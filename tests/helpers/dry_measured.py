@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 import minidist as md
 from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.model import GPT, GPTConfig, TransformerConfig, config
+from minidist.model.mixture_of_experts import Router
 from minidist.parallel.contract.memory_report import Memory
 from minidist.scale.dry_run.run import OPTIMIZERS, DryRun, dryrun
 
@@ -37,6 +41,7 @@ class Case:
     model: str = ""  # a name, in place of a shape of its own
     dropout: float = 0.0
     secondary: int | None = None
+    experts: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,7 +53,7 @@ class Case:
         if self.model:
             return config(self.model)
         sizes = {"layers": self.blocks, "heads": self.heads, "width": self.width}
-        rest = {"tied": self.tied, "dropout": self.dropout}
+        rest = {"tied": self.tied, "dropout": self.dropout, "experts": self.experts, "balance_rate": 0.01}
         return GPTConfig(vocabulary=61, context=self.tokens, **sizes, **rest)
 
     @property
@@ -72,9 +77,22 @@ def plain(calls: Sequence[Call]) -> list[tuple[Any, ...]]:
     return [tuple(getattr(call, name) for name in SAME) for call in calls]
 
 
+@contextmanager
+def experts_in_turns() -> Iterator[None]:
+    """Inside, tokens take a block's experts in turns, so that all get as many."""
+
+    def choose(router: Router, scores: Tensor) -> Tensor:
+        tokens, k = len(scores), router.experts_per_token
+        return torch.arange(tokens * k).view(tokens, k) % len(router.weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "choose", choose)
+        yield
+
+
 def measure(case: Case) -> Measured:
     """On each rank of a cluster."""
-    with comm.using(case.way):
+    with comm.using(case.way), experts_in_turns():
         found = []
         with comm.ledger() as ledger:
             make = OPTIMIZERS[case.optimizer]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minidist.kernels.cpu.support import block_sizes, matrix_unit, one_thread
+from minidist.kernels.cpu.support import bf16_instructions, block_sizes, one_thread
 from minidist.kernels.cpu.support.caches import Caches
 from minidist.kernels.measure import harness
 
@@ -22,13 +22,13 @@ every_cache = pytest.mark.parametrize(
 
 def runs_here(step):
     """Whether this CPU has the instructions of a rung of the CPU ladder."""
-    return "bfloat16" not in step.dtypes or bool(matrix_unit.matrix_unit())
+    return "bfloat16" not in step.dtypes or bool(bf16_instructions.matrix_unit())
 
 
 def skip_unless_it_runs(step):
     """Skip a test of a rung that this CPU can't run."""
     if not runs_here(step):
-        pytest.skip(matrix_unit.NONE)
+        pytest.skip(bf16_instructions.NONE)
 
 
 @contextlib.contextmanager

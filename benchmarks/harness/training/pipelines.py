@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.training.programs import Program
+from minidist.benchmarks.harness.training.programs import Program, stepped
 from minidist.benchmarks.harness.training.work import ADAMW, Work
 from minidist.kernels.measure.harness import LEAST
 from minidist.model.configs import config
@@ -65,15 +65,7 @@ def micro_batches(work: Work) -> int:
 def pipeline(schedule: str, work: Work) -> Program:
     """Train with `md.Pipeline` by one of our schedules."""
     (stage,) = stages(work).values()
-    parallel, optimizer = md.Pipeline(stage, schedule, micro_batches(work)), ADAMW(stage.parameters())
-
-    def train(inputs: Tensor, targets: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = parallel.step(inputs, targets)
-        optimizer.step()
-        return loss
-
-    return Program(train, module=stage, optimizer=optimizer)
+    return stepped(md.Pipeline(stage, schedule, micro_batches(work)), stage)
 
 
 def torch_pipeline(name: str, work: Work) -> Program:

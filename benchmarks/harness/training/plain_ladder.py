@@ -22,12 +22,14 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import plain
-from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program
-from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, SEED, Batch, Work, drawn
+from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program, engine
+from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, MUON, SEED, Batch, Work, drawn
+from minidist.model import GPT, GPTConfig
 from minidist.model.blocks import attend
 from minidist.model.data import dataset
 from minidist.plain import pipeline
 from minidist.plain.gpt import Attention, Block, gpt
+from minidist.plain.local_sgd import DILOCO
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,21 @@ def _prepared(
     return EngineProgram(md.prepare(adapted, ADAMW, md.Layout.parse(layout), rehearse=False, **given))
 
 
+def _mixture(work: Any) -> Program:
+    """Make the engine of a GPT with as many experts as the rung's."""
+    sizes = {"context": work.tokens, "layers": work.layers, "heads": 4, "width": work.width}
+    model = GPT(GPTConfig(**sizes, experts=4, experts_per_token=1), seed=SEED)
+    return EngineProgram(md.prepare(model, ADAMW, md.Layout(dp=2, ep=2), rehearse=False))
+
+
 @dataclass(frozen=True)
 class RungForm:
     """A rung in one of its forms, and the engine's form of it."""
 
     name: str
     rung: str  # its module
-    engine: str = ""  # what a user of minidist writes instead; empty if the engine has no such form
-    make: Make | None = None  # makes the program of the engine's form
+    engine: str  # what a user of minidist writes instead
+    make: Make  # makes the program of the engine's form
     options: Mapping[str, Any] = field(default_factory=dict)  # of `train`
     own_idea: str = ""  # if the rung has several forms
     ranks: int = 2
@@ -168,9 +177,14 @@ def _pipeline(name: str, schedule: str, rows: Any, idea: str) -> RungForm:
     return RungForm(f"pipeline: {name}", "pipeline", engine, make, options, idea, note=note)
 
 
+def _local_sgd(name: str, engine: str, make: Make, idea: str = "", **options: Any) -> RungForm:
+    note, given = f"an average every {EVERY} steps", {"k": EVERY, **options}
+    return RungForm(name, "local_sgd", engine, make, given, idea, period=EVERY, exact=False, note=note)
+
+
 _bare, _in_turn = _engine("dp=2", bucket_mb=0, overlap=False), _engine("dp=2", overlap=False)
 _tokens = _engine("tp=2,sequence_parallel=True", opened, cut_along_tokens)
-_server, _local_sgd = LOOPS["asynchronous server"], LOOPS["local SGD"]
+_server = LOOPS["asynchronous server"]
 FORMS = (
     RungForm("one process", "one_process", "Layout()", _engine("dp=1"), ranks=1),
     RungForm("data parallel", "data_parallel", "DataParallel, bucket_mb=0, overlap=False", _bare),
@@ -181,6 +195,16 @@ FORMS = (
     _sharded("ZeRO 2", 2, "parameters stay whole"),
     _sharded("ZeRO 3", 3, "nothing stays whole"),
     RungForm(
+        "Muon",
+        "muon",
+        "Layout(dp=2, zero=1), Muon",
+        partial(engine, "dp=2,zero=1", optimizer=MUON),
+        {"lr": 0.01},
+        exact=False,
+        alike=False,
+        note="the rest is AdamW's",
+    ),
+    RungForm(
         "parameter server",
         "parameter_server",
         "ParameterServer",
@@ -190,15 +214,13 @@ FORMS = (
         alike=False,
         note="a server and two workers",
     ),
-    RungForm(
-        "local SGD",
-        "local_sgd",
-        "LocalSGD",
-        _local_sgd,
-        {"k": EVERY},
-        period=EVERY,
-        exact=False,
-        note=f"an average every {EVERY} steps",
+    _local_sgd("local SGD", "LocalSGD", LOOPS["local SGD"]),
+    _local_sgd(
+        "local SGD: DiLoCo",
+        "LocalSGD, outer=nesterov",
+        LOOPS["DiLoCo"],
+        "the average is a step of an outer optimizer",
+        make_outer=DILOCO,
     ),
     RungForm("layer by layer", "layer_by_layer", "LayerByLayer", LOOPS["layer by layer"]),
     _pipeline("GPipe", "gpipe", pipeline.gpipe, "micro-batches; all forward passes first"),
@@ -206,11 +228,24 @@ FORMS = (
     RungForm("tensor parallel", "tensor_parallel", "Layout(tp=2)", _engine("tp=2", opened, CUT)),
     RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
     RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
+    RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', _engine("cp=2,cp_kind=ulysses", opened)),
     RungForm(
         "experts",
         "experts",
+        "Layout(dp=2, ep=2)",
+        _mixture,
         exact=False,
-        note="4 experts in place of each MLP, so a larger model; the engine has none",
+        alike=False,
+        note="4 experts in place of each MLP, so a larger model; the engine's is GPT(experts=4)",
+    ),
+    RungForm(
+        "low precision",
+        "low_precision",
+        'Layout(precision="fp8")',
+        _engine("precision=fp8"),
+        ranks=1,
+        exact=False,
+        note="FP8 is emulated",
     ),
 )
 """All rungs in the order of reading."""

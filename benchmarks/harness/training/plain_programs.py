@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,32 +59,27 @@ class ClockedBatches(Sequence[Batch]):
 
 
 class Holdings:
-    """The most bytes that a rung holds: what its optimizer got and keeps, and parameters with a gradient.
+    """The most bytes that a rung holds: what its optimizers got and keep, and parameters with a gradient.
 
     They are counted each time a backward pass has ended, when most gradients are there.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.most = Memory(0, 0, 0, 0, 0)
-
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make the optimizer for the rung."""
-        self.optimizer = ADAMW(parameters)
-        return self.optimizer
 
     def look(self) -> None:
         """Count what is held now."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        state = {} if self.optimizer is None else self.optimizer.state
-        own = [p for group in groups for p in group["params"]]
+        own = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
         trained = [*own, *(p for p in self.model.parameters() if p.grad is not None)]
         found = memory_of(
             ResidentTensors(
                 parameters=[p.detach() for p in trained],
                 gradients=[p.grad for p in trained if p.grad is not None],
-                optimizer=[value for values in state.values() for value in values.values()],
+                optimizer=[
+                    v for each in self.optimizers for kept in each.state.values() for v in kept.values()
+                ],
                 buffers=[],
             )
         )
@@ -94,12 +89,18 @@ class Holdings:
     def watched(self) -> Iterator[None]:
         """Inside, look after every backward pass. A server of parameters has none: look at the end."""
         backward: Any = Tensor.backward
+        begin: Any = torch.optim.Optimizer.__init__
 
         def then_look(tensor: Tensor, *args: Any) -> None:
             backward(tensor, *args)
             self.look()
 
-        with mock.patch.object(Tensor, "backward", then_look):
+        def note(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            begin(optimizer, *args, **kwargs)
+            self.optimizers.append(optimizer)
+
+        patch = mock.patch.object
+        with patch(Tensor, "backward", then_look), patch(torch.optim.Optimizer, "__init__", note):
             yield
         if not self.most.total:
             self.look()
@@ -116,11 +117,11 @@ class RungProgram(Program):
         """Train on global batches, of which the rung takes this rank's share."""
         model, clocked = self._work.build(), ClockedBatches(batches)
         train = partial(self._form.module.train, **self._form.options)
-        if self._memory is None:
+        if self._memory is None and len(batches) > self._form.period:  # an outer optimizer has made a step
             held, whole = Holdings(model), [tensor for batch in batches for tensor in batch]
             # Without the model: a rung may free its first tensors, whose storages' names are then used again.
             with ActivationCounter(others=whole) as counter, held.watched():
-                losses = train(model, clocked, held.make_optimizer)
+                losses = train(model, clocked, ADAMW)
             self._memory = Memory(**{**vars(held.most), "activations": counter.peak})
         else:
             losses = train(model, clocked, ADAMW)
@@ -128,7 +129,7 @@ class RungProgram(Program):
         return Ran(statistics.fmean(seconds[warm:] or [0.0]), losses)  # a server takes no batches
 
     def memory(self) -> Memory | None:
-        """Return this rank's bytes, counted in the first run."""
+        """Return this rank's bytes, counted in the first run that is long enough."""
         return self._memory
 
 
@@ -149,8 +150,7 @@ def jobs(work: LadderWork, forms: Sequence[RungForm]) -> dict[str, Job]:
         warm, steps = whole_periods(WARM, form), whole_periods(STEPS, form)
         rung = Job(form.ranks, work, partial(_rung, form), form.period, warm=warm, steps=steps)
         made[program_name(form.name, plain=True)] = rung
-        if form.make:
-            made[program_name(form.name, plain=False)] = rung._replace(make=form.make)
+        made[program_name(form.name, plain=False)] = rung._replace(make=form.make)
     return made
 
 

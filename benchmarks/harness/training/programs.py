@@ -131,13 +131,18 @@ class EngineProgram(Program):
 
 def engine(layout: str, work: Work, **options: Any) -> EngineProgram:
     """Make the loop of an engine in this layout; `options` are those of `md.prepare`."""
-    prepared = md.prepare(work.build(), ADAMW, md.Layout.parse(layout), rehearse=False, **options)
+    given: dict[str, Any] = {"optimizer": ADAMW, "rehearse": False, **options}
+    prepared = md.prepare(work.build(), layout=md.Layout.parse(layout), **given)
     return EngineProgram(prepared)
 
 
-def local_sgd(work: Work, every: int = EVERY) -> Program:
-    """Train each rank on its own rows, and average the ranks' parameters every few steps."""
-    model = md.LocalSGD(work.build(), every=every)
+def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
+    """Train each rank on its own rows, and average the ranks' parameters every few steps.
+
+    options: of `LocalSGD`, such as an outer optimizer.
+    """
+    model = md.LocalSGD(work.build(), every=every, **options)
+    exchange: Any = model._exchange
     optimizer = ADAMW(model.parameters())
     loop = plain_loop(model, optimizer, cross_entropy)
 
@@ -146,10 +151,7 @@ def local_sgd(work: Work, every: int = EVERY) -> Program:
         model.synchronize()
         return loss
 
-    def averaged() -> list[Tensor]:
-        return [bucket.gradients for bucket in model._buckets]
-
-    return Program(train, (md.rank(), md.size()), model, optimizer, averaged)
+    return Program(train, (md.rank(), md.size()), model, optimizer, exchange.held)
 
 
 def layer_by_layer(work: Work) -> Program:
@@ -157,7 +159,12 @@ def layer_by_layer(work: Work) -> Program:
     model: Any = work.build()
     layers = getattr(model, "layers", model)  # the training ladder's GPT is a chain itself
     part = nn.Sequential(*(layers[i] for i in cut(layers, md.size())[md.rank()]))
-    parallel, optimizer = md.LayerByLayer(part), ADAMW(part.parameters())
+    return stepped(md.LayerByLayer(part), part)
+
+
+def stepped(parallel: md.LayerByLayer | md.Pipeline, part: nn.Module) -> Program:
+    """A program that trains this rank's part of a model with the `step` of what runs the layers."""
+    optimizer = ADAMW(part.parameters())
 
     def train(inputs: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
@@ -248,6 +255,7 @@ def matrix_unit(work: Work) -> Program:
 
 LOOPS: dict[str, Callable[..., Program]] = {
     "local SGD": local_sgd,
+    "DiLoCo": partial(local_sgd, outer=md.nesterov),
     "layer by layer": layer_by_layer,
     "synchronous server": lambda work: ServerProgram(work, 0),
     "asynchronous server": lambda work: ServerProgram(work, None),

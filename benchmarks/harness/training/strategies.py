@@ -12,6 +12,8 @@ from typing import Any
 
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
+from minidist.benchmarks.harness.training.work import MUON
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
@@ -33,7 +35,9 @@ class Row:
     exact: bool = True  # has the losses of one process, up to rounding
     offload: bool = False  # keeps its shards and the optimizer's state in files
     gpt_only: bool = False
+    experts: int = 0  # in each block, also for the peers, and for plain training
     full_only: bool = False
+    period: int = 1  # steps after which the communication repeats
 
     @property
     def ranks(self) -> int:
@@ -44,11 +48,6 @@ class Row:
     def label(self) -> str:
         """The row's name, with the number of ranks if that is more than two."""
         return self.strategy if self.ranks in (1, 2) else f"{self.strategy}, {self.ranks} ranks"
-
-    @property
-    def period(self) -> int:
-        """Number of steps after which the communication pattern repeats."""
-        return EVERY if self.loop == "local SGD" else 1
 
 
 def _data_parallel(form: str, peer: str = "torch DDP", exact: bool = True, **options: Any) -> Row:
@@ -62,6 +61,11 @@ def _data_parallel(form: str, peer: str = "torch DDP", exact: bool = True, **opt
 def _server(kind: str, exact: bool) -> Row:
     name, layout = f"parameter server, {kind}", "1 server, 2 workers"
     return Row(name, layout, loop=f"{kind} server", loop_ranks=3, exact=exact)
+
+
+def _local_sgd(name: str, *peers: str) -> Row:
+    layout = f"dp=2, every {EVERY} steps"
+    return Row(name, layout, peers=peers, loop=name, exact=False, period=EVERY)
 
 
 def _pipeline(name: str, kind: ScheduleKind) -> Row:
@@ -84,6 +88,7 @@ FAMILIES = {
     "one process": (
         _row("one process", "dp=1", "plain torch"),
         _row("recompute", "recompute=True", "torch checkpoint"),
+        *(_full("FP8, emulated", f"precision={name}", exact=False) for name in FP8_RECIPES),
     ),
     "data parallel": (
         _data_parallel("an all-reduce a parameter", bucket_mb=0, overlap=False),
@@ -97,7 +102,8 @@ FAMILIES = {
     ),
     "Accelerate": (_full("data parallel, overlap", "dp=2", "Accelerate"),),
     "asynchronous": (
-        _row("local SGD", f"dp=2, every {EVERY} steps", "torch PostLocalSGD", loop="local SGD", exact=False),
+        _local_sgd("local SGD", "torch PostLocalSGD"),
+        _local_sgd("DiLoCo"),
         _server("synchronous", exact=True),
         _server("asynchronous", exact=False),
     ),
@@ -109,11 +115,15 @@ FAMILIES = {
         _row("tensor parallel", "tp=2", "torch parallelize_module"),
         _row("tensor and sequence parallel", "tp=2,sequence_parallel=True", SEQUENCE, gpt_only=True),
         _row("context parallel", "cp=2", "torch DDP", gpt_only=True),
+        _row("context parallel, Ulysses", "cp=2,cp_kind=ulysses", "torch DDP", gpt_only=True),
     ),
+    "experts": (_row("experts", "dp=2,ep=2", "torch DDP", gpt_only=True, experts=4),),
     "ZeRO": (
         _row("ZeRO-1", "dp=2,zero=1", "torch ZeroRedundancyOptimizer"),
         _row("ZeRO-2", "dp=2,zero=2", "torch fully_shard, parameters kept"),
         _row("ZeRO-3", "dp=2,zero=3", "torch fully_shard"),
+        _row("ZeRO-1, Muon", "dp=2,zero=1", options={"optimizer": MUON}, exact=False),
+        _row("ZeRO-3, Muon", "dp=2,zero=3", options={"optimizer": MUON}, exact=False),
         _row("ZeRO-3, offload", "dp=2,zero=3", offload=True),
         _full("data parallel, recompute", "dp=2,recompute=True", "torch DDP, checkpoint"),
     ),

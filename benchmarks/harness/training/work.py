@@ -16,10 +16,13 @@ from minidist.model.data import dataset
 from minidist.model.gpt import GPT
 from minidist.model.mlp import MLP
 from minidist.model.sampler import Sampler
+from minidist.parallel.training.muon import Muon
 
 SEED = 0
+MUON = partial(Muon, lr=0.01, adamw_lr=1e-3)
+"""The optimizer of rows that name it."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-"""The optimizer of all steps, ours and the peers'. Its fused call updates all parameters of a kind."""
+"""The optimizer of all other steps, ours and the peers'. Its fused call updates all parameters of a kind."""
 BATCHES = 4
 """Number of different global batches; training repeats them."""
 Batch = tuple[Tensor, Tensor]
@@ -35,12 +38,13 @@ class Work:
     rows: int
     tied: bool = False  # whether a GPT's output matrix is its token table; some peers can't tie weights
     hidden: tuple[int, ...] = (512, 512, 512)  # widths of the MLP's hidden layers
+    experts: int = 0  # in each block of a GPT, in place of its MLP
 
     def build(self) -> nn.Module:
         """Build the model, the same on every rank."""
         if self.model == "mlp":
             return MLP((64, *self.hidden, 10), seed=SEED)
-        shape = config(self.model) if self.tied else config(self.model, tied=False)
+        shape = config(self.model, tied=self.tied, experts=self.experts)
         assert isinstance(shape, GPTConfig)
         return GPT(shape, seed=SEED)
 

@@ -17,7 +17,7 @@
 | vector_softmax | rows of a softmax in whole vectors: largest, powers of 2 and their sum |
 | attention, attention_sizes | parts of attention that threads take, and how large their blocks are |
 | attention_forward, attention_backward | attention by blocks of keys, in register tiles |
-| matrix_unit, instruction_trial | which instructions for bf16 numbers this CPU has, found by trying |
+| bf16_instructions, instruction_trial | which instructions for bf16 numbers this CPU has, found by trying |
 | bf16_packing | numbers as pairs of bf16, and in parts |
 | bf16_product, bf16_posting | the loops of rung 8 around the tile, and how its products are posted |
 | tile_registers | the eight tiles of AMX, and the loop that multiplies them |

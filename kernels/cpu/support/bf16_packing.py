@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from . import board
-from .matrix_unit import matrix_unit
+from .bf16_instructions import matrix_unit
 from .vector_instructions import INT32, INT64, Value
 from .vector_moves import transpose
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import carray, njit
 
 from . import atomic, bf16_packing, board, packed_product, register_tile
-from .matrix_unit import AMX, matrix_unit
+from .bf16_instructions import AMX, matrix_unit
 
 COLUMNS = 32  # of a tile of out: two vectors, or two tiles side by side
 STRIP = 16  # pairs of rows of b that are packed at a time over several panels

@@ -1,4 +1,4 @@
-"""One product with each instruction for bf16 numbers, for `matrix_unit.py` to try in a child process."""
+"""A product with each instruction for bf16 numbers, for `bf16_instructions.py` to try in a child process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from ...rung import Array
 from . import board, tile_registers
-from .matrix_unit import AMX, AVX512_BF16, ask_for_tiles
+from .bf16_instructions import AMX, AVX512_BF16, ask_for_tiles
 from .vector_instructions import Value, Vectors
 
 

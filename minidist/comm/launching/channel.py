@@ -1,4 +1,4 @@
-"""Messages over a socket between the caller and a rank: a length of 8 bytes, then that many bytes.
+"""Messages over a socket, as between the caller and a rank: a length of 8 bytes, then that many bytes.
 
 A rank sends and receives with blocking calls. The caller must not block, or a rank that is stopped in the
 middle of a message would stop the caller. So it queues what it sends, takes what has arrived, and waits for
@@ -16,10 +16,11 @@ LENGTH = struct.Struct("!Q")
 
 
 class Connection:
-    """One end of a socket pair."""
+    """One end of a connection. largest: bytes of the longest message; one that announces more ends it."""
 
-    def __init__(self, end: socket.socket, *, blocking: bool) -> None:
+    def __init__(self, end: socket.socket, *, blocking: bool, largest: int = 2**63) -> None:
         end.setblocking(blocking)
+        self._largest = largest
         self.socket = end  # to wait for
         self.ended = False  # the other end is closed: nothing more arrives, and what is sent is dropped
         self._outgoing: deque[memoryview] = deque()
@@ -33,7 +34,7 @@ class Connection:
         """Whether queued messages wait for room in the socket."""
         return bool(self._outgoing)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """Send a message. A non-blocking connection queues what the socket has no room for."""
         self._outgoing.extend((memoryview(LENGTH.pack(len(message))), memoryview(message)))
         self.flush()
@@ -69,7 +70,11 @@ class Connection:
                 continue
             complete, self._filled, self._in_message = self._incoming, 0, not self._in_message
             if self._in_message:
-                self._incoming = memoryview(bytearray(LENGTH.unpack(complete)[0]))
+                (length,) = LENGTH.unpack(complete)
+                if length > self._largest:
+                    self.ended = True
+                    return
+                self._incoming = memoryview(bytearray(length))
             else:
                 self._incoming = memoryview(bytearray(LENGTH.size))
                 yield complete.obj  # type: ignore[misc] # the whole of it

@@ -9,8 +9,8 @@ servers hold ranges of keys. Whole parameters let each server run any torch opti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from minidist.comm.work import bytes_of
 
 HEAD = 16
-"""Bytes of two integers that open a message of parameters: how many updates they contain, and a 0 that lets
-the widest dtype begin at a multiple of its width."""
+"""Bytes of two integers that open a message of parameters: how many updates they contain, and a coordinator's
+slot for a worker. Two, so that the widest dtype begins at a multiple of its width."""
 
 
 class ServerPart(NamedTuple):
-    """The parameters that one server holds."""
+    """The parameters that one server holds, or that are synchronized together. See `in_order`."""
 
     parameters: list[nn.Parameter]
 
@@ -36,10 +36,10 @@ class ServerPart(NamedTuple):
         """Return room for a message of parameters."""
         return torch.empty(HEAD + self.bytes, dtype=torch.uint8)
 
-    def pack_values(self, updates: int) -> Tensor:  # (16 + S,) uint8
+    def pack_values(self, updates: int, slot: int = 0) -> Tensor:  # (16 + S,) uint8
         """Return the parameters as a message."""
         message = self.empty_values()
-        message[:HEAD].view(torch.int64).copy_(torch.tensor([updates, 0]))
+        message[:HEAD].view(torch.int64).copy_(torch.tensor([updates, slot]))
         for view, parameter in zip(self._split(message[HEAD:]), self.parameters, strict=True):
             view.copy_(parameter.detach())
         return message
@@ -47,9 +47,13 @@ class ServerPart(NamedTuple):
     def load_values(self, message: Tensor) -> int:
         """Copy a message's values into the parameters; return how many updates they contain."""
         with torch.no_grad():
-            for parameter, value in zip(self.parameters, self._split(message[HEAD:]), strict=True):
+            for parameter, value in zip(self.parameters, self.unpack_values(message), strict=True):
                 parameter.copy_(value)
-        return int(message[:HEAD].view(torch.int64)[0])
+        return head_of(message)[0]
+
+    def unpack_values(self, message: Tensor) -> list[Tensor]:
+        """Return each parameter's value, as a view of the message."""
+        return self._split(message[HEAD:])
 
     def empty_gradients(self) -> Tensor:  # (S + P,) uint8
         """Return room for a message of gradients."""
@@ -79,20 +83,38 @@ class ServerPart(NamedTuple):
         return [part.view(p.dtype).view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def divide(parameters: Sequence[nn.Parameter], servers: int) -> list[ServerPart]:
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that get gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def head_of(message: Tensor) -> tuple[int, int]:
+    """Return the two integers that open a message."""
+    first, second = message[:HEAD].view(torch.int64).tolist()
+    return first, second
+
+
+def in_order(tensors: Iterable[Any]) -> ServerPart:
+    """Return the part of these tensors. The widest dtype comes first, so that no value needs padding."""
+    return ServerPart(sorted(tensors, key=lambda tensor: -tensor.element_size()))
+
+
+def deal_parameters(
+    parameters: Sequence[nn.Parameter], servers: int, what: str = "servers"
+) -> list[ServerPart]:
     """Deal the parameters to the servers: each parameter, largest first, goes to the lightest part.
 
     No part has more bytes than 4/3 of the least possible (Graham 1969, "Bounds on Multiprocessing Timing
-    Anomalies"). Raises ValueError if there are fewer parameters than servers.
+    Anomalies"). Raises ValueError if there are fewer parameters than servers; `what` is its word for them.
     """
-    if servers > len(parameters):
+    if servers > max(1, len(parameters)):
         raise ValueError(
-            f"servers is {servers}, but the model has {len(parameters)} trainable parameters, and a server "
-            "holds at least one; use fewer servers"
+            f"{what} is {servers}, but the model has {len(parameters)} trainable parameters, and each "
+            f"holds at least one; use fewer {what}"
         )
     held: list[list[nn.Parameter]] = [[] for _ in range(servers)]
     for parameter in sorted(parameters, key=bytes_of, reverse=True):
         # Among equally light parts, the one with the fewest parameters: this also spreads empty ones.
         min(held, key=lambda part: (sum(map(bytes_of, part)), len(part))).append(parameter)
     order = {parameter: i for i, parameter in enumerate(parameters)}
-    return [ServerPart(sorted(part, key=lambda p: (-p.element_size(), order[p]))) for part in held]
+    return [in_order(sorted(part, key=order.__getitem__)) for part in held]

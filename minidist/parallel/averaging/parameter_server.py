@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist._arguments import check_whole
 from minidist.comm.work import bytes_of
-from minidist.parallel.averaging.parameter_assignment import HEAD, divide
+from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
 from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
@@ -79,7 +79,7 @@ class ParameterServer:
         self.worker = -1 if self.is_server else rank - servers  # index among the workers; -1 on a server
         self.workers = ranks - servers  # how many there are
         self.max_staleness = max_staleness
-        self._parts = divide(_trainable(model), servers)
+        self._parts = deal_parameters(trainable(model), servers)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 comm.broadcast(tensor, source=0)
@@ -174,13 +174,9 @@ class ParameterServer:
 
 def bytes_per_step(model: nn.Module, servers: int = 1) -> tuple[int, int]:
     """Return the bytes that one worker's pull and push send: (from the worker, from all servers)."""
-    sizes = [bytes_of(parameter) for parameter in _trainable(model)]
+    sizes = [bytes_of(parameter) for parameter in trainable(model)]
     # The worker sends two requests to each server, and a byte a parameter that marks a missing gradient.
     return 2 * HEAD * servers + len(sizes) + sum(sizes), HEAD * servers + sum(sizes)
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _check(model: nn.Module, optimizer: MakeOptimizer, servers: int, max_staleness: int | None) -> None:

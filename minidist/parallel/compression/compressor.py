@@ -41,7 +41,12 @@ class Reduction(ABC):
 
 
 class Compression(ABC):
-    """Makes the reduction of each bucket."""
+    """Makes the reduction of each bucket.
+
+    reads_values: whether values of gradients decide what is sent, so that a dry run cannot tell.
+    """
+
+    reads_values = False
 
     @abstractmethod
     def reduction(self, bucket: Bucket, gradient_comm: GradientComm, number: int) -> Reduction:

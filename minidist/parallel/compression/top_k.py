@@ -33,6 +33,7 @@ class TopK(Compression):
     / n N s. So with many ranks the ratio has to be small. Memory: one more copy of the gradients.
     """
 
+    reads_values = True
     ratio: float = 0.01  # of the elements; at least one element of each bucket is sent
     error_feedback: bool = True  # False drops what is not sent, for comparison
 

@@ -70,7 +70,7 @@ def ring_attention(
     TypeError for a wrong type or dtype, ValueError if shapes do not fit, on this rank or between ranks, or if
     T is not this rank's share of the length.
     """
-    check_arguments(q, k, v, tile, length, scale)
+    check_attention_arguments(q, k, v, tile, length, scale)
     rank, ranks = rank_in(group), len(ranks_of(group))
     length = agreed_length(q, k, length, causal, group)
     ring = _Ring(group, rank, ranks, length, causal, tile)
@@ -246,7 +246,7 @@ def agreed_length(q: Tensor, k: Tensor, length: int | None, causal: bool, group:
     for rank, each in enumerate(found):
         if each[1:] != found[0][1:]:
             raise ValueError(
-                f"the ranks give ring_attention different arguments: rank 0 {_described(found[0])}, and "
+                f"the ranks give attention different arguments: rank 0 {_described(found[0])}, and "
                 f"rank {rank} {_described(each)}; only the number of positions, T, may differ"
             )
     sizes = [each[0] for each in found]
@@ -269,7 +269,7 @@ def _described(told: list[int]) -> str:
     )
 
 
-def check_arguments(
+def check_attention_arguments(
     q: Tensor, k: Tensor, v: Tensor, tile: int, length: int | None, scale: float | None
 ) -> None:
     """Raise TypeError or ValueError if this rank's arguments are wrong; see `ring_attention`."""

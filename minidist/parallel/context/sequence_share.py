@@ -154,8 +154,8 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
         dropout = getattr(dropout, "p", dropout)  # from an nn.Dropout
         if isinstance(dropout, float) and dropout > 0:
             raise ValueError(
-                f"dropout is {dropout} in the model's attention, but ring attention cannot drop weights; "
-                "set it to 0, or leave cp out"
+                f"dropout is {dropout} in the model's attention, which cannot drop weights where ranks share "
+                "tokens; set it to 0, or leave cp out"
             )
     for part in parts:
         part.attend = partial(_attend, share, causal)  # type: ignore[assignment]
@@ -165,13 +165,23 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
     return model
 
 
+def key_heads(model: nn.Module) -> int | None:
+    """The fewest key heads of an attention in a model that is not cut yet; None if nothing tells."""
+    found = []
+    for part in model.modules():
+        config, size, key = (getattr(part, name, None) for name in ("config", "head_size", "key"))
+        if hasattr(part, "attend") and isinstance(size, int) and isinstance(key, nn.Linear):
+            found.append(key.out_features // size)
+        names = ("num_attention_heads", "num_key_value_heads")  # the second where they differ
+        found += [count for name in names if isinstance(count := getattr(config, name, None), int)]
+    return min(found, default=None)
+
+
 def _attend(
     share: SequenceShare, causal: bool, query: Tensor, key: Tensor, value: Tensor, dropout: float
 ) -> Tensor:
     if dropout > 0:
-        raise ValueError(
-            f"dropout is {dropout} in attention; ring attention cannot drop weights: set it to 0"
-        )
+        raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
     return share.attend(query, key, value, causal)
 
 

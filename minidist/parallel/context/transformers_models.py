@@ -4,7 +4,7 @@ An attention module of transformers looks up its function by `config._attn_imple
 is registered under a name of our own, and the model gets copies of its configs with that name: models that
 use the same config object keep theirs. The model's `forward` gets the `position_ids` of the rank's tokens.
 
-Ring attention is causal or sees all tokens. A model or a batch that needs another mask is refused.
+Attention with cp is causal or sees all tokens. A model or a batch that needs another mask is refused.
 
 Source: transformers, "Attention Interface" (docs/source/en/attention_interface.md).
 """
@@ -24,7 +24,7 @@ from minidist.parallel.context.sequence_share import SequenceShare
 
 NAME = "minidist_ring_attention"
 """The name under which transformers finds `_attend` and `_mask`."""
-_REMEDY = "ring attention is causal or sees all tokens, and nothing else: use dp instead of cp"
+_REMEDY = "with cp attention is causal or sees all tokens, and nothing else: use dp instead of cp"
 
 
 def apply(model: nn.Module, share: SequenceShare) -> bool:
@@ -52,7 +52,7 @@ def apply(model: nn.Module, share: SequenceShare) -> bool:
         if each.config._attn_implementation != NAME:
             raise ValueError(
                 f"a {type(each).__name__} does not use the attention functions of transformers, so cp cannot "
-                "replace its attention by ring attention; use dp instead"
+                "replace its attention; use dp instead"
             )
         each.forward = wraps(each.forward)(partial(_forward, share, names, each.forward))
     return bool(found)
@@ -91,8 +91,8 @@ def _forward(
     own = given.get("position_ids")
     if own is not None and not torch.equal(own, positions.expand_as(own)):
         raise ValueError(
-            f"position_ids are not those of one text in each row, 0 to {(share.length or 0) - 1}, and ring "
-            "attention cannot keep several texts in a row apart; leave position_ids out, or use dp, not cp"
+            f"position_ids are not those of one text in each row, 0 to {(share.length or 0) - 1}, and with "
+            "cp attention cannot keep several texts in a row apart; leave position_ids out, or use dp instead"
         )
     if "use_cache" in names:
         given["use_cache"] = False
@@ -118,9 +118,7 @@ def _attend(
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name} in its attention; {_REMEDY}")
     if dropout > 0:
-        raise ValueError(
-            f"dropout is {dropout} in attention; ring attention cannot drop weights: set it to 0"
-        )
+        raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mixed = share.attend(query, key, value, causal, scaling)
     return mixed.transpose(1, 2).contiguous(), None

@@ -9,8 +9,8 @@ results back to the ranks of their positions.
     rank 1: middle tokens,         heads 0 1 ──╱  ╲── all tokens, head 1 ── attention ──╱  ╲── as before
 
 In float32 n ranks send 4 / (3 n) of what a ring of them sends, but there can be no more ranks than key heads.
-With more ranks neighbours trade heads, and keys and values go around the ring of the groups of
-neighbours; in zigzag order the neighbours' positions together are those of one rank of that smaller ring.
+With more ranks, neighbours trade heads, and keys and values go around a ring of these groups. In zigzag order
+the positions of a group are just the positions that one rank of that smaller ring would have.
 
 Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Fang and Zhao 2024, "USP: A Unified Sequence
 Parallelism Approach for Long Context Generative AI", section 3 (both together).
@@ -33,7 +33,12 @@ from minidist.comm.differentiable import exchange_rows
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.ring_attention import TILE, agreed_length, check_arguments, ring_attention
+from minidist.parallel.context.ring_attention import (
+    TILE,
+    agreed_length,
+    check_attention_arguments,
+    ring_attention,
+)
 
 
 @opaque
@@ -64,7 +69,7 @@ def ulysses_attention(
     Raises:
         ValueError: more ranks trade heads than there are key heads, or as for `ring_attention`.
     """
-    check_arguments(q, k, v, TILE, length, scale)
+    check_attention_arguments(q, k, v, TILE, length, scale)
     neighbours, ring = (group, None) if blocks is None else blocks
     length = agreed_length(q, k, length, causal, group)
     ranks, own = len(ranks_of(neighbours)), rank_in(neighbours)

@@ -3,7 +3,9 @@
 | File | Holds |
 |---|---|
 | layout.py | `Layout`: how many ranks do what |
+| residency.py | what every rank keeps whole with data parallelism and each stage of ZeRO: the table |
 | schedule_kinds.py | what is true of each pipeline schedule, in one record |
+| fp8_recipes.py | which numbers share a scale in FP8, by the name of a precision |
 | recompute_policies.py | which parts of a model are recomputed, by the name of a policy |
 | user_functions.py | the functions that a caller gives: a loss, one that makes an optimizer |
 | kept_attributes.py | put modules and functions back as a call found them |

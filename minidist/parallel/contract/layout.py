@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, POLICIES
+from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, chunked_kinds, schedule_kind
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", *FP8_RECIPES)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Layout:
         zero: stage of ZeRO: 1 shards the optimizer's state over dp and cp, 2 also gradients, 3 also
             parameters.
         micro_batches: into how many parts a rank's rows are cut, over which gradients add up.
-        precision: "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix it with float32.
+        precision: "fp32" computes in the parameters' own dtype; "bf16" and "fp16" mix it with float32;
+            "fp8", "fp8_delayed", "fp8_blocks" and "fp8_mx" also round what linear layers multiply, which is
+            emulated (training/fp8.py).
         recompute: recompute activations in the backward pass instead of keeping them: True for those of every
             layer, or the name of a policy, such as "every second layer" or "attention alone".
         cp: context parallel: ranks that share the tokens of each row.
@@ -78,11 +82,11 @@ class Layout:
         for name in ("dp", "tp", "pp", "cp", "ep", "micro_batches", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.zero not in range(4):
+        if self.zero not in ROWS:
             raise ValueError(f"zero is {self.zero}; give stage 1, 2 or 3, or 0 for none")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
-        if self.shard and not self.zero:
+        if self.shard and self.residency.state:
             raise ValueError(f"shard is {self.shard} with zero=0, which shares nothing; give zero=1, 2 or 3")
         if self.shard < 0 or (self.shard and self.dp * self.cp % self.shard):
             raise ValueError(
@@ -143,6 +147,11 @@ class Layout:
         return int(self.cp_kind.partition("x")[0])
 
     @property
+    def residency(self) -> Residency:
+        """What every rank keeps whole between steps, by `zero`."""
+        return ROWS[self.zero]
+
+    @property
     def owners(self) -> int:
         """How many ranks share one copy of the state, with ZeRO."""
         return self.shard or self.dp * self.cp
@@ -178,8 +187,9 @@ class Layout:
 
 def check_available(layout: Layout) -> None:
     """ValueError if a layout combines axes that training does not support together."""
-    if layout.pp > 1 and layout.zero > 1:
-        moved = "gradients" if layout.zero == 2 else "parameters"
+    row = layout.residency
+    if layout.pp > 1 and not (row.parameters and row.gradients):
+        moved = "gradients" if row.parameters else "parameters"
         raise ValueError(
             f"zero={layout.zero} with pp={layout.pp} in the layout would send {moved} once for each of a "
             "pipeline's micro-batches, which costs more than it saves; give zero=1, or pp=1"
@@ -189,7 +199,7 @@ def check_available(layout: Layout) -> None:
 def check_secondary(layout: Layout, ranks: object) -> None:
     """ValueError unless so many ranks can share a second copy of the parameters."""
     owners = layout.owners
-    if layout.zero != 3 or not is_whole(ranks) or not 1 < ranks < owners or owners % ranks:
+    if layout.residency.parameters or not is_whole(ranks) or not 1 < ranks < owners or owners % ranks:
         raise ValueError(
             f"secondary is {ranks!r} with zero={layout.zero}, and {owners} ranks share the parameters; give, "
             "with zero=3, a smaller divisor of the ranks that share the parameters, from 2 on, such as the "

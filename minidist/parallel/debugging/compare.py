@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference, of which the others may be consequences."""
+        """The first difference; the others may be its consequences."""
         return self.differences[0] if self.differences else None
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minidist.comm.errors import OutOfSync
 from minidist.comm.work import Group, ranks_of
-from minidist.parallel.flat.gathering import bytes_of, gather_equal, gather_values, tensor_of
+from minidist.parallel.flat.gathering import gather_equal, gather_values, raw_bytes, tensor_of
 
 
 class _Entry(NamedTuple):
@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
         """A hash of kind and values; zeros of either sign are equal, and so are all NaNs."""
         found = hashlib.sha256(self.kind.encode())
         if isinstance(self.value, Tensor):
-            found.update(bytes_of(_canonical(self.value)))
+            found.update(raw_bytes(_canonical(self.value)))
         return found.hexdigest()
 
 
@@ -103,7 +103,7 @@ def _explain(
     else:
         tensor = next(entry.value for entry in entries if (entry.what, entry.name) == name)
         assert isinstance(tensor, Tensor)
-        copies = gather_equal(bytes_of(tensor), group)
+        copies = gather_equal(raw_bytes(tensor), group)
         values = [tensor_of(copies[index], tensor.dtype, tensor.shape) for index in (other, one)]
         difference = (
             f"{what}, {own[0]}, differs between rank {ranks[other]} and rank {ranks[one]}: "
@@ -170,5 +170,5 @@ def _distance(x: Tensor, y: Tensor) -> str:
 
 
 def _most(values: Sequence[Any]) -> Any:
-    """The most common value; if several are, that of the lowest rank."""
+    """The most common value; among equally common ones, the value of the lowest rank."""
     return Counter(values).most_common(1)[0][0]

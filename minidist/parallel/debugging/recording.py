@@ -29,7 +29,7 @@ from minidist.parallel.contract.batch import as_batch, rows, rows_of, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.engine.whole_state import KeptState
-from minidist.parallel.flat.gathering import bytes_of, gather_values
+from minidist.parallel.flat.gathering import gather_values, raw_bytes
 from minidist.parallel.training.comparable_steps import apart, forward_hooks, moved_results
 
 REPEATS = 2
@@ -64,9 +64,9 @@ def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Re
     state of gradient compression: what compression kept back is dropped, and PowerSGD's factors stay.
 
     Args:
-        engine: from `prepare`. Its layers are those of the model's lists, and the modules next to them. What
-            `forward` computes between them belongs to the next one. Of a layer's outputs, the first tensor is
-            recorded, if its first dimension is the rows.
+        engine: from `prepare`. Its layers are the modules in the model's lists, and the modules next to the
+            lists. What `forward` computes between two layers belongs to the next one. If a layer has several
+            outputs, the first tensor is recorded, provided that its first dimension is the rows.
         batches: whole global batches as `Engine.step` takes them, such as pairs of inputs and targets.
         repeats: how often to measure the effect of rounding.
 
@@ -292,7 +292,7 @@ def distinct(own: dict[str, Tensor]) -> dict[str, RankCopies]:
 
     Sends n - 1 times a table of names with a hash each, and n - 1 times the tensors that differ.
     """
-    hashes = gather_values({name: hashlib.sha256(bytes_of(value)).digest() for name, value in own.items()})
+    hashes = gather_values({name: hashlib.sha256(raw_bytes(value)).digest() for name, value in own.items()})
     found = {name: [value] for name, value in own.items()}
     for name in (name for name in own if len({each[name] for each in hashes}) > 1):
         copies = gather_values(own[name])

@@ -23,6 +23,7 @@ from minidist.parallel.contract.batch import (
     rows_of,
     tensors,
     to_device,
+    with_a_row,
 )
 from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.user_functions import Loss
@@ -46,7 +47,7 @@ class Evaluation:
         metric: Loss | None,
         metrics: Mapping[str, Loss | None] | None,
     ) -> Any:
-        """For `Engine.evaluate`: the mean of one metric, or a dict with those of several."""
+        """For `Engine.evaluate`: the mean of one metric, or a dict with the means of several."""
         named = {"": metric} if metrics is None else dict(metrics)
         for each in named.values():
             require_metric(each)
@@ -67,8 +68,9 @@ class Evaluation:
             for batch, is_padding in aligned(inputs, self.strategy.group) if loads else [(inputs, False)]:
                 for pair in pairs_of(batch, targets, is_one):
                     require_batch(*pair)
-                    if rows_of(pair[0]) or self.executor.meets:
-                        own = self.executor.own_batch(pair, is_padding)
+                    is_empty = not rows_of(pair[0])
+                    if self.executor.meets or not is_empty:
+                        own = self.executor.own_batch(with_a_row(pair), is_padding or is_empty)
                         total += self.executor.evaluate(own, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
         if self.mesh.size("pp") > 1:
@@ -82,13 +84,13 @@ class Evaluation:
         average_statistics(self.model, self.strategy.group)
         found = None
         if rows_of(inputs) or self.executor.meets:
-            own = self.executor.own_batch((inputs, inputs))
+            own = self.executor.own_batch((with_a_row(inputs),) * 2)
             with evaluating([self.model]):
                 found = self.executor.predict(own.inputs)
         found = mapped(Tensor.cpu, found) if rows_of(inputs) else None
         if self.mesh.size("pp") > 1:
             stages = gather_values(found, self.mesh.group("pp"))
-            found = next((each for each in stages if each is not None), None)  # that of the last stage
+            found = next((each for each in stages if each is not None), None)  # the last stage's
         if (share := self.executor.part.token_share) is not None:
             parts = gather_values(found, share.group)
             found = None if found is None else _restored(parts, found, share.length or 0)
@@ -99,7 +101,7 @@ class Evaluation:
 
 
 def _restored(parts: list[Any], like: Any, length: int) -> Any:
-    """Outputs with all tokens, from those of context-parallel ranks, each with its part of them."""
+    """Join the outputs of context-parallel ranks, each for its own tokens, into outputs for all tokens."""
     sizes = [zigzag_order.size(length, len(parts), rank) for rank in range(len(parts))]
     others = [iter([x for _, x in tensors(part)]) for part in parts]
 
@@ -121,8 +123,8 @@ def is_loader(given: Any) -> bool:
 def aligned(loader: Iterable[Any], group: Group) -> Iterator[tuple[Any, bool]]:
     """A rank's batches, and whether each is padding: until all of the group's ranks have run out.
 
-    A rank that has run out gets its last batch again, as padding. One that has none at all gets the
-    first batch of another rank. Each batch sends n - 1 bytes, and the end as many.
+    A rank that has run out gets its last batch again, as padding. A rank without any batch gets the first
+    batch of another rank. Each batch sends n - 1 bytes, and the end as many.
     """
     batches, batch, is_first = iter(loader), NOTHING, True
     while True:

@@ -39,8 +39,8 @@ from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
 
 KEPT_BY_MALLOC = 2**25 - 2**16
-"""A block of so many bytes that is freed once has glibc keep up to 64 MB of freed memory. Otherwise it gives
-most memory of a small step back to the system, and gets it again page by page: in 4 of 36 ms."""
+"""Once a block of this size was freed, glibc keeps up to 64 MB of freed memory. Otherwise it would give most
+memory of a small step back to the system and get it again page by page, in 4 of 36 ms."""
 
 Tensors = Mapping[str, Tensor]
 Inside = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -92,13 +92,13 @@ class OneProcess:
     ) -> Outcome:
         """Take one step on `pieces`, whose losses are averaged by their weights.
 
-        The loss starts with the attributes that it had before the step, and afterwards has those of now.
+        The loss starts with the attributes that it had before the engine's step, and gets today's back.
 
         Args:
-            given: the gradients to update with, as in `Outcome.tensors`. With those of a layout, the update
-                is the layout's but for rounding, whatever rounding did to its gradients.
+            given: the gradients to update with, as in `Outcome.tensors`. Given the layout's gradients, the
+                update equals the layout's to rounding, even if rounding has changed those gradients a lot.
             scale: the factor on the loss before its backward pass.
-            watched: have random numbers off also after a forward pass that has none. It takes longer.
+            watched: keep random numbers off after the forward pass even if it drew none. It takes longer.
             inside: makes a context for the passes through a model.
         """
         with self._without_trace(start):
@@ -150,7 +150,7 @@ class OneProcess:
             losses = [evaluate()]
 
             def closure() -> Tensor:
-                if not losses:  # the layout's gradients are those of the first evaluation
+                if not losses:  # the first evaluation has run, with the layout's gradients
                     optimizer.zero_grad()
                     losses.append(evaluate())
                     if self._clip_norm is not None:
@@ -182,7 +182,7 @@ class OneProcess:
 
     @contextmanager
     def _without_trace(self, start: TrainingState) -> Iterator[None]:
-        """Inside, this rank is alone, and what is done to loss, engines and random states is undone."""
+        """Inside, this rank is alone. Afterwards loss, engines and random states are as they were."""
         kept = KeptAttributes(self._loss, *forwards(self.model))
         on_gpu = [torch.cuda.current_device()] if self.device.type == "cuda" else []
         try:
@@ -213,7 +213,7 @@ class OneProcess:
         return model
 
     def _give(self, names: Mapping[Tensor, str], own: Tensors, given: Tensors) -> None:
-        """Give parameters the gradients `given`, clipped. Those that have none of their `own` get none."""
+        """Give parameters the gradients `given`, clipped. A parameter without an `own` gradient gets none."""
         # By these names, since a tied parameter's gradient may come under two.
         of_layout = [given[name] for each in own if (name := f"gradient.{each}") in given]
         factor = 1.0 if self._clip_norm is None else clip_factor(global_norm(of_layout), self._clip_norm)

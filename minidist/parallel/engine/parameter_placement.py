@@ -1,9 +1,9 @@
 """Where this rank's part of the training state lies in the whole model.
 
 A strategy knows the tensors of its own rank: parts of matrices with tensor parallelism, some of the layers
-with a pipeline. A placement says which box of which whole tensor each one is, which copies count, and the
-name of the tensor in one process. It makes checkpoints independent of the layout, and norms equal to those of
-one process.
+with a pipeline. A placement maps each of them to a box of a tensor of the whole model, by its name in one
+process, and says which copies count. So checkpoints do not depend on the layout, and norms equal one
+process's.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Placement:
         self._groups = [[n for n, g in zip(self._order, numbers, strict=True) if g == i] for i in range(most)]
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn a strategy's settings into those of one process."""
+        """Turn a strategy's settings into the settings of one process."""
         groups = settings["groups"]
         if self._groups is not None:
             joined = zip(groups, self._groups, strict=True)
@@ -158,7 +158,7 @@ class Placement:
 
     @torch.no_grad()
     def write(self, whole: Mapping[str, Tensor], boxes: Iterable[TensorBox]) -> None:
-        """Write whole parameters to this rank's boxes of them, which keep the values that are the same there.
+        """Write whole parameters to this rank's boxes of them. A value that is the same stays as it is.
 
         A box may be a master weight, which has more digits than the parameter.
         """
@@ -183,7 +183,7 @@ class Placement:
         }
 
     def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The whole model's tensors one by one, from those of all ranks, as for `Engine.whole`."""
+        """For `Engine.whole`: join the tensors of all ranks into the whole model's, one by one."""
         if self.mesh.size("pp") == 1:
             return ((name, self._joined(name, value)) for name, value in own)
         return self._from_stages(dict(own))
@@ -208,7 +208,7 @@ class Placement:
                     yield names[i], values.view(shaped[i].shape)
 
     def _joined(self, name: str, own: Tensor) -> Tensor:
-        """A tensor of this stage in full; the ranks that share it sum the parts that they have of it."""
+        """A tensor of this stage in full: the ranks that share it fill in their parts, and sum them."""
         if name not in self.cuts:
             return own
         whole = torch.zeros(self.entries[name].shape, dtype=own.dtype, device=own.device)

@@ -116,6 +116,13 @@ def partition_model(
     share = None
     if layout.cp > 1:
         # With dp=1 gradients travel between the same ranks while layers are recomputed.
+        heads = sequence_share.key_heads(model) if layout.trading > 1 else None
+        if heads is not None and heads // layout.tp < layout.trading:
+            raise ValueError(
+                f"cp_kind={layout.cp_kind!r} lets {layout.trading} ranks trade heads, and with "
+                f"tp={layout.tp} they have {heads // layout.tp} key heads; "
+                'give cp_kind="ring", or let fewer trade'
+            )
         blocks = None if layout.trading == 1 else mesh.blocks("cp", layout.trading, again=True)
         share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"), blocks)
         if not transformers_models.apply(model, share):
@@ -152,6 +159,8 @@ def partition_model(
     if skeleton is not None:
         skeleton.fill(model, placement.cuts)
         placement.device = skeleton.device
+    for name in cut_by_tp.keys() & placement.cuts.keys():  # for optimizers that join the parts: see `Muon`
+        model.get_parameter(name).tp_cut = placement.cuts[name]  # type: ignore[attr-defined]
     tied = _tied(whole, held_by, own)
     return RankModel(
         model, mesh, placement, share, stages, tied, vocabulary, frozenset(experts), expert_copies
@@ -214,8 +223,11 @@ def _tied(whole: WholeModel, held_by: Mapping[str, Sequence[int]], own: int) -> 
     )
 
 
-def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
-    """Wrap an optimizer function: refuse an optimizer that cannot train a part of a model."""
+def checked(optimizer: MakeOptimizer, layout: Layout, tp_group: Group = None) -> MakeOptimizer:
+    """Wrap an optimizer function: refuse an optimizer that cannot train a part of a model.
+
+    tp_group: the ranks that have parts of the same matrices, for an optimizer that joins them.
+    """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = [*parameters]
@@ -231,7 +243,9 @@ def checked(optimizer: MakeOptimizer, layout: Layout) -> MakeOptimizer:
         is_cut = layout.tp * layout.ep > 1
         if is_cut or isinstance(made, torch.optim.LBFGS):
             refuse_unshareable(type(made))
-        if is_cut and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
+        if getattr(made, "joins_cuts", False):
+            made.tp_group = tp_group  # type: ignore[attr-defined]
+        elif is_cut and isinstance(made, torch.optim.Optimizer) and not is_elementwise(type(made)):
             axis = f"tp={layout.tp}" if layout.tp > 1 else f"ep={layout.ep}"
             raise ValueError(
                 f"optimizer is {name}, which needs whole parameters, and the layout has {axis}, "

@@ -9,18 +9,18 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
 from minidist.parallel.engine.partition_model import checked, partition_model
-from minidist.parallel.engine.prepare_checks import check_arguments, put_back_on_error
+from minidist.parallel.engine.prepare_checks import check_prepare_arguments, put_back_on_error
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import ENGINE, claim
+from minidist.parallel.guards.ownership import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
@@ -133,10 +133,10 @@ def prepare(
     """
     layout = Layout() if layout is None else layout
     options = data_parallel, fully_shard, loss_scale, clip_norm, batch_norm, rehearse
-    check_arguments(model, optimizer, layout, loss, *options)
+    check_prepare_arguments(model, optimizer, layout, loss, *options)
     if initialize is None:
         initialize = (fully_shard or {}).get("initialize")
-    elif not ROWS[layout.zero].parameters:
+    elif not layout.residency.parameters:
         fully_shard = {**(fully_shard or {}), "initialize": initialize}
     if rehearse is None and not (check_plan and check_loss and os.environ.get(REHEARSE, "1") != "0"):
         rehearse = False
@@ -154,15 +154,19 @@ def prepare(
             rehearsal = Rehearsal(rehearse, model, optimizer, loss, layout, clip_norm)
             if (data_parallel or {}).get("compression") is not None:
                 rehearsal.why_not = "compression changes the gradients"
+            if layout.precision in FP8_RECIPES:
+                rehearsal.why_not = "in FP8 each rank's rows have scales of their own"
         exact = precision.convert(model)
         recomputed = parts_to_recompute(model, layout.recompute)
         part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:
             synchronize(model, mesh.duplicate("dp_cp"))  # gradients travel at the same time
+        if precision.fp8 is not None:
+            precision.fp8.wrap(part.model)
         recompute_parts(model, recomputed)
-        make, row = by_parameters(optimizer, model, part.placement.first), ROWS[layout.zero]
+        make, row = by_parameters(optimizer, model, part.placement.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
-            make = checked(make, layout)
+            make = checked(make, layout, mesh.group("tp"))
         gradient_comm = GradientComm(mesh.group("dp_cp"))
         if layout.owners < layout.dp * layout.cp and not row.state:
             gradient_comm.hybrid = mesh.blocks("dp_cp", layout.owners)
@@ -176,7 +180,7 @@ def prepare(
                 each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
         fill_masters(strategy, exact, part.placement.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
-        claim(engine, ENGINE, model.parameters())
+        claim(engine, BY_ENGINE, model.parameters())
         engine.rehearsal = rehearsal
         if rehearsal is not None:
             rehearsal.made(engine)

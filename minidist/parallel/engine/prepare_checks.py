@@ -18,13 +18,13 @@ from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
 
-DATA_PARALLEL = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
+DATA_PARALLEL_OPTIONS = {"bucket_mb", "overlap", "compression", "algorithm", "broadcast_buffers"}
 """The options of `DataParallel` that `prepare` passes on. The layout gives the group."""
-FULLY_SHARD = {"offload", "units", "initialize", "prefetch", "secondary"}
+FULLY_SHARD_OPTIONS = {"offload", "units", "initialize", "prefetch", "secondary"}
 """The options of `FullyShard` that `prepare` passes on. The precision decides about master weights."""
 
 
-def check_arguments(
+def check_prepare_arguments(
     model: nn.Module,
     optimizer: object,
     layout: object,
@@ -55,8 +55,8 @@ def check_arguments(
                 "pp=1"
             )
     for name, options, known, example in (
-        ("data_parallel", data_parallel, DATA_PARALLEL, {"bucket_mb": 25}),
-        ("fully_shard", fully_shard, FULLY_SHARD, {"offload": "cpu"}),
+        ("data_parallel", data_parallel, DATA_PARALLEL_OPTIONS, {"bucket_mb": 25}),
+        ("fully_shard", fully_shard, FULLY_SHARD_OPTIONS, {"offload": "cpu"}),
     ):
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"{name} is {options!r}; give a dict of options, such as {example}, or None")
@@ -68,23 +68,23 @@ def check_arguments(
             f"loss_scale is {loss_scale!r}; give a LossScale, such as LossScale(start=1024), or None"
         )
     require_trained("model", model.parameters())
-    if layout.zero < 3 and layout.tp * layout.pp == 1:
+    if layout.residency.parameters and layout.tp * layout.pp == 1:
         refuse_meta("model", [*model.named_parameters(), *model.named_buffers()])
     require_free(model.named_parameters())
-    if layout.ranks > 1 or layout.zero == 3 or layout.precision != "fp32":
+    if layout.ranks > 1 or not layout.residency.parameters or layout.precision != "fp32":
         refuse_renormed(model)
     if layout.precision == "bf16":
         bf16_on_cpu.require_products(model)
-    if fully_shard and layout.zero != 3:
+    if fully_shard and layout.residency.parameters:
         raise ValueError(
             f"fully_shard is {fully_shard} and the layout has zero={layout.zero}; its options are for zero=3"
         )
     if (secondary := (fully_shard or {}).get("secondary")) is not None:  # type: ignore[attr-defined]
         check_secondary(layout, secondary)
-    if data_parallel and layout.zero == 3:
+    if data_parallel and not layout.residency.parameters:
         raise ValueError(
-            f"data_parallel is {data_parallel} and the layout has zero=3, which has none of its options; "
-            "leave it out"
+            f"data_parallel is {data_parallel} and the layout has zero={layout.zero}, which has none of its "
+            "options; leave it out"
         )
     if clip_norm is not None:
         check_max_norm("clip_norm", clip_norm)
@@ -121,7 +121,7 @@ def _require_two_arguments(loss: Loss) -> None:
 
 
 REPLACED = (
-    *("forward", "attend", "positions", "config", "token_share"),
+    *("forward", "attend", "positions", "config", "token_share", "rounding"),
     *("activation_relu_or_gelu", "use_nested_tensor", "num_experts", *COUNTS),
 )
 """The attributes that recomputation and each way to share a model override on a module."""

@@ -1,12 +1,12 @@
-"""The rehearsal: a step of an engine beside the same step of a single process; an error where they differ.
+"""The rehearsal compares a step of an engine with the same step in one process, and raises where they differ.
 
 A layout can train another model without a word: a loss that is no mean over rows, an optimizer that looks at
-all parameters at once, a buffer that each rank writes for itself, a plan that cuts the wrong matrix. Lists of
-such causes never end. One comparison sees them all: rank 0 takes the step alone, in plain torch, on the whole
-batch (one_process.py). Loss, gradients, parameters and buffers have to agree up to rounding.
+all parameters at once, a buffer that each rank writes for itself, a plan that cuts the wrong matrix. A list
+of such causes would never end. One comparison finds them all: rank 0 takes the step alone, in plain torch, on
+the whole batch (one_process.py). Loss, gradients, parameters and buffers have to agree up to rounding.
 
 The first step is rehearsed, and six more up to step 901. Constants replace random numbers on both sides. If
-there were any, or if the steps differ, the engine gets its state back; otherwise the step counts.
+the step drew any, or if the steps differ, the engine gets its state back. Otherwise the step counts.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ from minidist.parallel.training.batch_norm import fixed_batch_norms
 from minidist.parallel.training.comparable_steps import RandomOff
 
 STEPS = 1, 3, 10, 31, 100, 301, 901
-"""The steps that are rehearsed: each comes about three times as late. Among them are multiples of 3, 5, 10
-and 100, counted from 0 and from 1: what a training does now and then often goes by these. With a small model
-on two ranks, each takes as long as 3.7 steps: its own, 1.7 for the passes of rank 0, and the rest."""
+"""The steps that are rehearsed, each about three times as late as the one before. Among them are multiples
+of 3, 5, 10 and 100, counted from 0 and from 1, since what a training does now and then often goes by these.
+With a small model on two ranks a rehearsal takes as long as 3.7 steps: its own, 1.7 of rank 0, and the rest.
+"""
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
 LONG = 0.1
-"""A step of more CPU seconds is taken alone with the threads of all ranks on the host. A short one is not: of
-a step of 23 ms, two threads made one of 14 ms on idle cores, and one of up to 1,100 ms on busy ones."""
+"""If a step takes more CPU seconds, rank 0 takes it alone with the threads of all ranks on its host. It does
+not for a short one: with two threads, a step of 23 ms took 14 ms on idle cores and up to 1,100 ms on busy
+ones."""
 
 
 class Rehearsal:
@@ -105,11 +107,11 @@ class Rehearsal:
             self.why_not = gather_values(self.why_not or self._too_much(engine, 0.0))[0]
 
     def due(self, engine: Engine, pairs: Sequence[Pair]) -> bool:
-        """Whether the next step is to be rehearsed: the same on all ranks.
+        """Whether to rehearse the next step; the same on all ranks.
 
-        It is one of `STEPS`, or the first that trains other parameters, if there is no pipeline, or that gets
-        a batch of another structure, if there is no dp: then all ranks see it alike. To ask them would cost a
-        message in every step; the sums of weights and losses, which are sent anyway, come after the step.
+        Rehearse the steps in `STEPS`, the first step that trains other parameters (without a pipeline), and
+        the first with a batch of another structure (without dp). In those layouts all ranks see the change.
+        In the others they would have to ask each other, which costs a message in every step.
         """
         self._steps += 1
         if self._when == "first":
@@ -117,7 +119,7 @@ class Rehearsal:
         now: list[Any] = []
         if self._layout.pp == 1:
             now += [parameter.requires_grad for parameter in self._parameters]
-            if not engine.strategy.sharded:  # whose groups are of a rank's slices
+            if not engine.strategy.sharded:  # otherwise the groups hold this rank's slices
                 now += [len(group["params"]) for group in engine.optimizer.param_groups]
         if self._layout.dp == 1:
             now += [(name, x.dtype, x.dim()) for pair in pairs for name, x in tensors(pair)]
@@ -197,7 +199,7 @@ class Rehearsal:
                     f"in step {self._steps} the layout {self._layout} trains otherwise than one process with "
                     f"the same weights and rows. {verdict}. (prepare(rehearse=False) does not compare them.)"
                 )
-        calls.release()  # those of a first step: a second one need not agree on buckets
+        calls.release()  # to the ledger: this was the first step, and a second need not agree on buckets
         if not (again or elsewhere):
             return loss
         with held_back():
@@ -219,7 +221,7 @@ class Rehearsal:
         return verdict, ""
 
     def _too_much(self, engine: Engine, seconds: float) -> str:
-        """Why rank 0 cannot take a step alone of which its part took `seconds`; "" if it can."""
+        """Why rank 0 cannot take a step alone, if its own part of it took `seconds`; "" if it can."""
         if self._alone is None:
             return ""
         parts = self._layout.ranks * self._layout.micro_batches

@@ -18,7 +18,6 @@ from minidist.parallel.contract.batch import tensors, to_device
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.one_process import OneProcess, Outcome
 from minidist.parallel.engine.whole_state import TrainingState, micro_batches, whole_batch
-from minidist.parallel.sharding import residency
 from minidist.parallel.training.comparable_steps import (
     MARGIN,
     apart,
@@ -34,7 +33,7 @@ TRIALS = 2
 """How often the single process takes a step with moved results, to see what rounding explains."""
 
 # Likely causes, and what to do about them.
-ROWS = (
+NO_MEAN = (
     "The loss, or the model, is no mean over rows: one process gets the layout's result if it takes the rows "
     "of ranks and micro-batches one after the other. Let the loss return the mean over rows, or "
     "(mean, weight) with the number that it is a mean over, such as that of the tokens that are not ignored. "
@@ -118,14 +117,14 @@ def compared(
     kind, _, name = first.name.partition(".")
     cause = "minidist.compare shows the first layer that differs"
     if kind == "model" and any(name in part.trained for part in start.parts):
-        whole_state = residency.ROWS[layout.zero].state and layout.pp * layout.tp == 1  # all on each rank
+        whole_state = layout.residency.state and layout.pp * layout.tp == 1  # all on each rank
         cause = STATE if whole_state else OPTIMIZER
         if (f"gradient.{name}" in found.tensors) != (f"gradient.{name}" in by_one.tensors):
             cause = f"{name} {UNUSED}"
     elif kind == "model":
         cause = f"{name} {BUFFER}"
     elif len(pieces) > 1 and not difference(found, take(pieces, found.tensors, scale, True), trials, False):
-        cause = ROWS
+        cause = NO_MEAN
     elif layout.tp > 1:
         whole: Outputs = defaultdict(list)
         take(cut[0], found.tensors, scale, True, partial(recorded, into=whole))
@@ -171,7 +170,7 @@ class Difference(NamedTuple):
 def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool = True) -> Difference | None:
     """The first differences between a layout's step and one process's that rounding does not explain.
 
-    trials: the latter with moved results. update: whether to compare what the step has written, too.
+    trials: one process's step with moved results. update: whether to compare what the step wrote as well.
     """
     sizes = {name: magnitude(x) for name, x in b.tensors.items()}
     largest = max((size for name, size in sizes.items() if name.startswith("gradient")), default=0.0)
@@ -200,7 +199,7 @@ def difference(a: Outcome, b: Outcome, trials: Sequence[Outcome], update: bool =
 
 
 def options_differ(alone: list[dict[str, Any]], layout: list[dict[str, Any]]) -> str:
-    """The first option that a parameter has otherwise than in one process, in words; "" if there is none."""
+    """Describe the first option of a parameter that differs from one process's; "" if none does."""
 
     def options(groups: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
         return {

@@ -45,13 +45,13 @@ class Engine:
 
     Attributes:
         model: the module, or this rank's part of it.
-        optimizer: the optimizer of this rank's part; learning-rate schedulers take it. All ranks call methods
-            of its own, such as a schedule-free one's `train` and `eval`.
+        optimizer: the optimizer of this rank's part; learning-rate schedulers take it. If it has further
+            methods, such as a schedule-free one's `train` and `eval`, all ranks call them together.
         data_rank, data_ranks: this rank's index among the ranks that share a batch's rows, and their number,
             as `Sampler` takes them. Ranks that split the model and not the batch have the same index.
         data_group: those ranks, for a loss that gathers rows.
         grad_norm: the norm of the last step's gradients over all ranks, before clipping; None if the step
-            neither clips nor scales its loss. Of several evaluations, the last one's.
+            neither clips nor scales its loss. If the optimizer evaluates several times, the last one's.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Engine:
         the batch as its targets. A list of batches is accumulated: ranks may have different numbers of them.
 
         Sends the bytes of the strategy, of tensor, context and expert parallelism in each pass, and of the
-        pipeline. Balanced experts add `balance_experts`.
+        pipeline. Balanced experts add `balance_experts`, FP8 what training/fp8.py says.
         The first step adds 2 (n - 1) / n 8 bytes for the rows, and what agreeing on the buckets takes. With
         pp, each step sends as many bytes for the loss, and again for a weight that it returns; a list sends
         as many for its length. With clipping or "fp16", and with sharded gradients or parts of the model, it
@@ -232,8 +232,12 @@ class Engine:
     def _updated(self) -> None:
         """Do what follows an update: give tied copies the first one's values, and balance the experts."""
         self.executor.updated()
+        if self.precision.fp8 is not None:
+            self.precision.fp8.end_step()
         if self._routers:
-            balance_experts(self._routers, self.strategy.group)
+            shares_rows = self.layout.sequence_parallel
+            more = [self.mesh.group("tp")] if shares_rows else []
+            balance_experts(self._routers, self.strategy.group, *more)
 
     def _train_by_closure(self, batches: Sequence[RankBatch]) -> float:
         """Let the optimizer evaluate the loss, as often as it likes; returns its first value."""

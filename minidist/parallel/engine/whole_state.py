@@ -1,8 +1,8 @@
-"""The whole state of a training around one step: kept to put back, or collected for rank 0 to take it alone.
+"""The whole state of a training before a step: a copy to restore, and what rank 0 needs to step alone.
 
 `KeptState` restores an engine's tensors and settings as a checkpoint does. What Python code keeps from one
-call to the next, such as a counter in a loss, is in no checkpoint: `KeptAttributes` puts that back. To take a
-step alone, rank 0 has to know the state before it and the batches of all ranks.
+call to the next, such as a counter in a loss, is in no checkpoint; `KeptAttributes` puts that back. To take a
+step alone, rank 0 collects the state before the step (`collect`) and the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from minidist.parallel.training.random_state import random_states, set_random_st
 
 
 class KeptState:
-    """A copy of an engine's state, of what its model and loss keep, and of the random states.
+    """A copy of an engine's state, of the attributes of its model and loss, and of the random states.
 
-    It leaves out what gradient compression holds: `restore` drops that, and PowerSGD's factors stay.
+    What gradient compression has kept back is left out: `restore` drops it. PowerSGD's factors stay.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -86,10 +86,10 @@ class Collected(NamedTuple):
 def collect(
     before: Iterable[TensorBox], after: Iterable[TensorBox], device: torch.device, value: Any
 ) -> Collected:
-    """Whole tensors on rank 0, from the boxes that all ranks hold before and after a step; a collective.
+    """Collect whole tensors on rank 0 from the boxes that all ranks hold before and after a step.
 
-    Every rank sends all others a table of its boxes, some 100 bytes for each, and `value`. Then it sends
-    rank 0 the boxes that no lower rank has.
+    A collective. Every rank sends all others a table of its boxes, some 100 bytes for each, and `value`. Then
+    it sends rank 0 the boxes that no lower rank has.
     """
     found = [(late, box) for late, boxes in enumerate((before, after)) for box in boxes]
     own = {(late, x.name, x.offsets, tuple(x.tensor.shape)): x for late, x in found}
@@ -142,7 +142,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor) -> tuple[float, float]:
-    """Two numbers that equal copies share up to rounding: the sum, and that of the magnitudes."""
+    """The sum of the elements, and the sum of their magnitudes: equal for equal copies, up to rounding."""
     x = x.detach()
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     x = x if x.is_floating_point() and x.itemsize > 1 else x.double()  # torch has no magnitudes of bools
@@ -154,7 +154,7 @@ Batch = tuple[Any, ...]
 
 
 class OwnPart(NamedTuple):
-    """What a rank tells rank 0 of its part of a training before a step, besides tensors."""
+    """What a rank tells rank 0 before a step, apart from tensors."""
 
     numbers: Mapping[str, Mapping[str, Any]]  # in the optimizer's state, by parameter
     trained: Mapping[str, bool]  # whether each parameter gets gradients
@@ -203,7 +203,7 @@ def state_before(engine: Engine, kept: KeptState, known: Mapping[tuple[str, str]
 
 @contextmanager
 def threads_of(parts: Sequence[OwnPart]) -> Iterator[None]:
-    """Inside, torch has the threads of all ranks on the host of rank 0, which wait for it."""
+    """Inside, torch uses the threads of all ranks on rank 0's host: those ranks wait for it."""
     own, waiting = torch.get_num_threads(), sum(part.threads for part in parts if part.host == parts[0].host)
     torch.set_num_threads(max(own, min(waiting, available_cores())))
     try:
@@ -216,11 +216,11 @@ def threads_of(parts: Sequence[OwnPart]) -> Iterator[None]:
 
 
 def whole_batch(pieces: Sequence[Batch]) -> tuple[Sequence[Batch], bool]:
-    """The ranks' pieces of a batch as one process takes them, and whether it is known that it does.
+    """Join the ranks' pieces of a batch into the batch of one process; also whether that is sure.
 
-    It takes them as one. Where each rank has padded its rows to a length of its own, it pads them to the
-    longest; if their padding does not show with what, the pieces stay as they are, and it is not known. They
-    stay, too, if there are objects in them that only the caller could join, such as graphs.
+    Where each rank has padded its rows to a different length, pad them to the longest. If the pieces do not
+    show what they are padded with, they stay apart, and nothing is sure. They also stay apart if they hold
+    objects that only the caller could join, such as graphs; one process then takes them one after the other.
     """
     first = pieces[0]
     if len(pieces) == 1 or any(_objects(each) != _objects(first) for each in pieces):
@@ -237,7 +237,7 @@ def whole_batch(pieces: Sequence[Batch]) -> tuple[Sequence[Batch], bool]:
 
 
 def _objects(value: Any, rows: int | None = None) -> list[Any]:
-    """What in a batch is not cut by rows, such as graphs and numbers."""
+    """The objects in a batch that are not cut by rows, such as graphs and numbers."""
     rows = rows_of(value) if rows is None else rows
     if isinstance(value, Tensor) or (isinstance(value, list | tuple) and is_row_list(value, rows)):
         return []
@@ -250,7 +250,7 @@ def _objects(value: Any, rows: int | None = None) -> list[Any]:
 
 
 def _padded(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same tensor of all ranks, padded where they differ in one axis; empty if no padding shows."""
+    """One tensor as each rank has it, padded in the axis in which they differ; empty if no padding shows."""
     axes = [
         i for i, sizes in enumerate(zip(*(x.shape for x in parts), strict=True)) if i and len({*sizes}) > 1
     ]
@@ -265,11 +265,11 @@ def _padded(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _padding(parts: Sequence[Tensor]) -> tuple[Any, bool] | None:
-    """What ranks fill axis 1 of short rows with, and whether at their start; None if that does not show.
+    """The value that fills axis 1 of short rows, and whether at their start; None if none can be told.
 
-    It is a value at the end of some rows, twice or more, and nowhere else; on each rank at least one row, the
-    longest, does not end with it. Of several values, it is the most frequent. Labels may be `IGNORED` in
-    other places, too.
+    Such a value stands at the end of some rows, twice or more, and nowhere else (but labels may be `IGNORED`
+    anywhere). On each rank the longest row does not end with it. Of several such values, take the most
+    frequent one.
     """
     if not all(x.numel() for x in parts):
         return None

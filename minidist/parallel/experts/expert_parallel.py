@@ -106,7 +106,7 @@ def _forward(compute: Compute, E: int, group: Group, tokens: Tensor, chosen: Ten
     ranks = len(ranks_of(group))
     k = E // ranks
     flat = chosen.flatten()  # (N k)
-    going = flat.bincount(minlength=E)[:E]  # pairs for each expert; a number of E stands for none
+    going = flat.bincount(minlength=E)[:E]  # pairs for each expert; numbers from E on stand for none
     coming = comm.all_to_all(going, group=group).view(ranks, k)
     outgoing, incoming = going.view(ranks, k).sum(1).tolist(), coming.sum(1).tolist()
     order = flat.argsort(stable=True)[: sum(outgoing)]  # the pairs of expert 0 first

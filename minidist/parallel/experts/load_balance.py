@@ -23,13 +23,15 @@ def balanced_routers(model: nn.Module) -> list[Router]:
 
 
 @torch.no_grad()
-def balance_experts(routers: Sequence[Router], group: Group = None) -> None:
+def balance_experts(routers: Sequence[Router], group: Group = None, *more: Group) -> None:
     """Move the routers' biases, and count anew: after each step. A collective of the ranks that share tokens.
 
-    Sends 2 (n - 1) / n 8 E bytes for each router, at least one.
+    Sends 2 (n - 1) / n 8 E bytes for each router, at least one, over the group; and so over each further one.
     """
     counted = [torch.zeros_like(router.bias, dtype=torch.int64) + router.counts for router in routers]
-    counts = comm.all_reduce(torch.cat(counted), group=group)
+    counts = torch.cat(counted)
+    for each in (group, *more):
+        counts = comm.all_reduce(counts, group=each)
     for router, count in zip(routers, torch.split(counts, [*map(len, counted)]), strict=True):
         mean = count.double().mean()
         router.bias += router.balance_rate * (mean - count).sign().to(router.bias.dtype)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -22,24 +23,62 @@ class ParameterRange:
         return self.stop - self.start
 
 
-def evenly(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
-    """Where each tensor of `sizes` elements begins, one after the other; and the length of a share."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return starts, -(-sum(sizes) // ranks)
+Deal = Callable[[Sequence[Tensor], int], tuple[list[int], int]]
+"""From the tensors of a bucket and the number of shares to where each tensor begins, and a share's length."""
 
 
-def whole(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
-    """The same where no tensor may be cut, as for an optimizer that looks at whole parameters.
+def evenly(tensors: Sequence[Tensor], ranks: int) -> tuple[list[int], int]:
+    """Tensors one after the other: shares are equal, and may end inside a tensor."""
+    sizes = [tensor.numel() for tensor in tensors]
+    return [0, *accumulate(sizes)][: len(sizes)], -(-sum(sizes) // ranks)
 
-    Each tensor, the largest first, goes to the share that is emptiest, which pads more.
-    """
-    filled, owners, offsets = [0] * ranks, [0] * len(sizes), [0] * len(sizes)
+
+def longest_first(sizes: Sequence[float], bins: list[float]) -> list[int]:
+    """Deal tensors, the largest first, each to the emptiest of the bins, which fill; returns each one's."""
+    chosen, emptiest = [0] * len(sizes), [(filled, number) for number, filled in enumerate(bins)]
+    heapify(emptiest)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owners[i] = min(range(ranks), key=filled.__getitem__)
-        offsets[i] = filled[owners[i]]
-        filled[owners[i]] += sizes[i]
-    share = max(filled, default=0)
-    return [owner * share + offset for owner, offset in zip(owners, offsets, strict=True)], share
+        filled, chosen[i] = emptiest[0]
+        bins[chosen[i]] = filled + sizes[i]
+        heapreplace(emptiest, (bins[chosen[i]], chosen[i]))
+    return chosen
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter before tensor parallelism cut it."""
+    return tuple(getattr(tensor, "tp_cut", tensor).shape)
+
+
+class WholeTensors:
+    """Deals whole tensors to shares, as for an optimizer that looks at whole parameters.
+
+    Shares of a bucket are to have about as many elements, as the fullest one pads the others. Over all
+    buckets, owners are to have as much work: the share with the most goes to whoever has the least so far.
+    Ranks that hold parts of the same tensors choose the same owners, since whole shapes decide.
+
+    work: from a whole shape to the relative time of the tensor's update. loads: of each owner.
+    """
+
+    def __init__(self, work: Callable[[tuple[int, ...]], float], ranks: int) -> None:
+        self.work, self.loads = work, [0.0] * ranks
+
+    def __call__(self, tensors: Sequence[Tensor], ranks: int) -> tuple[list[int], int]:
+        """Where each tensor begins, and the length of a share: see `Deal`."""
+        shapes = [whole_shape(tensor) for tensor in tensors]
+        bins = longest_first([math.prod(shape) for shape in shapes], [0.0] * ranks)
+        work = [0.0] * ranks
+        for shape, each in zip(shapes, bins, strict=True):
+            work[each] += self.work(shape)
+        idle_first = sorted(range(ranks), key=self.loads.__getitem__)
+        owner_of = dict(zip(sorted(range(ranks), key=lambda each: -work[each]), idle_first, strict=True))
+        for each, owner in owner_of.items():
+            self.loads[owner] += work[each]
+        filled, at = [0] * ranks, []
+        for tensor, each in zip(tensors, bins, strict=True):
+            at.append(filled[each])
+            filled[each] += tensor.numel()
+        share = max(filled)
+        return [owner_of[each] * share + start for each, start in zip(bins, at, strict=True)], share
 
 
 class BucketLayout:
@@ -47,9 +86,10 @@ class BucketLayout:
 
     param_indices: of the parameters, in their order in the bucket. tensors: all of them, by index. owners:
     how many ranks own a share each, and which of them this one is. copies: how many ranks own the same share.
-    cut_anywhere: whether a share may end inside a parameter.
+    deal: decides where the parameters lie.
 
     Attributes:
+        cuts_anywhere: whether a share may end inside a parameter.
         shapes, spans: of the parameters; the elements of each in the flat tensor.
         elements, length: of all parameters; of the flat tensor, with its padding.
         share, own: the elements of a share; those of this rank's.
@@ -61,13 +101,14 @@ class BucketLayout:
         tensors: Sequence[Tensor],
         owners: tuple[int, int] = (1, 0),
         copies: int = 1,
-        cut_anywhere: bool = True,
+        deal: Deal = evenly,
     ) -> None:
         (self.ranks, rank), self.copies = owners, copies
         self.param_indices, self.dtype = [*param_indices], tensors[param_indices[0]].dtype
         self.shapes = [tuple(tensors[index].shape) for index in param_indices]
         sizes = [math.prod(shape) for shape in self.shapes]
-        starts, self.share = (evenly if cut_anywhere else whole)(sizes, self.ranks)
+        self.cuts_anywhere = deal is evenly
+        starts, self.share = deal([tensors[index] for index in param_indices], self.ranks)
         self.spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self.elements, self.length = sum(sizes), self.ranks * self.share
         self.own = slice(rank * self.share, (rank + 1) * self.share)

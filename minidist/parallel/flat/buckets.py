@@ -1,9 +1,9 @@
 """Buckets: many parameters one after the other in flat tensors, cut into one share for each rank.
 
 Every message costs its latency, however small it is, so the ranks send flat tensors. A bucket has up to
-three, laid out alike: the parameters' values, this rank's own gradients, and the sums of gradients, of which
-a rank may keep only its share. A reduce-scatter brings each rank its share of the sums, and an all-gather
-publishes everyone's share of the updated values, with no copy before or after.
+three, with the same layout: the parameters' values, this rank's own gradients, and the summed gradients. A
+rank may keep only its share of the sums. A reduce-scatter brings each rank that share, and an all-gather
+brings all shares of the updated values to every rank, with no copy before or after.
 
 `GradientComm` says which ranks sum a bucket's gradients and own its shares, and starts the messages.
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat import freed
-from minidist.parallel.flat.bucket_layout import BucketLayout
+from minidist.parallel.flat.bucket_layout import BucketLayout, Deal, evenly
 
 
 class Done(NamedTuple):
@@ -42,7 +42,7 @@ PendingMessage = comm.Work | Done
 
 
 class Messages:
-    """Messages of which each is sent once the one before it is complete. Making it sends the first."""
+    """A chain of messages: each is sent when the one before it is complete. Making it sends the first."""
 
     def __init__(self, steps: Iterator[PendingMessage]) -> None:
         self._steps = steps
@@ -74,7 +74,7 @@ class GradientComm:
     algorithm: str = "auto"  # a name that the collectives take
     hybrid: tuple[Group, Group] | None = None
     secondary: Group = None  # None for no second copy
-    meets: bool = False  # whether ranks wait for each other in the backward pass for other reasons, too
+    meets: bool = False  # whether ranks also wait for each other inside the backward pass, as in a ring
     counts: bool = True  # whether the rows of the pass that runs count, and so use its parameters
 
     @classmethod
@@ -134,7 +134,7 @@ class GradientComm:
 
 @dataclass(eq=False)
 class GradientMemory:
-    """Room for the gradients of one bucket at a time."""
+    """Memory for gradients that buckets use in turn, one at a time."""
 
     flat: Tensor
     holder: Bucket | None = None
@@ -143,7 +143,7 @@ class GradientMemory:
 class Bucket(BucketLayout):
     """Parameters of one dtype on one device in flat tensors of n shares.
 
-    param_indices, tensors, cut_anywhere: see `BucketLayout`; of tensors a shape, a dtype and a device are
+    param_indices, tensors, deal: see `BucketLayout`; of tensors a shape, a dtype and a device are
     enough. gradient_comm: the ranks that own a share each; None for one share. name_of: a parameter's name,
     for messages.
 
@@ -176,15 +176,16 @@ class Bucket(BucketLayout):
         param_indices: Sequence[int],
         tensors: Sequence[Tensor],
         gradient_comm: GradientComm | None = None,
-        cut_anywhere: bool = True,
+        deal: Deal = evenly,
         device: torch.device | None = None,
         name_of: Callable[[int], str] = str,
     ) -> None:
         owners, copies = (1, 0), 1
         if gradient_comm is not None:
-            self.comm, owners = gradient_comm, (gradient_comm.owners, rank_in(gradient_comm.share_group))
+            self.gradient_comm = gradient_comm
+            owners = gradient_comm.owners, rank_in(gradient_comm.share_group)
             copies = gradient_comm.ranks // gradient_comm.owners
-        super().__init__(param_indices, tensors, owners, copies, cut_anywhere)
+        super().__init__(param_indices, tensors, owners, copies, deal)
         self.parameters = [tensors[index] for index in param_indices]
         self.device, self._name_of = device or self.parameters[0].device, name_of
         self._memory: GradientMemory | None = None
@@ -209,7 +210,8 @@ class Bucket(BucketLayout):
     def borrow(self) -> None:
         """Have memory for this rank's own gradients, once a bucket that holds it is reduced."""
         assert self._memory is not None
-        if (holder := self._memory.holder) and holder._sending and self.comm.may_wait(holder._sending):
+        holder = self._memory.holder
+        if holder and holder._sending and self.gradient_comm.may_wait(holder._sending):
             holder.complete()
         if self._memory.holder is None:
             self._memory.holder, self.holds = self, True
@@ -245,7 +247,7 @@ class Bucket(BucketLayout):
         own = self.gradients[self.own]
         direct = not self.begun and (own.dtype, own.device) == (self.reduced.dtype, self.reduced.device)
         out = self.reduced if direct else own
-        over, op = self.comm, self.op
+        over, op = self.gradient_comm, self.op
         if self.ranks > 1:
             scatter = comm.reduce_scatter, self.gradients, op, over.algorithm, over.share_group, out
             yield over.start(*scatter, blocking=blocking)
@@ -261,7 +263,7 @@ class Bucket(BucketLayout):
     def give_back(self) -> None:
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
-        A bucket that takes turns lets go of its memory, lent or its own; any other keeps that of `hold`.
+        A bucket that takes turns in lent memory lets go of it. Any other keeps the memory of `hold`.
         """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False
@@ -277,7 +279,7 @@ class Bucket(BucketLayout):
 
     def keep_values(self) -> None:
         """Make the parameters views into `values`, and `shard` this rank's share of it. A collective."""
-        self.values = self.comm.zeros(self.length, self.dtype, self.device)
+        self.values = self.gradient_comm.zeros(self.length, self.dtype, self.device)
         for parameter, view in zip(self.parameters, self.views_of(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -313,7 +315,7 @@ class Bucket(BucketLayout):
         for view, parameter in zip(self._visible, parameters, strict=True):
             view.copy_(parameter)
         self.values[self.elements :] = 0
-        comm.broadcast(self.values, group=self.comm.group)
+        comm.broadcast(self.values, group=self.gradient_comm.group)
         self.shard.copy_(self.values[self.own])
         self.free()
 
@@ -326,7 +328,7 @@ class Bucket(BucketLayout):
             self._storage.resize_(self._bytes)
         elif self.ranks == 1 or not self.share:
             return
-        over, share, group = self.comm, self.shard.to(self.device), self.comm.share_group
+        over, share, group = self.gradient_comm, self.shard.to(self.device), self.gradient_comm.share_group
         if self.secondary is not None and self.is_fresh:
             share, group = self.secondary, over.secondary
         gather = comm.all_gather, share, over.algorithm, group, self.values
@@ -338,7 +340,7 @@ class Bucket(BucketLayout):
             self._gathering.wait()
             self._gathering = None
             if self.secondary is not None and not self.is_fresh:
-                own, share = rank_in(self.comm.secondary), len(self.secondary)
+                own, share = rank_in(self.gradient_comm.secondary), len(self.secondary)
                 self.secondary.copy_(self.values[own * share : (own + 1) * share])
                 self.is_fresh = True
 

@@ -13,7 +13,7 @@ from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 
 
-def bytes_of(x: Tensor) -> bytes:
+def raw_bytes(x: Tensor) -> bytes:
     """A tensor's bytes."""
     dense = x.to_dense() if x.layout != torch.strided else x
     flat = dense.detach().cpu().contiguous().view(-1)
@@ -27,7 +27,7 @@ def tensor_of(raw: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 
 
 def gather_equal(data: bytes, group: Group = None) -> list[bytes]:
-    """The bytes of every rank, the same number on all; sends n - 1 times as many."""
+    """The bytes of every rank, which all have the same number of them; sends n - 1 times as many."""
     if not data:
         return [b""] * len(ranks_of(group))
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device())
@@ -45,8 +45,8 @@ def gather(data: bytes, group: Group = None) -> list[bytes]:
 def gather_values(value: Any, group: Group = None) -> list[Any]:
     """The values of every rank, pickled; sends what `gather` does. Tensors in them should lie on the CPU.
 
-    This rank's is the same object; those of other ranks may be of classes that only look the same, if the
-    class is from a notebook or a script.
+    This rank's own value is the same object. A value of another rank may have a class that only looks the
+    same, if the class was defined in a notebook or a script.
     """
     if len(ranks_of(group)) == 1:
         return [value]

@@ -69,18 +69,20 @@ def together(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> Non
                 tensor.copy_(values.view(tensor.shape))
 
 
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return a number that differs where the tensors' names, shapes, dtypes or `requires_grad` do."""
+    lines = [f"{name} {tuple(x.shape)} {x.dtype} {x.requires_grad}\n" for name, x in tensors]
+    return int.from_bytes(hashlib.sha256("".join(lines).encode()).digest()[:7], "big")
+
+
 def require_same(what: str, tensors: Iterable[tuple[str, Tensor]], group: Group) -> None:
     """ValueError, on every rank, where the ranks' tensors differ in names, shapes, dtypes or `requires_grad`.
 
     Each rank sends 8 (n - 1) bytes.
     """
-    digest = hashlib.sha256()
-    device = torch.device("cpu")
-    for name, tensor in tensors:
-        text = f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n"
-        digest.update(text.encode())
-        device = device if tensor.is_meta else tensor.device
-    own = torch.tensor([int.from_bytes(digest.digest()[:7], "big")], device=device)
+    named = [*tensors]
+    device = next((tensor.device for _, tensor in reversed(named) if not tensor.is_meta), torch.device("cpu"))
+    own = torch.tensor([digest_of(named)], device=device)
     everyones = comm.all_gather(own, group=group).tolist()
     different = [rank for rank, each in enumerate(everyones) if each != everyones[0]]
     if different:

@@ -23,8 +23,8 @@ class _Claim(NamedTuple):
     takes_values: bool  # whether the owner moved the values into shards
 
 
-DATA_PARALLEL, ZERO, ENGINE = "a DataParallel", "a ZeroOptimizer", "an engine of prepare"
-FULLY_SHARD = "a FullyShard, or prepare with zero=3,"
+BY_DATA_PARALLEL, BY_ZERO, BY_ENGINE = "a DataParallel", "a ZeroOptimizer", "an engine of prepare"
+BY_FULLY_SHARD = "a FullyShard, or prepare with zero=3,"
 
 _claims: Any = WeakIdKeyDictionary()  # parameter -> its claims, the latest first
 
@@ -59,7 +59,7 @@ def untrained() -> Iterator[None]:
 def release(parameters: Iterable[Tensor]) -> None:
     """End the claims on parameters whose owner's constructor failed: a traceback may keep the owner alive."""
     released = [*parameters]
-    for kind in (DATA_PARALLEL, ZERO):
+    for kind in (BY_DATA_PARALLEL, BY_ZERO):
         for owner in owners(released, kind):
             owner.detach()
     for parameter in released:

@@ -129,15 +129,6 @@ def gradients_are_off() -> RuntimeError:
     )
 
 
-def refuse_transforms(what: str) -> None:
-    """Raise NotImplementedError inside torch.func's transforms, which do not see other ranks."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"torch.func (grad, hessian, vmap, ...) is at work, and {what} does not work inside it; use "
-            "torch.autograd.grad(outputs, inputs, create_graph=True), or dp with zero=0, 1 or 2"
-        )
-
-
 def require_metric(metric: object) -> None:
     """Raise TypeError if `metric` is neither a function nor None, which stands for the loss."""
     if metric is not None and not callable(metric):

@@ -1,9 +1,9 @@
 """Where to cut a chain of layers, given what each layer weighs. Needs no torch.
 
-The slowest part of a pipeline sets the pace, so the heaviest part is made as light as possible. Its weight is
-that of some run of consecutive layers. A bisection over the runs finds the lightest limit with which so many
-parts suffice, filling one part after the other up to the limit. Under that limit, a dynamic program finds the
-most even parts.
+The slowest part of a pipeline sets the pace, so the heaviest part is made as light as possible. Whatever the
+cut, the heaviest part weighs as much as some run of consecutive layers. A bisection over those weights finds
+the smallest limit for which the parts suffice, each filled up to the limit. Under that limit, a dynamic
+program finds the most even parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import pairwise
 def cut_by_weights(weights: Sequence[float], parts: int) -> list[range]:
     """Cut a chain into 1 to len(weights) consecutive parts so that the heaviest is as light as possible.
 
-    Of several such cuts it takes the one with the least sum of squares, whose parts differ least. Returns for
-    each part the indices of its layers.
+    Among such cuts, the one with the least sum of squares is taken: its parts differ least. Returns the
+    indices of each part's layers.
     """
     count = len(weights)
     sums = [0.0]

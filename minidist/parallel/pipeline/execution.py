@@ -31,7 +31,7 @@ from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.guards.refusals import gradients_are_off, require_metric
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import Instruction, Schedule
-from minidist.parallel.pipeline.pipeline_checks import check_arguments, check_stages
+from minidist.parallel.pipeline.pipeline_checks import check_pipeline_arguments, check_stages
 from minidist.parallel.pipeline.simulation import Event
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.pipeline.stage_messages import (
@@ -101,7 +101,9 @@ class Pipeline:
         self.stages = check_stages(stages)
         self.loss, self.group, self.reduction, self._schedule = loss, group, reduction, schedule
         chunks = len(self.stages)
-        self.micro_batches = check_arguments(schedule, micro_batches, chunks, loss, reduction, tied, group)
+        self.micro_batches = check_pipeline_arguments(
+            schedule, micro_batches, chunks, loss, reduction, tied, group
+        )
         self.rank, self.ranks = rank_in(group), len(ranks_of(group))
         self._plans: dict[tuple[int, bool], RankPlan] = {}
         # Making the plan refuses sizes that the schedule does not take.
@@ -260,7 +262,7 @@ class Pipeline:
 
 
 class _Changeable(torch.autograd.Function):
-    """The identity, in the same memory, with an output that is neither a leaf nor a view of one."""
+    """The identity, in the same memory. Its output is no leaf, and no view of one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def measure(layers: Sequence[nn.Module] | nn.ModuleList, inputs: Tensor, repeats
     Args:
         layers: in the order in which they run.
         inputs: of the first layer, a micro-batch as in training.
-        repeats: passes through each layer, of which the fastest counts.
+        repeats: passes through each layer; the fastest one counts.
     """
     synchronize: Callable[[], object] = torch.cuda.synchronize if inputs.is_cuda else (lambda: None)
     seconds = []

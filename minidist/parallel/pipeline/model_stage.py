@@ -101,9 +101,9 @@ class _PassingLayer(StandIn):
 
 
 class ModelStage(nn.Module):
-    """A run of a model's layers, `layers` of the list in `trace`, and on the first and last stage the rest.
+    """A run of a model's layers: `layers` of the list in `trace`; the two ends have the rest, too.
 
-    The model on this rank has these layers; it may have those of other stages of the rank too.
+    The model on this rank has these layers, and may have the layers of the rank's other stages.
     """
 
     takes_batch = True

@@ -26,7 +26,7 @@ def check_stages(stages: object) -> list[nn.Module]:
     return found
 
 
-def check_arguments(
+def check_pipeline_arguments(
     schedule: str | Schedule,
     micro_batches: int | None,
     chunks: int,

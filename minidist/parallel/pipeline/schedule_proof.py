@@ -1,11 +1,10 @@
 """What follows from a schedule alone, without a process: that ranks can execute it, and what they then know.
 
-`check` looks at each rank's list first, then at the order of the messages on each channel, and at last
-executes the whole once by `replay`, whose rules are those of `Pipeline`. A send returns at once and keeps its
-tensor until it is received; a receive waits for its message. Ranks therefore depend on each other through
-receives alone, and one execution proves all: if every rank comes to its end in one order of events, it does
-so in every order. (If sends waited for their receivers, 1F1B would hang: neighbours send to each other at the
-same time.)
+`check` looks at each rank's list first, then at the order of the messages on each channel. Last it executes
+everything once by `replay`, with the rules of `Pipeline`: a send returns at once and keeps its tensor until
+it is received; a receive waits for its message. So ranks wait for each other in receives alone, and one
+execution proves all: if every rank comes to its end in one order of events, it does so in every order. (If
+sends waited for their receivers, 1F1B would hang: neighbours send to each other at the same time.)
 
 `completed_sends` finds when a rank knows that a tensor it sent has been received, so that its memory can be
 freed. A message tells its receiver what the sender had done by then, and what the sender had heard of others:

@@ -1,8 +1,8 @@
-"""A backward pass in two parts: first the gradients of the inputs, later those of the weights.
+"""A backward pass in two parts: first the gradients of the inputs, later the gradients of the weights.
 
 A layer's two gradients depend on the gradient of its output, not on each other, and the stage before waits
-for the input's alone. In autograd's graph, the operations between a stage's outputs and its inputs are the
-trunk. Where the trunk branches off to a weight, the first part notes the gradient that arrives, and the
+only for the input's gradient. In autograd's graph, the operations between a stage's outputs and its inputs
+are the trunk. Where the trunk branches off to a weight, the first part notes the gradient that arrives. The
 second part continues from the notes, with one call of the autograd engine for each such operation. Nothing is
 computed twice, but a hook on an activation runs in both parts, on the same gradient.
 
@@ -25,9 +25,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 class SplitBackward:
     """The backward pass of one micro-batch through one stage, in two calls.
 
-    Some gradients are computed in the first part and only added in the second: those of parameters that the
-    stage uses several times, and of those in a Python autograd function, which computes all of its gradients
-    at once.
+    Some gradients are computed in the first part and only added in the second: of parameters that the stage
+    uses several times, and of parameters in a Python autograd function, which computes all its gradients at
+    once.
 
     Args:
         roots: the edges of the stage's outputs, or of the loss.
@@ -42,7 +42,7 @@ class SplitBackward:
         self._ready: list[tuple[Tensor, Tensor]] = []
 
     def input_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first part: from the gradients of the outputs, or None for a loss, those of the inputs."""
+        """The first part: the inputs' gradients, from the outputs' gradients or, for a loss, from None."""
         trunk = _trunk([root.node for root in self._roots], [get_gradient_edge(x).node for x in self._xs])
         leaves: dict[Node, list[Tensor]] = {}
         branches = [(node, _weights(node, trunk, leaves)) for node in trunk]

@@ -163,7 +163,7 @@ class StageMessages:
             tell_failure(channel.destination, self._tag_of(channel), self._lane(channel))
 
     def post(self) -> None:
-        """Post receives ahead, as far as their forms are known: a forward pass tells that of its gradient."""
+        """Post receives ahead, if their shapes are known: an activation tells the shape of its gradient."""
         while self._waiting and len(self._posted) < AHEAD:
             channel, message = self._plan.routes[self._waiting[0]]
             if self._key(message) not in self._forms:

@@ -1,8 +1,8 @@
 """Data parallelism and ZeRO 1 to 3: what the ranks that train one model together share, and what each keeps.
 
 All four are one mechanism. Parameters lie one after the other in flat buckets (../flat/buckets.py), each
-element has an owner, and a table says what every rank keeps whole between steps (residency.py); of the rest
-it keeps its share, an n-th:
+element has an owner, and a table says what every rank keeps whole between steps (../contract/residency.py).
+Of the rest it keeps its share, an n-th:
 
 | | parameters | gradients | optimizer state | in a loop of your own |
 |---|---|---|---|---|
@@ -26,11 +26,13 @@ Where memory is given back:
 
 | File | Holds |
 |---|---|
-| residency.py | the table, and what follows from a row |
+| ../contract/residency.py | the table, and what follows from a row |
 | sharded.py | `Sharded`: the strategy for an engine |
 | parameter_set.py | `ParameterSet`: parameters shared in one way, and the rounds of their gradients |
+| shared_parameters.py | `SharedParameters`: all sets together: the norm of their gradients, clipping |
 | whole_parameters.py | `WholeParameters`: whole on every rank; dealt to buckets as gradients come |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
+| whole_on_owners.py | `WholeOnOwners`: those of them that the optimizer needs whole, on an owner each |
 | reducer.py | `Reducer`: a gradient has arrived; full buckets are sent while backward runs; a round ends |
 | optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, masters and state |
 | state_by_name.py | `StateByName`: the training state by the parameters' names, for checkpoints |

@@ -29,7 +29,7 @@ class CollectiveOrder(NamedTuple):
     forward: Sequence[Unit]  # in the order in which they are gathered
     calls: Sequence[int]  # for each unit's number, how often a forward pass calls it
     backward: Sequence[UnitCollective]  # with prefetching, a gather comes when the unit before it is needed
-    settled: bool = False  # it is what the ranks did, and not the order in which the model lists its parts
+    settled: bool = False  # the ranks ran it so; otherwise it is the order in which the model lists its parts
 
 
 def expected(units: Sequence[Unit]) -> CollectiveOrder:
@@ -57,10 +57,10 @@ def _events(rank: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _merged(orders: set[tuple[int, ...]], units: Sequence[Unit]) -> list[int]:
-    """One order that keeps to those of all ranks, although each may call other units, such as experts.
+    """Merge the ranks' orders into one. Ranks may call different units, such as experts.
 
-    Where they leave a choice, or contradict each other, the unit that is listed first comes first. One that
-    no rank has called yet comes next to a unit that it is listed next to, a sibling if there is one.
+    Where the orders leave a choice, or contradict each other, the unit that is listed first comes first. A
+    unit that no rank has called yet comes next to its neighbour in the list, a sibling if there is one.
     """
     merged: list[int] = []
     while orders := {order for order in orders if order}:

@@ -39,7 +39,7 @@ def consolidated(shared: WholeParameters, to: int) -> dict[str, Any] | None:
     for param_index, state in states.items():
         parameter = shared.parameters[param_index]
         whole[number_of[parameter]] = {
-            key: value.view(parameter.shape) if is_cut(shared, key, value) else value
+            key: value.view(parameter.shape) if is_cut(shared, param_index, key, value) else value
             for key, value in state.items()
         }
     groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in shared.groups]
@@ -79,9 +79,11 @@ def load(shared: WholeParameters, state_dict: Mapping[str, Any]) -> None:
     shared.slices.load_whole_states(dealt)
 
 
-def is_cut(shared: WholeParameters, key: str, value: Any) -> bool:
-    """Whether ranks have parts of the state under `key`."""
-    return shared.slices.cuts_anywhere and has_elements(key, value)
+def is_cut(shared: WholeParameters, param_index: int, key: str, value: Any) -> bool:
+    """Whether ranks have parts of the state under `key` of a parameter."""
+    parameter = shared.parameters[param_index]
+    group = next(i for i, group in enumerate(shared.groups) if any(p is parameter for p in group["params"]))
+    return shared.slices.may_cut(group) and has_elements(key, value)
 
 
 def _in_groups(shared: WholeParameters) -> list[nn.Parameter]:
@@ -117,7 +119,7 @@ def _collect(shared: WholeParameters, to: int) -> dict[int, dict[str, Any]] | No
     for param_index, _, state in sorted(entries, key=lambda entry: entry[:2]):
         known = states.setdefault(param_index, {})
         for key, value in state.items():
-            joins = key in known and is_cut(shared, key, value)
+            joins = key in known and is_cut(shared, param_index, key, value)
             known[key] = torch.cat([known[key], value]) if joins else value
     return states
 

@@ -11,7 +11,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.1 (units).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def _asked(units: Iterable[type[nn.Module] | nn.Module], named: Sequence[tuple[s
     return chosen
 
 
-def divide(module: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, list[UnitParameter]]]:
+def deal_to_units(module: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, list[UnitParameter]]]:
     """Deal each parameter to the smallest unit around all modules that have it."""
     by_module = {id(unit.module): unit for unit in units}
     chains: dict[int, list[Unit]] = {}  # for each parameter the units around all its holders
@@ -98,12 +98,14 @@ def build(
     initialize: Callable[[nn.Module], object] | None,
     memory: MemorySource,
     master: torch.dtype | None,
+    whole: Collection[int] = (),
 ) -> list[Unit]:
     """Cut a model into units, the root first, and keep this rank's share of rank 0's parameters.
 
     One unit at a time is whole. A unit has a bucket for each dtype, for trained and frozen parameters, and
     for parameters that other ranks share; the shards of all units of a kind lie in one tensor, and so do the
-    gradients, which add up in the master dtype. comms: for each parameter the ranks that share it.
+    gradients, which add up in the master dtype. comms: for each parameter the ranks that share it. whole:
+    indices of parameters that the optimizer needs whole; they come first, so that the others are neighbours.
     """
     found = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(module, units))]
     names = [name for name, _ in module.named_parameters()]
@@ -112,7 +114,7 @@ def build(
     initialize = initialize or getattr(module, "initialize_part", None)
 
     # The shapes alone decide where each shard will lie; the values come unit by unit.
-    tensors, kinds, parts = [*module.parameters()], defaultdict(list), divide(module, found)
+    tensors, kinds, parts = [*module.parameters()], defaultdict(list), deal_to_units(module, found)
     for unit, entries in parts:
         unit.device = device
         groups: dict[Any, list[int]] = {}
@@ -120,6 +122,7 @@ def build(
             index = index_of[id(parameter)]
             groups.setdefault((parameter.dtype, parameter.requires_grad, comms[index]), []).append(index)
         for kind, indices in groups.items():
+            indices.sort(key=lambda index: index not in whole)
             bucket = Bucket(indices, tensors, kind[2], device=device, name_of=names.__getitem__)
             bucket.frozen = not kind[1]
             unit.buckets.append(bucket)

@@ -1,8 +1,7 @@
 """Data parallelism for a loop of one's own: each rank computes on its rows, and gradients are averaged.
 
-Each option is one idea more. `bucket_mb=0, overlap=False` sends a message for each parameter after backward,
-and `overlap=False` flat buckets of many gradients. The default sends a bucket while backward computes the
-others, `no_sync` the sum of many micro-batches once, and `compression` fewer bytes, with an error.
+Each option is one idea more: `bucket_mb=0, overlap=False` sends a message for each parameter after backward;
+`overlap=False` sends flat buckets; the default sends a bucket while backward computes the others.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.
 """
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
+from minidist.parallel.contract.residency import DATA_PARALLEL
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.guards.ownership import ZERO
-from minidist.parallel.guards.refusals import refuse_meta
+from minidist.parallel.guards.ownership import BY_ZERO
 from minidist.parallel.sharding.loop_arguments import check_bucket_mb, check_module
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import DATA_PARALLEL
-from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
+from minidist.parallel.sharding.whole_parameters import WholeParameters
 
 
 class DataParallel(nn.Module):
@@ -39,19 +37,19 @@ class DataParallel(nn.Module):
     Rank 0's parameters and buffers are sent to all at the start. After `synchronize` each gradient is the
     mean over the ranks, as in torch's DDP: that of the mean loss over the global batch, if the shares are
     equal; otherwise weight the losses (`weighted`). Call it on all ranks, once for each optimizer step.
-    Gradients are views into the buckets. A group of one sends and compresses nothing. Parameters may be tied,
-    frozen, unused, of several dtypes, or have sparse gradients, which are sent as rows. `requires_grad` may
-    change between steps, in the same way on all ranks.
+    Gradients are views into the buckets. Parameters may be tied, frozen, unused, of several dtypes, or have
+    sparse gradients, which are sent as rows. `requires_grad` may change between steps, on all ranks alike.
 
     Args:
         module: the model; the same architecture on all ranks.
-        group: the ranks that share the batch; None for all.
+        group: the ranks that share the batch; None for all. A group of one sends and compresses nothing.
         bucket_mb: largest size of a bucket in MB (2^20 bytes); 0 for one all-reduce a parameter.
         overlap: reduce while backward still runs; False waits for `synchronize`.
-        compression: "float16", "bfloat16", "topk", "powersgd", an object such as `PowerSGD(rank=2)`, or None.
+        compression: "float16", "bfloat16", "topk", "powersgd", an object such as `PowerSGD(rank=2)`, or None:
+            fewer bytes, with an error.
         algorithm: how the collectives work; see `comm.all_reduce`.
-        broadcast_buffers: also send rank 0's buffers, such as BatchNorm's statistics, to all ranks before
-            each forward pass in training. Otherwise each rank keeps its own.
+        broadcast_buffers: send rank 0's buffers, such as BatchNorm's statistics, to all ranks before each
+            forward pass in training. Otherwise each rank keeps its own.
 
     Raises TypeError or ValueError if an argument is wrong, the ranks' modules differ, another object trains
     the module, or an embedding has max_norm.
@@ -70,20 +68,10 @@ class DataParallel(nn.Module):
         super().__init__()
         check_bucket_mb(bucket_mb)
         own = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
-        check_module(module, shared_with=[ZERO], is_alone=own.gradient_comm.ranks == 1)
-        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        check_module(module, shared_with=[BY_ZERO], is_alone=own.gradient_comm.ranks == 1)
         self.module, self.group, self.compression = module, group, compression_of(compression)
-        self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
-        start_equal(module, [own])
-        self.shared = WholeParameters(
-            module.named_parameters,
-            [own],
-            module=module,
-            bucket_mb=bucket_mb,
-            overlap=overlap,
-            compression=self.compression,
-            broadcast_buffers=broadcast_buffers,
-        )
+        options = {"bucket_mb": bucket_mb, "overlap": overlap, "broadcast_buffers": broadcast_buffers}
+        self.shared = WholeParameters.of_loop(module, own, compression=self.compression, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs for this rank's share of the batch."""
@@ -103,8 +91,7 @@ class DataParallel(nn.Module):
         Use it for all micro-batches of all ranks; a rank without any calls `synchronize(rows=0)`. weight:
         over how much the loss is a mean, such as rows, or tokens that are not ignored.
         """
-        self._weight = weight if self._weight is None else self._weight + weight
-        return loss * weight
+        return self.shared.weighted(loss, weight)
 
     def synchronize(self, rows: float | None = None) -> None:
         """Average the gradients over the ranks: call it after backward and before the optimizer's step.
@@ -115,17 +102,13 @@ class DataParallel(nn.Module):
 
         Raises ValueError if there are no rows on any rank, or the ranks' parameters differ.
         """
-        self.shared.sum_over_ranks()
-        weight, self._weight = self._weight if rows is None else rows, None
-        if weight is not None:
-            self.shared.divide_by_rows(float(weight))
+        self.shared.average(rows)
 
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step, by the formulas, once a first step has settled the buckets.
+        """Bytes that this rank sends in a step, once a first step has settled the buckets.
 
-        An all-reduce sends 2 (n - 1) / n of its bytes. There is one of each bucket, compressed or not, and of
-        P + 2 counts for P parameters that get gradients: in the last bucket's dtype if that bucket is not
-        compressed and is float32 or float64, else in float64. Sparse gradients, rows and buffers come on top.
+        An all-reduce sends 2 (n - 1) / n of the bytes of each bucket, compressed or not, and of P + 2 counts
+        for P parameters; see `ParameterSet.bytes_sent`. Sparse gradients, rows and buffers come on top.
         """
         return self.shared.bytes_per_step()
 

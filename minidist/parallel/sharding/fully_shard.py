@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import Group
+from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.cut_into_units import Units
-from minidist.parallel.sharding.loop_arguments import check_arguments
+from minidist.parallel.sharding.loop_arguments import check_fully_shard_arguments
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 
 
@@ -46,9 +46,9 @@ class FullyShard(nn.Module):
     Args:
         module: the model; the same architecture on all ranks. On the meta device it is made unit by unit, so
             that the whole model is never in memory. Otherwise its memory is given back unit by unit.
-        optimizer_class: the class of an elementwise optimizer (training/elementwise_optimizers.py). Or a
-            function from parameters to one: it is given stand-ins of the parameters' shapes, and may form
-            groups of them and leave some out.
+        optimizer_class: the class of an optimizer. One that looks at whole parameters updates each of them on
+            its owner (whole_on_owners.py). Or a function from parameters to one: it is given stand-ins of the
+            parameters' shapes, and may form groups of them and leave some out.
         group: the ranks that share the batch; None for all.
         offload: "cpu" keeps shards, gradients and optimizer state in CPU memory; a directory keeps them in
             files there, and has the optimizer step on slices (memory_source.py). False: with the module.
@@ -80,7 +80,7 @@ class FullyShard(nn.Module):
         **defaults: Any,
     ) -> None:
         super().__init__()
-        check_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
+        check_fully_shard_arguments(module, optimizer_class, offload, units, initialize, prefetch, master)
         given = {"units": units, "initialize": initialize, "prefetch": prefetch, "master": master, **defaults}
         sets = [ParameterSet(ZERO_3, GradientComm.over(group))]
         self.module = module

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from minidist._arguments import is_number
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import require_free
 from minidist.parallel.guards.refusals import refuse_renormed, require_trained
-from minidist.parallel.sharding.residency import ROWS
-from minidist.parallel.training.elementwise_optimizers import require_elementwise
 
 WHOLE_PARAMETERS = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
 """The stages of `ZeroOptimizer`."""
@@ -33,7 +32,7 @@ def check_module(module: nn.Module, shared_with: Sequence[str] = (), is_alone: b
     give_memory(module)
 
 
-def check_arguments(
+def check_fully_shard_arguments(
     module: nn.Module,
     optimizer_class: Any,
     offload: Any,
@@ -58,7 +57,6 @@ def check_arguments(
         raise TypeError(f"prefetch is {prefetch!r}; give True, False, or None to have it chosen")
     _check_master(master)
     require_trained("module", module.parameters())
-    require_elementwise(optimizer_class)
     check_module(module)
 
 

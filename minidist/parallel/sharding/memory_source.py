@@ -83,7 +83,7 @@ class OnDisk(MemorySource):
 
     def copy(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy in a file."""
-        return self.empty(x.numel(), dtype).copy_(x)
+        return self.empty(x.numel(), dtype).view(x.shape).copy_(x)
 
     def keep(self, x: Tensor) -> Tensor:
         """A copy in a file, unless `x` lies in one."""

@@ -1,8 +1,7 @@
 """Memory and first values for a model that was made on the meta device, unit by unit.
 
-Modules give their own parameters values, each once, as they do when the model is made with memory. A tied
-parameter has the values of its first holder; what the other holders would give it goes to memory that is
-dropped.
+Each module gives values to its own parameters, once, as when the model is made with memory. A tied parameter
+gets its values from the first module that holds it; what the other holders would write is thrown away.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class MetaInitializer:
                 self._begin(name, part)
 
     def _begin(self, name: str, part: nn.Module) -> None:
-        """Give a module its values, once: for all parameters of which it is the first holder."""
+        """Give a module its values, once. A tied parameter takes them from the first module that holds it."""
         if id(part) in self._filled:
             return
         self._filled.add(id(part))
@@ -90,7 +89,7 @@ class MetaInitializer:
 
 
 def device_for(what: str, module: nn.Module) -> torch.device:
-    """The device where meta parameters get memory: that of the others, or else torch's default."""
+    """The device where meta parameters get memory: where the other parameters lie, or torch's default."""
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
         raise ValueError(

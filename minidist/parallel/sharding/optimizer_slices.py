@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.contract.user_functions import requires_closure
 from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.memory_source import MemorySource
+from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training.clipping import Why, guard
 from minidist.parallel.training.elementwise_optimizers import is_elementwise
 
@@ -45,7 +47,7 @@ OptimizerState = dict[str, Any]
 class OptimizerSlice:
     """What the optimizer updates as one tensor: a whole parameter, or neighbouring elements of a share."""
 
-    bucket: Bucket | None  # whose share the elements are of; None for a whole parameter
+    bucket: Bucket | WholeOnOwners | None  # whose share the elements are of; None for a whole parameter
     group: int | None  # the number of the optimizer's group; None for what the optimizer leaves out
     start: int  # in the bucket's share
     ranges: list[ParameterRange]  # one after the other
@@ -73,8 +75,7 @@ class OptimizerSlices:
     state lie.
 
     Attributes:
-        has_shares: whether any slice is a part of a share. cuts_anywhere: whether those may begin and end
-            inside a parameter.
+        has_shares: whether any slice is a part of a share.
         updating: the optimizer's step is under way.
     """
 
@@ -85,7 +86,6 @@ class OptimizerSlices:
         memory: MemorySource | None = None,
     ) -> None:
         self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
-        self.cuts_anywhere = is_elementwise(type(optimizer))
         self.all: list[OptimizerSlice] = []
         self.updating = self.has_shares = False
         self._why: Why = lambda _: None
@@ -109,21 +109,28 @@ class OptimizerSlices:
             span, group = [ParameterRange(index, 0, value.numel())], group_of.get(id(tensor))
             self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
 
-    def add(self, bucket: Bucket, group_of: Mapping[int, int]) -> None:
+    def add(self, bucket: Bucket | WholeOnOwners, group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's share of a bucket; `group_of` has a group for each parameter index."""
         self.has_shares = True
-        limit = self._limit(bucket) if self.cuts_anywhere else bucket.length
         for start, whole in bucket.ranges():
+            group = group_of.get(whole.param_index)
+            if not self.may_cut(group):
+                if not bucket.cuts_anywhere:  # else the whole parameter lies elsewhere, on its owner
+                    value = bucket.shard[start : start + len(whole)]
+                    self.all.append(self._slice(bucket, group, start, [whole], value, None))
+                continue
+            limit = self._limit(bucket)
             for at in range(0, len(whole), limit):
                 first = whole.start + at
                 span = ParameterRange(whole.param_index, first, min(first + limit, whole.stop))
                 value = bucket.shard[start + at : start + at + len(span)]
-                if not self.cuts_anywhere:
-                    value = value.view(bucket.shapes[bucket.param_indices.index(span.param_index)])
-                group = group_of.get(span.param_index)
                 self.all.append(self._slice(bucket, group, start + at, [span], value, None))
         self.hand_over()
         self.join()
+
+    def may_cut(self, group: int | None) -> bool:
+        """Whether a slice of the optimizer's group may begin and end inside a parameter."""
+        return group is None or is_elementwise(type(self.optimizer), self.optimizer.param_groups[group])
 
     # A step: gradients, the optimizer's own step, values.
 
@@ -220,7 +227,7 @@ class OptimizerSlices:
                     self.optimizer.step(**options)
                     groups[each.group]["params"] = []
                     state = self.optimizer.state[each.tensor]
-                    state.update({k: self.memory.keep(v) for k, v in state.items() if each.has_cut(k, v)})
+                    state.update({k: self.memory.keep(v) for k, v in state.items() if has_elements(k, v)})
         finally:
             self.hand_over()
 
@@ -232,11 +239,11 @@ class OptimizerSlices:
                 each.value.copy_(each.tensor)
 
     @torch.no_grad()
-    def overwrite(self, bucket: Bucket, shard: Tensor) -> None:
+    def overwrite(self, bucket: Bucket | WholeOnOwners, shard: Tensor) -> None:
         """Take new values for this rank's share of a bucket; masters change only where the values do."""
         for each in self.all:
             if each.bucket is bucket and each.is_master:
-                new = shard[each.start : each.start + len(each)]
+                new = shard[each.start : each.start + len(each)].view(each.value.shape)
                 each.tensor.copy_(torch.where(new == each.value, each.tensor, new.to(each.tensor.dtype)))
         bucket.shard.copy_(shard)
 
@@ -259,7 +266,7 @@ class OptimizerSlices:
 
     def _slice(
         self,
-        bucket: Bucket,
+        bucket: Bucket | WholeOnOwners,
         group: int | None,
         start: int,
         ranges: list[ParameterRange],
@@ -267,15 +274,19 @@ class OptimizerSlices:
         master: Tensor | None,
     ) -> OptimizerSlice:
         """A slice of the elements in `value`; `master` has them in the master dtype, if they are known."""
+        cuts, index = self.may_cut(group), bucket.param_indices.index(ranges[0].param_index)
+        if not cuts:
+            value = value.view(bucket.shapes[index])
         # Whole parameters that the optimizer leaves out have none: what a loop writes to one has to stay.
         if self.master not in (None, value.dtype) and (group is not None or bucket.frees):
             master = self.memory.copy(value, self.master) if master is None else self.memory.keep(master)
-        tensor = nn.Parameter(value if master is None else master)
+        updated = value if master is None else master
+        whole: Any = bucket.parameters[index]
+        tensor = nn.Parameter(updated) if cuts else parameter_like(whole, updated)
         guard([tensor], self._why)
-        is_master = master is not None
-        return OptimizerSlice(bucket, group, start, ranges, value, tensor, is_master, self.cuts_anywhere)
+        return OptimizerSlice(bucket, group, start, ranges, value, tensor, master is not None, cuts)
 
-    def _limit(self, bucket: Bucket) -> int:
+    def _limit(self, bucket: Bucket | WholeOnOwners) -> int:
         """The most elements that a slice may have."""
         return max(1, (self.memory.longest or SLICE_BYTES) // (self.master or bucket.dtype).itemsize)
 
@@ -303,11 +314,11 @@ class OptimizerSlices:
 
         Whole parameters stay as they are. Where slices are joined, the scalars of their states are equal.
         """
-        if not (self.has_shares and self.cuts_anywhere):
+        now = [each for each in self.all if not each.cuts]
+        if len(now) == len(self.all):
             return
-        now = [each for each in self.all if each.bucket is None]
         for _, together in groupby(
-            [part for part in self.by_parameter() if part[0].bucket is not None],
+            [part for part in self.by_parameter() if part[0].cuts],
             lambda part: (id(part[0].bucket), part[0].group, key(part[0], part[1], part[3])),
         ):
             for run in self._runs([*together]):

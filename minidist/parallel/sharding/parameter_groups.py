@@ -1,4 +1,4 @@
-"""An optimizer's parameter groups over flat shards.
+"""An optimizer's parameter groups, and those of another that updates flat shards in its place.
 
 A function that forms groups looks at parameters, for example at their number of dimensions. So it is given
 stand-ins of the parameters' shapes. In the groups that it makes, pieces of the shards then replace the
@@ -17,6 +17,12 @@ from torch import nn
 
 from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.guards.refusals import require_optimizer
+
+
+def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Give groups the options of others, such as the learning rate; each keeps its own parameters."""
+    for given, group in zip(source, target, strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
 
 
 class FlatParameterGroups:

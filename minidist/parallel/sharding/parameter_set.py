@@ -1,10 +1,10 @@
 """A set of parameters: what each rank keeps of them, which ranks average them, and which of them own a share.
 
 A model has one such set, or several: experts, say, are averaged over fewer ranks than the rest. A set's
-gradients are summed in rounds: they come to its buckets, each bucket is reduced, and what the table does not
-keep is let go (`Bucket.give_back` in flat/buckets.py), whatever the residency (residency.py). Two events lead
-here: a gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has left a
-unit (unit_runtime.py).
+gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
+(flat/buckets.py) lets go of what the set's row does not keep (contract/residency.py). Two events complete a
+bucket: its last gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has
+left a unit (unit_runtime.py).
 
 | What a rank keeps | Where gradients lie | A bucket's reduction |
 |---|---|---|
@@ -20,20 +20,18 @@ Sources: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minidist.comm.work import bytes_of, rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
+from minidist.parallel.contract.residency import Residency
+from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
 from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
 from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
-from minidist.parallel.sharding.optimizer_slices import OptimizerSlice, OptimizerSlices
-from minidist.parallel.sharding.residency import Residency
-from minidist.parallel.training import clipping
+from minidist.parallel.training.elementwise_optimizers import Work
 
 TRANSIENT = 2
 """Buckets that have memory at a time where it is lent: one is filled while the one before it is sent."""
@@ -73,6 +71,7 @@ class ParameterSet:
         self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
     ) -> None:
         self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
+        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
         self.users = torch.zeros(0, dtype=torch.float64)
         self.totals = torch.zeros(2, dtype=torch.float64)
         self.empty()
@@ -101,19 +100,25 @@ class ParameterSet:
         parameters: Sequence[nn.Parameter],
         order: Sequence[int],
         limit: int,
-        cut_anywhere: bool,
+        work: Work | None,
         name_of: Callable[[int], str],
     ) -> list[Bucket]:
         """Make buckets of up to `limit` bytes for the parameters at the indices in `order`. A collective.
 
         Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
+        work: of the update of a whole parameter; None where shares may end inside one.
         """
         over = None if self.residency.state else self.gradient_comm
-        if over is not None and not cut_anywhere and order:  # a large one's bucket would be mostly padding
-            limit = max(limit, over.owners * max(bytes_of(parameters[index]) for index in order))
+        deal: Deal = evenly
+        sized: Sequence[Tensor] = parameters
+        if over is not None and work is not None and order:
+            deal = self.whole_tensors = self.whole_tensors or WholeTensors(work, over.owners)
+            sized = [p.new_empty(()).expand(whole_shape(p)) for p in parameters]
+            # The bucket of a large one would otherwise be mostly padding.
+            limit = max(limit, over.owners * max(bytes_of(sized[index]) for index in order))
         new = [
-            Bucket(part, parameters, over, cut_anywhere, name_of=name_of)
-            for part in deal_to_buckets(parameters, order, limit)
+            Bucket(part, parameters, over, deal, name_of=name_of)
+            for part in deal_to_buckets(sized, order, limit)
         ]
         for bucket in new if over is not None else ():
             bucket.keep_values()
@@ -299,7 +304,9 @@ def set_for(name: str, sets: Sequence[ParameterSet]) -> ParameterSet:
     return next((own for own in sets if own.names is not None and name in own.names), sets[0])
 
 
-def require_alike(module: nn.Module, sets: Sequence[ParameterSet]) -> list[tuple[ParameterSet, list[Tensor]]]:
+def shared_tensors(
+    module: nn.Module, sets: Sequence[ParameterSet]
+) -> list[tuple[ParameterSet, list[Tensor]]]:
     """Each set that several ranks share, with its tensors; the first has the buffers. A collective.
 
     ValueError where the ranks of a set have other ones.
@@ -328,87 +335,3 @@ def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[
             bucket.lend(memories[number % len(memories)])
         made += memories
     return made
-
-
-class ParameterSets(ABC):
-    """All parameters of a model, in sets, and this rank's part of the optimizer: update, publish, clip.
-
-    How gradients come to be complete differs: where parameters are whole, whenever some arrive
-    (whole_parameters.py); otherwise when a unit of the model is left (sharded_parameters.py). From there on
-    all sets do the same.
-
-    Attributes:
-        sets: the first one's ranks are all that train the model; those of the others are some of them.
-        parameters: by index. set_of: the set of each. buckets: hold them, as far as they are dealt.
-        slices: this rank's part.
-        undealt: indices of parameters in no bucket yet, where a share of them will have the state.
-        undealt_masters: their whole masters until then.
-        orders: parameter indices, for each time that some were dealt; None where none are.
-    """
-
-    sets: list[ParameterSet]
-    parameters: Sequence[nn.Parameter]
-    set_of: dict[Tensor, ParameterSet]
-    buckets: list[Bucket]
-    slices: OptimizerSlices
-    undealt: list[int]
-    undealt_masters: dict[Tensor, Tensor]
-    orders: list[list[int]] | None
-
-    @abstractmethod
-    def name_of(self, param_index: int) -> str:
-        """A parameter's name."""
-
-    @abstractmethod
-    def value_buckets(self) -> list[Bucket]:
-        """The buckets that hold parameters' values, cut into shares."""
-
-    @abstractmethod
-    def complete(self) -> None:
-        """Sum the gradients over the ranks and give the slices their part, unless that is done."""
-
-    @abstractmethod
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of the sums, as far as the slices have it."""
-
-    @abstractmethod
-    def publish(self) -> None:
-        """Let all ranks compute with what the optimizer has made of the slices. A collective."""
-
-    def set_of_slice(self, each: OptimizerSlice) -> ParameterSet:
-        """The set of the parameters in a slice."""
-        whole = each.value if each.bucket is None else self.parameters[each.ranges[0].param_index]
-        return self.set_of[whole]
-
-    def after_own_method(self, *_: Any) -> None:
-        """Publish what a method of the optimizer's own has changed, unless its step calls that method."""
-        if not self.slices.updating:
-            self.publish()
-
-    def norm(self, norm_type: float = 2.0) -> float:
-        """The norm of the gradients over all ranks, each element counted once. A collective.
-
-        It sends 2 (n - 1) / n 8 bytes over the owners of the shares, if there are any; with several sets over
-        all ranks.
-        """
-        gradients, (first, *others) = self.gradients(), self.sets
-        over, is_shared = first.gradient_comm.share_group, not first.residency.state
-        if others:
-            counted = [each for each in self.slices.all if self.set_of_slice(each).counts_here]
-            gradients = [each.tensor.grad for each in counted if each.tensor.grad is not None]
-            over, is_shared = first.gradient_comm.group, True
-        return clipping.global_norm(gradients, is_shared, over, norm_type)
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Shorten the gradients if their norm over all ranks is above `max_norm`; returns the norm before.
-
-        A collective: it completes the gradients, and sends what `norm` does.
-        """
-        clipping.check_max_norm("max_norm", max_norm)
-        clipping.check_norm_type(norm_type)
-        self.complete()
-        norm = self.norm(norm_type)
-        if (factor := clipping.clip_factor(norm, max_norm)) != 1:
-            for gradient in self.gradients():
-                gradient.mul_(factor)
-        return norm

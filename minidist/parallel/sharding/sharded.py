@@ -1,10 +1,10 @@
 """`Sharded`: how an engine's data-parallel ranks train one model together, whatever each of them keeps.
 
-The table decides (residency.py): data parallelism and ZeRO 1 to 3 are this one strategy with four rows. It
-tells the parameters which backward pass is a step's last, sums weight and loss, and lets the optimizer update
-this rank's slices. A model may have several sets of parameters, each with its row and its ranks
-(parameter_set.py). How gradients become sums is in whole_parameters.py, or, where parameters are not whole,
-in sharded_parameters.py; where each part of the state lies is in state_by_name.py.
+The table in contract/residency.py decides: data parallelism and ZeRO 1 to 3 are this one strategy with four
+rows. It tells the parameters which backward pass is a step's last, sums weight and loss, and lets the
+optimizer update this rank's slices. A model may have several sets of parameters, each with its row and its
+ranks (parameter_set.py). whole_parameters.py turns gradients into sums, or, where parameters are not whole,
+sharded_parameters.py does. state_by_name.py knows where each part of the state lies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.contract.strategy import ResidentTensors, Strategy, TensorBox
 from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
@@ -26,7 +27,6 @@ from minidist.parallel.sharding.loop_arguments import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import ParameterSet, set_for
-from minidist.parallel.sharding.residency import ROWS, Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
 from minidist.parallel.sharding.units import weakly
@@ -38,7 +38,7 @@ Options = Mapping[str, Any]
 
 
 class Sharded(Strategy):
-    """Trains a model over the ranks of a group, each of which keeps what a row of the table says.
+    """Trains a model over the ranks of a group; each rank keeps what a row of the table says.
 
     residency: the row. options: where parameters are whole, of `DataParallel` (bucket_mb, overlap,
     compression, algorithm, broadcast_buffers); otherwise of `FullyShard`, such as offload. master: the dtype
@@ -88,7 +88,7 @@ class Sharded(Strategy):
     def _share_whole(
         self, make: MakeOptimizer, options: dict[str, Any]
     ) -> tuple[WholeParameters, list[list[str]]]:
-        """Share parameters that stay whole, and the names in each of the optimizer's groups."""
+        """Share parameters that stay whole; returns also the names in each of the optimizer's groups."""
         if self.sharded and options.get("compression") is not None:
             zero = next(number for number, row in ROWS.items() if row == self.sets[0].residency)
             raise ValueError(
@@ -101,7 +101,7 @@ class Sharded(Strategy):
         for own in self.sets:
             own.gradient_comm.algorithm = algorithm
         start_equal(self.model, self.sets)
-        # Whoever owns all of a parameter gives the optimizer this, or its master; a share comes later.
+        # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
         names, parameters = names_of(self.model), [*self.model.parameters()]
         is_whole = [set_for(names[parameter], self.sets).residency.state for parameter in parameters]
         dtypes = [self._master if whole else None for whole in is_whole]
@@ -131,7 +131,7 @@ class Sharded(Strategy):
     def _share_shards(
         self, make: MakeOptimizer, options: dict[str, Any]
     ) -> tuple[ShardedParameters, list[list[str]]]:
-        """Share parameters of which each rank keeps its shards, and the names in each of the groups."""
+        """Share parameters as shards; returns also the names in each of the optimizer's groups."""
         memory = memory_source(options.pop("offload", False))
         shared = ShardedParameters(
             self.model, make, self.sets, memory, master=self._master, average=False, **options
@@ -169,9 +169,9 @@ class Sharded(Strategy):
     # The gradients, and the update.
 
     def announce(self, is_padding: bool) -> None:
-        """Say whether the rows of the next pass are padding, which uses no parameter of the first set.
+        """Say whether the rows of the next pass are padding: they use no parameter of the first set.
 
-        Rows of other ranks, which count, come to those of other sets.
+        Other sets, such as experts, also get rows of other ranks, which may count.
         """
         self.gradient_comm.counts = not is_padding
 
@@ -201,7 +201,7 @@ class Sharded(Strategy):
         self.shared.clear()
 
     def update(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update this rank's slices; afterwards every rank computes with everyone's."""
+        """Update this rank's slices; afterwards every rank computes with the slices of all."""
         self.shared.update(closure)
 
     def bytes_per_step(self, passes: int = 1) -> int:
@@ -231,6 +231,7 @@ class Sharded(Strategy):
     def held(self) -> ResidentTensors:
         """What this rank holds now. Masters count as the optimizer's, memory for reductions as gradients."""
         sums = [tensor for each in self.sets for tensor in each.tensors()]
+        sums += [each.reduced for each in self.shared.on_owners if each.reduced is not None]
         own = [p.grad for p in self.model.parameters() if p.grad is not None]
         state = self.optimizer.state.values()
         return ResidentTensors(

@@ -1,10 +1,10 @@
-"""Parameters of which each rank keeps an n-th: gathered unit by unit, reduced as the backward pass leaves
-units.
+"""Each rank keeps an n-th of every parameter. Units are gathered to compute, and their gradients reduced.
 
 The model is cut into units (cut_into_units.py), such as transformer blocks, and a unit's parameters are whole
-only while it is used (unit_runtime.py). The gradients of shards are complete only once all ranks know which
-parameters were used. And in half precision, units are gathered from rounded copies of what the optimizer
-updates. A loop may call the optimizer's own `step` and `zero_grad`, so hooks on them do both.
+only while it is used (unit_runtime.py). When the backward pass leaves a unit, its gradients are reduced; they
+are complete once all ranks know which parameters were used. In half precision, units are gathered from
+rounded copies of the masters. A loop may call the optimizer's own `step` and `zero_grad`: hooks on them
+complete the gradients before a step, and publish after it.
 
 Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
 """
@@ -27,26 +27,27 @@ from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
-from minidist.parallel.guards.ownership import FULLY_SHARD, claim
+from minidist.parallel.guards.ownership import BY_FULLY_SHARD, claim
 from minidist.parallel.sharding.cut_into_units import Units, build
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
-    require_alike,
     set_for,
+    shared_tensors,
 )
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
+from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training.clipping import guard
-from minidist.parallel.training.elementwise_optimizers import require_elementwise
+from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable, work_of
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(ParameterSets):
-    """A model of which this rank keeps its shards, and the optimizer that updates them.
+class ShardedParameters(SharedParameters):
+    """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
     shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and
@@ -77,13 +78,19 @@ class ShardedParameters(ParameterSets):
         self._names = [name for name, _ in module.named_parameters()]
         for index, name in enumerate(self._names):
             set_for(name, sets).indices.append(index)
-        require_alike(module, sets)
+        shared_tensors(module, sets)
         self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
         self.groups = FlatParameterGroups(make_optimizer, module, defaults)
-        require_elementwise(type(self.groups.optimizer))
+        refuse_unshareable(type(self.groups.optimizer))
+        groups = self.groups.optimizer.param_groups
+        self._whole = {  # which no share of the optimizer's may cut
+            index
+            for index, number in self.groups.of.items()
+            if not is_elementwise(type(self.groups.optimizer), groups[number])
+        }
         comms = [self.set_of[parameter].gradient_comm for parameter in self.parameters]
-        self.units = build(module, units, comms, initialize, memory, master)
-        claim(self, FULLY_SHARD, module.parameters(), takes_values=True)
+        self.units = build(module, units, comms, initialize, memory, master, self._whole)
+        claim(self, BY_FULLY_SHARD, module.parameters(), takes_values=True)
         for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)
@@ -91,9 +98,8 @@ class ShardedParameters(ParameterSets):
         self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
-        for bucket in self.buckets:
-            if not bucket.frozen:
-                self.slices.add(bucket, self.groups.of)
+        self.on_owners: list[WholeOnOwners] = []
+        self._add_slices([bucket for bucket in self.buckets if not bucket.frozen])
         self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
         if prefetch is None:
@@ -117,6 +123,22 @@ class ShardedParameters(ParameterSets):
         guard(self.parameters, weakly(self._why_hidden))
         hook = register_optimizer_step_pre_hook(weakly(self._refuse_other_optimizer))
         weakref.finalize(self, hook.remove).atexit = False
+
+    def _add_slices(self, buckets: Sequence[Bucket]) -> None:
+        """Make the slices of buckets, and of parameters in them that the optimizer needs whole.
+
+        A collective where there are some.
+        """
+        homes: dict[Any, list[tuple[Bucket, int]]] = {}
+        for bucket in buckets:
+            self.slices.add(bucket, self.groups.of)
+            for at, index in enumerate(bucket.param_indices):
+                if index in self._whole:
+                    homes.setdefault((bucket.dtype, bucket.gradient_comm), []).append((bucket, at))
+        work, memory = work_of(type(self.groups.optimizer)), self.slices.memory
+        for those in homes.values():
+            self.on_owners.append(WholeOnOwners(those, self.parameters, memory, work))
+            self.slices.add(self.on_owners[-1], self.groups.of)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
@@ -155,7 +177,7 @@ class ShardedParameters(ParameterSets):
             for bucket in buckets:
                 dtype, device = self.slices.master or bucket.dtype, bucket.shard.device
                 bucket.frozen, bucket.reduced = False, self.slices.memory.zeros(bucket.share, dtype, device)
-                self.slices.add(bucket, self.groups.of)
+            self._add_slices(buckets)
             self.groups.begin((each.group, each.tensor) for each in self.slices.all)
             self.wait()
             self._make_room()
@@ -178,7 +200,7 @@ class ShardedParameters(ParameterSets):
                 continue
             self._fill(bucket)
             messages = bucket.reduce(blocking=not ahead)
-            if bucket.comm.hybrid is not None:  # do not wait for the sum over copies
+            if bucket.gradient_comm.hybrid is not None:  # do not wait for the sum over copies
                 (self._last if ahead else messages).advance()
                 self._last = messages
             elif not ahead:
@@ -196,7 +218,7 @@ class ShardedParameters(ParameterSets):
                 continue
             views.append(view)
             grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
-            self.had_gradient[index] |= bucket.comm.counts
+            self.had_gradient[index] |= bucket.gradient_comm.counts
             parameter.grad = None
         if views:
             torch._foreach_copy_(views, grads)
@@ -251,6 +273,8 @@ class ShardedParameters(ParameterSets):
             own.fill_tail(totals)
             own.send_tail().complete()
             users.update(zip(own.indices, own.tail.tolist(), strict=False))
+        for whole in self.on_owners:
+            whole.take_gradients()
         self.slices.give_gradients(users)
         self.is_complete = True
         sums: list[float] = self.sets[0].tail[-2:].tolist()
@@ -273,6 +297,8 @@ class ShardedParameters(ParameterSets):
     def publish(self) -> None:
         """Round masters to the shards, which the next pass gathers."""
         self.slices.round_masters()
+        for whole in self.on_owners:
+            whole.give_values()
         self.runtime.changed()
 
     def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -291,11 +317,14 @@ class ShardedParameters(ParameterSets):
         self.had_gradient, self.is_complete = bytearray(len(self.parameters)), False
         self.runtime.forget_copies()
         self.slices.drop_gradients()
+        for whole in self.on_owners:
+            whole.reduced = None
 
     def resident(self) -> list[Tensor]:
-        """The shards, and what is gathered now."""
+        """The shards, the whole parameters that this rank owns, and what is gathered now."""
         parts = ((bucket.shard, bucket.values, bucket.secondary) for bucket in self.buckets)
-        return [tensor for part in parts for tensor in part if tensor is not None]
+        found = [tensor for part in parts for tensor in part if tensor is not None]
+        return found + [whole.shard for whole in self.on_owners]
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make room for the state of parameters that are frozen."""
@@ -304,7 +333,7 @@ class ShardedParameters(ParameterSets):
 
     def bytes_per_step(self, passes: int = 1) -> int:
         """Bytes that this rank sends in a step of so many passes; see `FullyShard.bytes_per_step`."""
-        sent = 0
+        sent = sum(whole.bytes_sent() for whole in self.on_owners)
         for unit in self.units:
             for bucket in unit.buckets:
                 again = passes * (2 - (unit is self.units[0])) - 1
@@ -340,6 +369,9 @@ class ShardedParameters(ParameterSets):
                         bucket.refuse_reassigned()
                         written = bucket.values[bucket.own].to(bucket.shard.device)
                         self.slices.overwrite(bucket, written)
+                    for whole in self.on_owners:
+                        whole.take_values(values := torch.empty_like(whole.shard))
+                        self.slices.overwrite(whole, values)
                 self.runtime.forget_copies()
             finally:
                 for unit in self.units:

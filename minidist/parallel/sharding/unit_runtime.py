@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.opaque import refuse_transforms
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import tensors_in
-from minidist.parallel.guards.refusals import refuse_transforms
 from minidist.parallel.sharding.collective_order import (
     expected,
     own,
@@ -30,8 +30,9 @@ from minidist.parallel.sharding.units import Inputs, Unit, UnitPass, sharing, we
 class UnitRuntime:
     """Runs `units`, the root first, along the order of their collectives.
 
-    reduce: reduces a unit's gradients; with True, while something else computes. complete: waits for that.
-    follow_changes: prepares gradients of other parameters than in the pass before.
+    reduce: reduces a unit's gradients; its second argument says whether something else computes meanwhile.
+    complete: waits for the reductions. follow_changes: makes room for the gradients of parameters that were
+    frozen in the pass before.
     """
 
     def __init__(
@@ -61,8 +62,7 @@ class UnitRuntime:
 
     def begin(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A unit is called. Returns other inputs for it, or None."""
-        if torch._C._are_functorch_transforms_active():
-            refuse_transforms("zero=3")
+        refuse_transforms("zero=3")
         if self._backward is not None and self._in_backward():  # a checkpointed part is computed again
             self._again(self._backward, unit)
             return None
@@ -168,7 +168,7 @@ class UnitRuntime:
                 f"backward came back to {unit} after its gradients were reduced, since this pass uses it in "
                 "another order than the first; make one unit of the parts whose order changes (units=)"
             )
-        while not unit.present and of.operations:  # which there are after the forward pass
+        while not unit.present and of.operations:  # none are left while the forward pass still runs
             self._run(of)
         self._gather_ahead(of)
         unit.show(self._recorded)
@@ -218,7 +218,7 @@ class UnitRuntime:
                 of.reduced.add(unit)
 
     def finish(self) -> None:
-        """The backward pass is over: complete the gradients, also those of a pass through a recorded one."""
+        """The backward pass is over: complete the gradients, also where it went through a recorded one."""
         self._complete(self._backward)
         for unit in self.units if any(p.grad is not None for p in self.root.module.parameters()) else ():
             self._reduce(unit, False)

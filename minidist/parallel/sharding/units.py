@@ -1,9 +1,10 @@
 """A unit, a pass over units, and the hooks that show a unit's calls and their backward passes.
 
-A hook on a call's outputs runs just before its backward pass, and one on its inputs just after: autograd
-takes what was recorded last first, so all of the call's gradients have come by then. The inputs are passed on
-as views of themselves, recorded as the call begins: the gradient of a parameter may come earlier, and that of
-another module's output is complete only once every user of that output is done.
+A hook on a call's outputs runs just before its backward pass, and a hook on its inputs just after: autograd
+goes through what it recorded from last to first, so by then all of the call's gradients have come. The hooks
+sit on views of the inputs, which are recorded as the call begins. A parameter would be too early, since its
+gradient may come before the others. Another module's output would be too late, since its gradient is complete
+only when all of its users are done.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.1 (units) and 4.3 (hooks around them).
 """
@@ -33,21 +34,21 @@ class Unit:
         self.buckets: list[Bucket] = []  # for each dtype, for trained and frozen parameters
         self.present = False  # its parameters are gathered, or on their way
         self.shown = False  # the module sees them
-        self.held = False  # they stay: a recorded backward pass has used them, and the one through it will
+        self.held = False  # they stay: a recorded backward pass used them, and the one through it needs them
         self.recomputed = False  # it lies in a part that the backward pass computes again
         self.calls = 0  # in the running forward pass
         self._versions: list[int] = []  # of the parameters, as they were shown
         self.first, self.last = -1, -1  # when its calls began and ended, among the events of the pass
 
     def gather(self, ahead: bool = False) -> None:
-        """Launch the all-gathers, unless they were. ahead: while something else computes."""
+        """Launch the all-gathers, unless that is done. ahead: while something else computes."""
         if not self.present:
             for bucket in self.buckets:
                 bucket.gather(blocking=not ahead)
             self.present = True
 
     def show(self, hold: bool = False) -> None:
-        """Gather the parameters, unless they are there, and let the module see them; `hold` has them stay."""
+        """Gather the parameters if they are missing, and let the module see them. hold: keep them."""
         self.held = self.held or hold
         self.gather()
         if not self.shown:
@@ -56,7 +57,7 @@ class Unit:
             self.shown, self._versions = True, self._versions_now()
 
     def free(self, held: bool = False) -> None:
-        """Give the gathered parameters' memory back; that of held ones with `held` alone."""
+        """Give the memory of gathered parameters back. held: also if they were to stay."""
         self.held = self.held and not held
         if self.present and not self.held:
             for bucket in self.buckets:
@@ -135,7 +136,7 @@ class UnitPass:
 
 
 def sharing(units: Sequence[Unit], unit: Unit) -> list[Unit]:
-    """The units around one, or beside it, that have parameters of it."""
+    """The other units that hold some of a unit's parameters: those around it, and those that share one."""
     inside = {id(part) for part in unit.module.modules()}
     needed = {id(parameter) for parameter in unit.module.parameters()}
     return [

@@ -16,7 +16,7 @@ part each).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -28,18 +28,19 @@ from minidist import comm
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
-from minidist.parallel.guards.ownership import DATA_PARALLEL, ZERO, claim, owners, require_free
+from minidist.parallel.guards.ownership import BY_DATA_PARALLEL, BY_ZERO, claim, owners, require_free
 from minidist.parallel.guards.refusals import refuse_meta
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
-    ParameterSets,
-    require_alike,
     set_for,
+    shared_tensors,
 )
 from minidist.parallel.sharding.reducer import Reducer
+from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
+from minidist.parallel.training.elementwise_optimizers import work_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -52,7 +53,7 @@ class Gradients(Enum):
     GIVEN = "sums, and the optimizer's slices have this rank's part"
 
 
-class WholeParameters(ParameterSets):
+class WholeParameters(SharedParameters):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
@@ -83,7 +84,8 @@ class WholeParameters(ParameterSets):
         self._bucket_bytes, self._overlap, self._leaves_grad = int(bucket_mb * MB), overlap, leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
         for own in self.sets:
-            own.leaves_grad, own.compression = leaves_grad, compression
+            is_sent = own.names is None or own.gradient_comm.ranks > 1  # experts may be on one rank alone
+            own.leaves_grad, own.compression = leaves_grad, compression if is_sent else None
             if average and own.residency.state:
                 own.scale = 1 / own.gradient_comm.ranks
             elif average:  # a reduction to owners takes the mean itself
@@ -93,13 +95,21 @@ class WholeParameters(ParameterSets):
         self._state_shared = [own for own in self.sets if not own.residency.state]
         self._state_whole = [own for own in self.sets if own.residency.state]
         self.parameters: list[nn.Parameter] = []  # get gradients, or did; parameter indices number this list
-        self.orders, self.undealt_masters = [], {}
+        self.orders, self.undealt_masters, self.on_owners = [], {}, []
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
-        self.reducers: list[Reducer] = []  # none where there is nobody to share with
+        self.reducers: list[Reducer] = []  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._weight: float | Tensor | None = None  # of the losses since the last `average`
         self._attach()
+
+    @classmethod
+    def of_loop(cls, module: nn.Module, own: ParameterSet, **options: Any) -> WholeParameters:
+        """Share a module's parameters in a loop that has an optimizer of its own, from rank 0's values on."""
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        start_equal(module, [own])
+        return cls(module.named_parameters, [own], module=module, **options)
 
     # Hooks, on the parameters that get gradients.
 
@@ -121,7 +131,7 @@ class WholeParameters(ParameterSets):
             self._replace_others(values)
         else:
             self.parameters, self.orders = [], []
-        claim(self, DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
+        claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
         self._list(trained)
         if all(own.residency.state and own.gradient_comm.ranks == 1 for own in self.sets):
             self.orders = None
@@ -157,11 +167,11 @@ class WholeParameters(ParameterSets):
 
     def _replace_others(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters from an object with shared state that this one replaces."""
-        for other in owners(parameters, ZERO):
+        for other in owners(parameters, BY_ZERO):
             if other is not self:
                 other.detach()
                 other.replaced = True
-        claim(self, ZERO, parameters)
+        claim(self, BY_ZERO, parameters)
 
     def _why_not_clipped(self, whole: bool) -> str:
         """Why `clip_grad_norm` refuses the gradients on this rank."""
@@ -234,7 +244,7 @@ class WholeParameters(ParameterSets):
                 named = [(self.name_of(index), self.parameters[index]) for index in own.indices]
                 require_same("parameters", named, own.gradient_comm.group)
         numbers = {index: number for number, own in enumerate(self.sets) for index in own.indices}
-        if len(self.sets) > 1:  # whose parameters may have other names elsewhere, but lie alike
+        if len(self.sets) > 1:  # names may differ between ranks, but each rank needs the same sets in order
             placed = [(str(numbers[index]), self.parameters[index]) for index in sorted(numbers)]
             require_same("sets of parameters", placed, over.group)
         order, sparse = agree_on_order([*seen], count, over, device), list[int]()
@@ -255,6 +265,9 @@ class WholeParameters(ParameterSets):
         dealt = {index for own in sets for bucket in own.buckets for index in bucket.param_indices}
         mine = {index for own in sets for index in own.indices}
         order = [index for index in seen if index in mine and index not in dealt]
+        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
+        group_of = {index: number for index, number in numbers.items() if number is not None}
         if order and self.orders is not None:
             self.orders.append(order)
         for own in sets:
@@ -262,16 +275,16 @@ class WholeParameters(ParameterSets):
             part = [index for index in order if index in indices]
             if own.residency.state:
                 part = [index for index in part if index not in sparse]
-            cut, name_of = self.slices.cuts_anywhere, weakly(self.name_of)
-            new = own.deal(self.parameters, part, self._bucket_bytes, cut, name_of)
+            name_of, new = weakly(self.name_of), list[Bucket]()
+            for is_cut in (True, False):
+                work = None if is_cut else work_of(type(self.slices.optimizer))
+                chosen = [i for i in part if self.slices.may_cut(group_of.get(i)) == is_cut]
+                new += own.deal(self.parameters, chosen, self._bucket_bytes, work, name_of)
             if not own.residency.state:
-                self._move_state(new, part)
+                self._move_state(new, part, group_of)
 
-    def _move_state(self, new: Sequence[Bucket], order: Sequence[int]) -> None:
+    def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""
-        number_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
-        numbers = {index: number_of.get(id(parameter)) for index, parameter in enumerate(self.parameters)}
-        group_of = {index: number for index, number in numbers.items() if number is not None}
         whole = self.slices.optimizer.state
         states = {i: whole.pop(self.parameters[i]) for i in order if self.parameters[i] in whole}
         for bucket in new:
@@ -286,7 +299,7 @@ class WholeParameters(ParameterSets):
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make the buckets in the saved order: in another one, sums would add up in another order.
 
-        A run that saved no order is taken to have that of registration, reversed.
+        If a run saved no order, take that of registration, reversed.
         """
         if not self._state_shared:
             return
@@ -447,9 +460,21 @@ class WholeParameters(ParameterSets):
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def divide_by_rows(self, rows: float) -> None:
-        """Turn means over ranks into the mean over all ranks' rows; ValueError if there are none."""
-        over = self.sets[0].gradient_comm
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """A loss times its weight; `average` divides by the sum of the weights. See `DataParallel`."""
+        self._weight = weight if self._weight is None else self._weight + weight
+        return loss * weight
+
+    def average(self, rows: float | None) -> None:
+        """Turn gradients into means over the ranks, or over their rows or weights, as far as any are given.
+
+        ValueError if rows are given and there are none on any rank.
+        """
+        self.sum_over_ranks()
+        weight, self._weight = self._weight if rows is None else rows, None
+        if weight is None:
+            return
+        rows, over = float(weight), self.sets[0].gradient_comm
         device = next((parameter.device for parameter in self._all), None)
         total = float(
             comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=over.group)
@@ -467,7 +492,7 @@ class WholeParameters(ParameterSets):
             own.clear()
 
     def publish(self) -> None:
-        """Bring everyone's share of the parameters to all: an all-gather of each bucket."""
+        """Bring all shares of the parameters to every rank: an all-gather of each bucket."""
         self.slices.round_masters()
         buckets = self.value_buckets()
         for bucket in buckets:  # launch
@@ -503,8 +528,8 @@ def agree_on_order(
 
 
 def start_equal(module: nn.Module, sets: Sequence[ParameterSet]) -> None:
-    """Give a set's ranks the first one's values, and all rank 0's buffers; see `require_alike`."""
-    for own, tensors in require_alike(module, sets):
+    """Give a set's ranks the first one's values, and all rank 0's buffers; see `shared_tensors`."""
+    for own, tensors in shared_tensors(module, sets):
         broadcast_together(tensors, own.gradient_comm.group)
 
 
@@ -522,7 +547,7 @@ def take_new(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> No
                 f"params has one of layout {parameter.layout}, which cannot be dealt out; "
                 "give dense parameters (their gradients may be sparse)"
             )
-    require_free(named, shared_with=[DATA_PARALLEL, ZERO])
+    require_free(named, shared_with=[BY_DATA_PARALLEL, BY_ZERO])
     refuse_meta("params", named)
     if own.gradient_comm.ranks > 1:
         require_same("parameters", named, own.gradient_comm.group)

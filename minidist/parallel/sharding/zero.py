@@ -3,8 +3,8 @@
 A rank updates only the n-th of the parameters that it owns: a reduce-scatter brings it that share of the
 gradients, summed; it updates the share; an all-gather publishes everyone's shares. An all-reduce consists of
 just these two, so a step sends what data parallelism sends. Stage 2 reduces gradients while backward runs,
-and keeps only its share of them. The work is done in whole_parameters.py; who keeps what: residency.py.
-What other ranks own of the gradients is let go by `Bucket.give_back` (flat/buckets.py).
+and keeps only its share of them: `Bucket.give_back` (flat/buckets.py) lets go of the rest.
+whole_parameters.py does the work; the table in contract/residency.py says who keeps what.
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from minidist.comm.work import Group
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
 from minidist.parallel.sharding.consolidated_state import consolidated, load
 from minidist.parallel.sharding.loop_arguments import check_zero_arguments
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.parameter_groups import copy_options
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.whole_parameters import WholeParameters, named_in, take_new
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute
@@ -121,16 +122,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         also sends the all-gather. options: further arguments of the optimizer's own `step`.
         """
         self._consolidated = None
-        self.give_options()
+        mine, its = self.param_groups, self.inner.param_groups
 
         def evaluate() -> Any:
-            self.take_options()
+            copy_options(its, mine)
             loss = closure() if closure is not None else None
-            self.give_options()  # the closure may have changed some
+            copy_options(mine, its)  # the closure may have changed some
             return loss
 
+        copy_options(mine, its)
         loss = self.shared.update(evaluate if closure is not None else None, **options)
-        self.take_options()
+        copy_options(its, mine)
         return loss
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -152,40 +154,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step with one backward pass, once a first one has made the buckets.
 
-        A reduce-scatter and an all-gather, (n - 1) / n each of every bucket, padded so that n divides it:
-        what an all-reduce sends. And 2 (n - 1) / n of 8 (P + 3) for P parameters: on how many ranks each was
-        used, and totals. In stage 2 each further backward pass sends all but the all-gather. For hybrid
-        sharding see `FullyShard.bytes_per_step`.
+        A reduce-scatter and an all-gather send (n - 1) / n each of every bucket, padded so that n divides it;
+        the counts of ranks that used each of P parameters, and totals, 2 (n - 1) / n of 8 (P + 3). In stage 2
+        each further backward pass sends all but the all-gather.
         """
         return self.shared.bytes_per_step()
-
-    # Options go to the optimizer of this rank's slices, and what it sets comes back.
-
-    def give_options(self) -> None:
-        """Give the optimizer the options of the groups."""
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            its.update({key: value for key, value in mine.items() if key != "params"})
-
-    def take_options(self) -> None:
-        """Take the options that the optimizer has set."""
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update({key: value for key, value in its.items() if key != "params"})
 
     def __getattr__(self, name: str) -> Any:
         if "shared" not in vars(self):  # torch's own __init__ asks
             raise AttributeError(name)
-        self.give_options()
+        copy_options(self.param_groups, self.inner.param_groups)
 
         def after() -> None:
-            self.take_options()
+            copy_options(self.inner.param_groups, self.param_groups)
             self.publish()
 
         return own_attribute(self.inner, name, after)
 
-    # To save and to load: the state of a plain optimizer of the same parameters.
-
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to rank `to` of the group; the others send it their shares. A collective."""
+        """Collect the whole state at rank `to` of the group: the others send their shares. A collective."""
         self._consolidated = consolidated(self.shared, to)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,9 +16,10 @@ n ranks; shapes: x (..., T, K); a weight (M, K), where M is the rank's features,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,10 @@ from minidist.parallel.tensor.operators import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from minidist.parallel.training.fp8 import Rounding, rounded_linear
 
 SEQUENCE = -2
+Layer = TypeVar("Layer", bound="ParallelLinear")
 
 
 def column_linear(
@@ -50,6 +53,7 @@ def column_linear(
     group: Group = None,
     sequence_parallel: bool = False,
     overlap: bool = True,
+    roundings: Sequence[Rounding | None] = (),
 ) -> list[Tensor]:
     """Map x by every weight: `copy_to_ranks` or `gather_sequence`, followed by the linear maps.
 
@@ -58,8 +62,14 @@ def column_linear(
     gradient, also (n - 1) S. S is the bytes of x. If x needs no gradient, nothing is summed.
 
     overlap: compute the gradients of the weights while that of x is under way.
+    roundings: what rounds the operands of each weight's products.
     """
-    return list(_ColumnLinear.apply(x, group, sequence_parallel, overlap, *weights, *biases))
+    of = [_as_it_is if each is None else each.for_call().of for each in roundings or [None] * len(weights)]
+    return list(_ColumnLinear.apply(x, group, sequence_parallel, overlap, of, *weights, *biases))
+
+
+def _as_it_is(name: str, x: Tensor, along: int = 1) -> Tensor:
+    return x
 
 
 class _ColumnLinear(SharedFunction):
@@ -70,22 +80,27 @@ class _ColumnLinear(SharedFunction):
         group: Group,
         sequence_parallel: bool,
         overlap: bool,
+        of: Sequence[Callable[..., Tensor]],
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
+        ctx.group, ctx.sequence_parallel, ctx.overlap, ctx.of = group, sequence_parallel, overlap, of
         whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
-        return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(
+            functional.linear(low("x", whole), low("w", w), b)
+            for low, w, b in zip(of, weights, biases, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         needs_w, needs_b = needs[: len(grads)], needs[len(grads) :]
         rows = [grad.reshape(-1, w.shape[0]) for grad, w in zip(grads, weights, strict=True)]  # (N, M)
 
-        # Launch: gather the input again if this rank kept only a share. Operators have derivatives, too.
+        # Launch: gather the input again if this rank kept only a share. A recorded pass uses operators, which
+        # have derivatives themselves.
         again = summed = cast(Any, None)
         enter, leave = OPERATORS[ctx.sequence_parallel]
         if torch.is_grad_enabled():
@@ -95,8 +110,9 @@ class _ColumnLinear(SharedFunction):
 
         # Compute the gradient by the input, and launch its sum.
         if needs_x:
-            x_grad = rows[0] @ weights[0]
-            for g, w in zip(rows[1:], weights[1:], strict=True):
+            low = [(of("g", g), of("w", w, 0)) for of, g, w in zip(ctx.of, rows, weights, strict=True)]
+            x_grad = torch.mm(*low[0])
+            for g, w in low[1:]:
                 x_grad.addmm_(g, w)
             x_grad = x_grad.view(*grads[0].shape[:-1], x.shape[-1])
             if torch.is_grad_enabled():
@@ -108,27 +124,66 @@ class _ColumnLinear(SharedFunction):
 
         # Compute the gradients by the parameters.
         inputs = (x if again is None else again()).reshape(-1, x.shape[-1])  # (N, K)
-        w_grads = [g.t() @ inputs if need else None for g, need in zip(rows, needs_w, strict=True)]
+        w_grads = [
+            of("g", g, 0).t() @ of("x", inputs, 0) if need else None
+            for of, g, need in zip(ctx.of, rows, needs_w, strict=True)
+        ]
         b_grads = [g.sum(0) if need else None for g, need in zip(rows, needs_b, strict=True)]
 
         # Wait.
-        return None if summed is None else summed(), None, None, None, *w_grads, *b_grads
+        return None if summed is None else summed(), None, None, None, None, *w_grads, *b_grads
 
 
 class ParallelLinear(TensorParallel):
     """This rank's part of a linear layer. Of GPT-2's Conv1D the weight is transposed, (in, out)."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    in_features: int  # of the whole layer, as are the outputs
+    out_features: int
     transposed = False
+    cut_operands = ""  # which of a product's x and w, and of the gradient g of its result, ranks share
+    rounding: Rounding | None = None  # of a product's operands, with FP8
+
+    @classmethod
+    def from_linear(cls: type[Layer], linear: nn.Module, *arguments: Any, **options: Any) -> Layer:
+        """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing.
+
+        arguments, options: those that the class takes after `bias`.
+        """
+        layer = cls(*linear_sizes(linear), False, *arguments, **options, device="meta")
+        layer.transposed = is_conv1d(linear)
+        layer._take(linear)
+        return layer.train(linear.training)
+
+    def _draw(self, bias: bool, dtype: torch.dtype | None, device: Device) -> None:
+        """Keep this rank's part of a new layer, the one that the group's first rank draws."""
+        whole = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
+        send_whole(whole, self.group)
+        self._take(whole)
+
+    def _take(self, whole: nn.Module) -> None:
+        (weight, bias), shape = self._cuts(), (self.out_features,)
+        self.weight = part_of(whole.weight, weight)
+        self.bias = None if whole.bias is None else part_of(whole.bias, bias or Cut(shape, (0,), shape))
+
+    @abstractmethod
+    def _cuts(self) -> tuple[Cut, Cut | None]:
+        """The cuts of the weight as it is stored, and of the bias; None for a bias that every rank has."""
+
+    def cuts(self) -> dict[str, Cut]:
+        """The cuts of the weight, and of the bias if ranks share it."""
+        weight, bias = self._cuts()
+        return {"weight": weight} if self.bias is None or bias is None else {"weight": weight, "bias": bias}
 
     def turned(self, cut: Cut) -> Cut:
-        """The cut of the weight as it is stored, from that of a Linear's weight."""
+        """The cut of the weight as it is stored, from the cut of a Linear's weight."""
         return cut.transposed() if self.transposed else cut
 
     @property
     def matrix(self) -> Tensor:
         """The weight as a Linear has it, (out, in); a view."""
-        weight: Tensor = self.weight  # type: ignore[assignment]
-        return weight.t() if self.transposed else weight
+        return self.weight.t() if self.transposed else self.weight
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -149,11 +204,11 @@ class ColumnParallelLinear(ParallelLinear):
         packed: the number of equal matrices that the weight holds below each other, such as 3 for queries,
             keys and values. Each is cut by itself, and y has this rank's features of each.
 
-    Raises ValueError if there are fewer units than ranks, or `unit` or `packed` does not fit the features.
+    The weight is (out / n, in), the bias (out / n,). Raises ValueError if there are fewer units than ranks,
+    or if `unit` or `packed` does not fit the features.
     """
 
-    weight: nn.Parameter  # (out / n, in)
-    bias: nn.Parameter | None  # (out / n,)
+    cut_operands = "wg"
 
     def __init__(
         self,
@@ -182,32 +237,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.own = own_range(out_features // packed, group, unit, "the outputs of a column-parallel layer")
         self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
-        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        send_whole(whole, group)
-        self._take(whole)
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Module,
-        gather_output: bool = False,
-        group: Group = None,
-        sequence_parallel: bool = False,
-        *,
-        unit: int = 1,
-        overlap: bool = True,
-        packed: int = 1,
-    ) -> ColumnParallelLinear:
-        """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing."""
-        options = {"unit": unit, "overlap": overlap, "packed": packed, "device": "meta"}
-        layer = cls(*linear_sizes(linear), False, gather_output, group, sequence_parallel, **options)  # type: ignore[arg-type]
-        layer.transposed = is_conv1d(linear)
-        layer._take(linear)
-        return layer.train(linear.training)
-
-    def _take(self, whole: nn.Module) -> None:
-        self.weight = part_of(whole.weight, self.turned(self._cut(self.in_features)))
-        self.bias = None if whole.bias is None else part_of(whole.bias, self._cut())
+        self._draw(bias, dtype, device)
 
     @opaque
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out / n)
@@ -218,12 +248,11 @@ class ColumnParallelLinear(ParallelLinear):
             y = self.shared.output(self, x)
         return gather_from_ranks(y, -1, self.out_features, self.group) if self.gather_output else y
 
-    def cuts(self) -> dict[str, Cut]:
-        """The weight and the bias are cut by rows."""
-        found = {"weight": self.turned(self._cut(self.in_features))}
-        return found if self.bias is None else {**found, "bias": self._cut()}
+    def _cuts(self) -> tuple[Cut, Cut]:
+        """Both are cut by rows."""
+        return self.turned(self._rows(self.in_features)), self._rows()
 
-    def _cut(self, *columns: int) -> Cut:
+    def _rows(self, *columns: int) -> Cut:
         offsets = (self.own.start, *(0 for _ in columns))
         return Cut((self.out_features, *columns), offsets, (len(self.own), *columns), self.packed)
 
@@ -243,11 +272,10 @@ class RowParallelLinear(ParallelLinear):
     `ColumnParallelLinear`.
 
     input_is_parallel: x is this rank's part; if False, x is whole and is split here, which raises ValueError
-    with sequence_parallel.
+    with sequence_parallel. The weight is (out, in / n), the bias (out,).
     """
 
-    weight: nn.Parameter  # (out, in / n)
-    bias: nn.Parameter | None  # (out,)
+    cut_operands = "xw"
 
     def __init__(
         self,
@@ -272,38 +300,14 @@ class RowParallelLinear(ParallelLinear):
         self.input_is_parallel = input_is_parallel
         self.group, self.sequence_parallel = group, sequence_parallel
         self.own = own_range(in_features, group, unit, "the inputs of a row-parallel layer")
-        whole = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        send_whole(whole, group)
-        self._take(whole)
-
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Module,
-        input_is_parallel: bool = True,
-        group: Group = None,
-        sequence_parallel: bool = False,
-        *,
-        unit: int = 1,
-    ) -> RowParallelLinear:
-        """Keep this rank's part of a layer; see `ColumnParallelLinear.from_linear`."""
-        sizes = (*linear_sizes(linear), False)
-        layer = cls(*sizes, input_is_parallel, group, sequence_parallel, unit=unit, device="meta")
-        layer.transposed = is_conv1d(linear)
-        layer._take(linear)
-        return layer.train(linear.training)
-
-    def _take(self, whole: nn.Module) -> None:
-        bias = (self.out_features,)
-        self.weight = part_of(whole.weight, self.cuts()["weight"])
-        self.bias = None if whole.bias is None else part_of(whole.bias, Cut(bias, (0,), bias))
+        self._draw(bias, dtype, device)
 
     @opaque
     def forward(self, x: Tensor) -> Tensor:  # (..., in / n) -> (..., out)
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = functional.linear(x, self.matrix)
+        y = rounded_linear(x, self.matrix, self.rounding)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)
@@ -313,10 +317,10 @@ class RowParallelLinear(ParallelLinear):
             bias = None if bias is None else copy_to_ranks(bias, self.group)
         return y if bias is None else y + bias
 
-    def cuts(self) -> dict[str, Cut]:
+    def _cuts(self) -> tuple[Cut, None]:
         """The weight is cut by columns."""
         shape = (self.out_features, self.in_features)
-        return {"weight": self.turned(Cut(shape, (0, self.own.start), (self.out_features, len(self.own))))}
+        return self.turned(Cut(shape, (0, self.own.start), (self.out_features, len(self.own)))), None
 
     def extra_repr(self) -> str:
         """The text between the brackets of print(layer)."""
@@ -349,7 +353,8 @@ def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tens
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
-    return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)
+    options = first.group, first.sequence_parallel, first.overlap
+    return column_linear(x, weights, biases, *options, [layer.rounding for layer in layers])
 
 
 # Which layers can be cut
@@ -362,7 +367,7 @@ def is_conv1d(module: object) -> bool:
 
 
 def linear_sizes(linear: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs a linear layer has; TypeError if it is none."""
+    """How many inputs and outputs a linear layer has; TypeError for another module."""
     check_linear(linear)
     weight: Tensor = linear.weight  # type: ignore[assignment]
     rows, columns = weight.shape

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist.comm.opaque import opaque
+from minidist.comm.opaque import opaque, refuse_transforms
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.guards.refusals import refuse_transforms
 from minidist.parallel.tensor.cuts import own_range
 from minidist.parallel.tensor.shares import share_of, sizes_of
 

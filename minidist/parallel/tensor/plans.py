@@ -53,7 +53,17 @@ BY_TRANSFORMERS = {
     "replicated_with_grad_allreduce": "per_head",
 }
 """Our names for styles in the plans that models of transformers bring; parts with other styles stay whole."""
-ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Dropout, nn.Identity)
+ELEMENTWISE_MODULES = (
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Dropout,
+    nn.Identity,
+)
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
@@ -94,6 +104,7 @@ def plan_of_ours(model: nn.Module) -> dict[str, str]:
         }
         if getattr(model.config, "experts", 0):  # ep shares them, and every tensor-parallel rank has a copy
             del plan["layers.*.mlp.up"], plan["layers.*.mlp.down"]
+            plan["layers.*.mlp"] = "sequence"
         if getattr(model.config, "dropout", 0.0):
             plan |= {"layers.*.attention": "random", "layers.*.dropout": "sequence"}
         return plan
@@ -180,7 +191,7 @@ def _in_sequence(part: nn.Module) -> Iterator[dict[str, str]]:
             if first is not None:
                 yield {first: "column", name: "row"}
             first = name if first is None else None
-        elif not isinstance(child, ELEMENTWISE):
+        elif not isinstance(child, ELEMENTWISE_MODULES):
             first = None
 
 

@@ -18,20 +18,20 @@ from minidist.parallel.tensor.cuts import TensorParallel, base_of
 from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.vocabulary import check_embedding
 
-STYLES = (
-    "column",
-    "column_gathered",
-    "column_packed=3",
-    "row",
-    "row_split",
-    "vocabulary",
-    "sequence",
-    "split",
-    "random",
-    "attention",
-    "per_head",
-)
-ROWS = ("row", "row_split")
+STYLES: dict[str, int | None] = {
+    "column": 0,
+    "column_gathered": 0,
+    "column_packed=3": 0,
+    "row": 1,
+    "row_split": 1,
+    "vocabulary": 0,
+    "sequence": None,
+    "split": None,
+    "random": None,
+    "attention": None,
+    "per_head": None,
+}
+"""The styles, and the dimension in which each cuts a weight; None for one that leaves weights whole."""
 
 
 @dataclass
@@ -48,9 +48,7 @@ class StyledModule:
     @property
     def dimension(self) -> int | None:
         """The dimension in which the weight is cut; None if it stays whole."""
-        if self.style in ("sequence", "split", "random", "attention", "per_head"):
-            return None
-        return 1 if self.style in ROWS else 0
+        return STYLES[self.style]
 
     @property
     def size(self) -> int:
@@ -104,9 +102,9 @@ def resolve(module: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, Style
 
 
 def _with_adapters(name: str, module: nn.Module, style: str) -> dict[str, str]:
-    """Return the layer's style by its name; for a LoRA, those of the layer inside it and of its adapters.
+    """Return the layer's style by its name; for a LoRA, the styles of the layer inside and of its adapters.
 
-    The matrix on the side on which the layer is cut is cut alike. The others stay whole.
+    The adapter's matrix on the side where the layer is cut is cut the same way. The other one stays whole.
     """
     base: Any = base_of(module)
     if base is module:
@@ -174,7 +172,7 @@ def _hooks(module: nn.Module) -> str:
 
 
 def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
-    """Raise ValueError if a tied parameter is not cut alike under each of its names.
+    """Raise ValueError if a tied parameter is not cut the same way under each of its names.
 
     A module around a cut layer may have another name for the layer's parameter, as BERT has for the bias of
     its logits.
@@ -196,7 +194,7 @@ def check_ties(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
             )
 
 
-def check_sequence(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
+def check_gradients_are_summed(module: nn.Module, parts: Mapping[str, StyledModule]) -> None:
     """Raise ValueError if a gradient that covers only a share of the sequence would not be summed."""
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]

@@ -1,10 +1,10 @@
 """BatchNorm when ranks share a batch's rows: statistics over all of them, or each rank's own, averaged later.
 
 A BatchNorm normalizes with the mean and variance of the rows that it sees. On n ranks it sees an n-th of
-them, so the ranks do not train the model that a single process trains. `synchronize` mends this. Forward,
-ranks gather each channel's count, mean and sum of squared deviations, and combine them. Backward, they sum
-two numbers for each channel. Without it every rank normalizes with its own rows, and keeps running statistics
-of them; `average_statistics` gives all ranks their mean, before an evaluation or an export reads them.
+them, so the ranks train another model than a single process would. `synchronize` mends this. Forward, ranks
+gather each channel's count, mean and sum of squared deviations, and combine them. Backward, they sum two
+numbers for each channel. Without it every rank normalizes by its own rows and keeps running statistics of
+them. `average_statistics` then gives all ranks their mean, before an evaluation or an export reads them.
 
 Source: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", section 3 (combining).
 """
@@ -60,8 +60,8 @@ def synchronized(model: nn.Module) -> list[_Synchronized]:
 def average_statistics(model: nn.Module, group: Group) -> None:
     """Give the group's ranks the mean of their BatchNorms' running statistics; a collective if there are any.
 
-    The mean of the running means is that of all rows. That of the variances leaves out how far the ranks'
-    means lay apart. Sends 2 (n - 1) / n of 8 bytes for each number.
+    Averaging the running means gives the mean of all rows. Averaging the variances leaves out how far the
+    ranks' means lay apart. Sends 2 (n - 1) / n of 8 bytes for each number.
     """
     if len(ranks_of(group)) == 1:
         return
@@ -74,7 +74,7 @@ def average_statistics(model: nn.Module, group: Group) -> None:
 
 
 class _Synchronized:
-    """The `forward` of a BatchNorm whose statistics are those of all ranks' rows.
+    """The `forward` of a BatchNorm with statistics over the rows of all ranks.
 
     is_padding: whether to leave out this rank's rows, as once its loader has ended.
     """

@@ -1,16 +1,27 @@
-"""Which optimizers may update a part of a parameter that ends anywhere.
+"""What an optimizer says about itself: whether it may update a part of a parameter, and its work for a whole.
 
 An elementwise update computes each element's new value from that element's own history. It gives the same
 result on a flat shard, cut in the middle of a row, as on whole parameters. Other optimizers need the
-parameter's shape: Adafactor takes means over rows, Muon multiplies matrices.
+parameter's shape: Adafactor takes means over rows, Muon multiplies matrices. They update whole parameters,
+one at a time, and ranks that share the state deal those to owners.
+
+| Attribute of the class | Says |
+|---|---|
+| `elementwise` | whether it treats every element alone; an option of this name in a group comes first |
+| `joins_cuts` | it joins matrices that tensor parallelism cut, and treats each matrix of a stack alone |
+| `work(shape)` | the relative time of its update of a whole parameter; without it, the elements |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+
+Work = Callable[[tuple[int, ...]], float]
+"""From a parameter's shape to the relative time of its update."""
 
 ELEMENTWISE = frozenset(
     "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905 (one to a line)
@@ -35,29 +46,20 @@ def refuse_unshareable(kind: type) -> None:
             )
 
 
-def is_elementwise(kind: type) -> bool:
-    """Whether an optimizer class updates each element by itself, so that a parameter may be cut anywhere.
+def is_elementwise(kind: type, group: Mapping[str, Any] | None = None) -> bool:
+    """Whether an optimizer class updates each element of a group by itself, so that parameters may be cut.
 
-    Torch's own are known. Any other class, even one derived from these, says so with `elementwise = True`.
+    Torch's own are known. Any other class, even one derived from these, says so with `elementwise = True`, or
+    for a group with an option of this name.
     """
+    if group is not None and "elementwise" in group:
+        return bool(group["elementwise"])
     if "elementwise" in vars(kind):
         return bool(vars(kind)["elementwise"])
     return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
 
 
-def require_elementwise(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """ValueError where `make`, a class or a partial of one, makes an optimizer that needs whole parameters.
-
-    Any other function passes: the optimizer that it makes is checked once it is made.
-    """
-    kind: object = make
-    while isinstance(kind, partial):
-        kind = kind.func
-    if isinstance(kind, type) and not is_elementwise(kind):
-        refuse_unshareable(kind)
-        raise ValueError(
-            f"optimizer is {kind.__name__}, which needs whole parameters, and stage 3 gives it flat shards; "
-            "use dp without zero, or Layout(zero=1) if it looks at one parameter at a time, as Adafactor "
-            f"does, or one of {', '.join(sorted(ELEMENTWISE))}; if it treats every element alone, give its "
-            "class the attribute elementwise = True"
-        )
+def work_of(kind: type) -> Work:
+    """The relative time of an optimizer's update of a whole parameter, as a function of its shape."""
+    work: Work = getattr(kind, "work", math.prod)
+    return work

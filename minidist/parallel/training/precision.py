@@ -27,8 +27,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from minidist.model.mixture_of_experts import Router
 from minidist.parallel.contract.batch import mapped
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.training.fp8 import Fp8, linears_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +54,7 @@ class LossScale:
 
 
 class Precision:
-    """The engine's conversions for the layout's precision: "fp32" (converts nothing), "bf16" or "fp16"."""
+    """The engine's conversions for the layout's precision: "fp32" converts nothing, a kind of FP8 rounds."""
 
     def __init__(self, name: str, loss_scale: LossScale | None = None) -> None:
         if loss_scale is not None and name != "fp16":
@@ -67,6 +69,7 @@ class Precision:
         self.scale = self.rule.start if self.scales else 1.0  # the next step's loss is multiplied by this
         self.skipped = 0  # steps, because a gradient was not finite
         self._good = 0  # steps since the scale changed
+        self.fp8: Fp8 | None = None  # what rounds the products, once a model is known
 
     def convert(self, model: nn.Module) -> dict[str, Tensor]:
         """Make `model` compute in 16 bits; its parameters stay the same objects.
@@ -75,6 +78,8 @@ class Precision:
         device; the masters start from them, see `fill_masters`. Raises ValueError if a floating parameter is
         not float32.
         """
+        if self.name in FP8_RECIPES:
+            self.fp8 = Fp8(FP8_RECIPES[self.name], linears_of(model))
         if self.dtype is None:
             return {}
         for name, parameter in model.named_parameters():
@@ -113,7 +118,7 @@ class Precision:
         return mapped(lambda x: x.float() if x.dtype == self.dtype else x, outputs)
 
     def convert_calls(self, model: nn.Module) -> None:
-        """Let a model that nobody else converts for convert its own inputs and outputs."""
+        """Have a model convert its inputs and outputs itself, where no executor does it."""
         if self.dtype is not None:
             model.register_forward_pre_hook(lambda _, args, kw: self.inputs((args, kw)), with_kwargs=True)
             model.register_forward_hook(lambda _, args, outputs: self.outputs(outputs))
@@ -139,11 +144,14 @@ class Precision:
     def settings(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
         scale = self.scale if self.scales else None
-        return {"scale": scale, "good": self._good, "skipped": self.skipped}
+        found = {"scale": scale, "good": self._good, "skipped": self.skipped}
+        return found if self.fp8 is None else {**found, "fp8": self.fp8.settings()}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Resume from saved settings. If the precision has changed to fp16, the scale starts afresh."""
         self.skipped = settings["skipped"]
+        if self.fp8 is not None:
+            self.fp8.load_settings(settings.get("fp8", {}))
         if self.scales and settings["scale"] is not None:
             self.scale, self._good = settings["scale"], settings["good"]
 

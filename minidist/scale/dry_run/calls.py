@@ -20,7 +20,7 @@ from minidist.comm.mesh import Mesh
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.training_step import Engine
 
-AXES = ("dp", "tp", "pp", "cp", "world")
+AXES = ("dp", "tp", "pp", "cp", "ep", "world")
 """Axes of calls. The dp ranks have different rows or tokens and sum gradients; world is all ranks."""
 PHASES = ("prepare", "forward", "backward", "update")
 _RING = ("send", "recv")
@@ -90,7 +90,7 @@ def recorded(phase: str, names: Callable[[Call], str] = lambda call: "world") ->
 def axis_names(mesh: Mesh, *shares: int) -> Callable[[Call], str]:
     """A function from a call to its axis.
 
-    shares: into how many shares copies of the state, or of the parameters, are cut.
+    shares: how many neighbours share a copy of the state, of the parameters, or of the experts.
     """
     groups = {mesh.ranks(axis): axis for axis in ("tp", "pp", "cp", "dp") if mesh.size(axis) > 1}
     whole, own = mesh.ranks("dp_cp"), mesh.rank("dp_cp")
@@ -101,6 +101,9 @@ def axis_names(mesh: Mesh, *shares: int) -> Callable[[Call], str]:
         gradients |= {whole[first : first + size], whole[own % size :: size]}
 
     def name(call: Call) -> str:
+        # Experts get rows, and before how many; attention's all-to-alls are flat.
+        if call.name == "all_to_all" and (len(call.shape) == 2 or call.dtype == "int64"):
+            return "ep"
         # Among cp's ranks attention alone sends messages, sizes (int64), and tokens for heads.
         if attending.issuperset(call.group) and (
             call.name in (*_RING, "all_to_all") or call.dtype == "int64"

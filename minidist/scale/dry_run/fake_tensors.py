@@ -6,6 +6,9 @@ takes no memory. A few small numbers are computed, such as counts of rows, which
 the code bases decisions. So the same code runs as in training, and `untyped_storage()`, views, hooks and
 `data_ptr()` behave the same.
 
+Tokens choose experts by their values. Here they take them in turns, so that all get as many: `bincount` deals
+numbers without data evenly.
+
 A buffer may hold both, such as a bucket with gradients and counts of use. It begins as zeros, and what is
 copied from a tensor without data leaves it as it is. Shapes of results come from torch's fake tensors, which
 are asked once for each kind of call.
@@ -27,6 +30,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 LARGE = 2**20
 """Nothing is computed with a tensor of more elements, whatever it holds."""
+NUMBERS = 2**15
+"""Of a larger one, such as a bucket with counts at its end, parts of up to so many elements are computed."""
 ALIGNMENT = 64
 
 aten = torch.ops.aten
@@ -92,9 +97,13 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return module
 
     def computes_with(self, *operands: Tensor) -> bool:
-        """Whether an operation on these tensors is computed: all have data, and none is large."""
+        """Whether an operation on these tensors is computed: all have data, none is large or of one."""
         return not any(
-            x.numel() > LARGE or self._first <= x.data_ptr() < self._end for x in operands if not x.is_meta
+            x.numel() > LARGE
+            or self._first <= x.data_ptr() < self._end
+            or (x.numel() > NUMBERS and x.untyped_storage().nbytes() > LARGE * x.element_size())
+            for x in operands
+            if not x.is_meta
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +133,9 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "compute; decide by sizes instead"
             )
         named = {**dict(zip(kind.names, args, strict=False)), **kwargs}
+        if func is aten.bincount.default:
+            bins, count = named.get("minlength", 0), operands[0].numel()
+            return torch.tensor([len(range(number, count, bins)) for number in range(bins)])
         if kind.written and not kind.makes:
             returned = [named[name] for name in kind.returned]
             return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)

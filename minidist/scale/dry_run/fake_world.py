@@ -30,7 +30,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.schedules import by_name
 from minidist.parallel.pipeline.stage_messages import MOST_DIMS, headers
 from minidist.parallel.tensor.shares import share_of
-from minidist.scale.dry_run.fake_tensors import LARGE, DryTensors
+from minidist.scale.dry_run.fake_tensors import NUMBERS, DryTensors
 from minidist.scale.memory.training_setup import AXES
 
 Form = tuple[Sequence[int], torch.dtype]
@@ -69,20 +69,17 @@ class Peers:
             return None
         return torch.tensor(self._forms.popleft())
 
-    def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
+    def gathered(self, own: Tensor, ranks: tuple[int, ...]) -> Tensor:  # (numbers) -> (ranks, numbers)
         """What each of these ranks gives to an all-gather to which this rank gives `own`.
 
         It is the same, except for the ranks' numbers of tokens; see `parallel/context/ring_attention.py`.
         """
-        if self.layout.cp == 1 or own.dtype != torch.int64 or own.numel() != TOLD:
-            return [own] * len(ranks)
-        length = int(own.view(-1)[TOLD - 2])
-        found = []
-        for index in range(len(ranks)):
-            theirs = own.clone()
-            theirs.view(-1)[0] = zigzag_order.size(length, len(ranks), index)
-            found.append(theirs)
-        return found
+        everyones = own.expand(len(ranks), -1)
+        if self.layout.cp > 1 and own.dtype == torch.int64 and own.numel() == TOLD:
+            sizes = [zigzag_order.size(int(own[TOLD - 2]), len(ranks), index) for index in range(len(ranks))]
+            everyones = everyones.clone()
+            everyones[:, 0] = torch.tensor(sizes)
+        return everyones
 
 
 def kinds(divided: Sequence[int] | None, layout: Layout, batch: tuple[int, int]) -> list[tuple[int, int]]:
@@ -166,7 +163,7 @@ class CountingGroup(dist.ProcessGroup):
 
     def _reduced(self, x: Tensor, operation: str) -> None:
         if operation == "sum":
-            numbers = x.view(-1)[-LARGE:]  # a bucket has them at its end
+            numbers = x.view(-1)[-NUMBERS:]  # a bucket has them at its end
             if self._world.tensors.computes_with(numbers):
                 numbers.mul_(self.size())
         elif operation not in ("mean", "min", "max"):
@@ -187,10 +184,9 @@ class CountingGroup(dist.ProcessGroup):
 
     def _gathered(self, into: Tensor, x: Tensor) -> None:
         if self._world.tensors.computes_with(into, x) and x.numel():
-            parts = self._world.peers.gathered(x.clone(), self._members)
-            for rank, (room, part) in enumerate(zip(into.view(len(parts), -1), parts, strict=True)):
-                if rank != self._rank or room.data_ptr() != x.data_ptr():
-                    room.copy_(part.view(-1))
+            # A copy, since `x` may be this rank's part of `into`.
+            everyones = self._world.peers.gathered(x.clone().view(-1), self._members)
+            into.view(everyones.shape).copy_(everyones)
 
     def alltoall_base(
         self, into: Tensor, x: Tensor, comes: list[int], goes: list[int], options: Any = None

@@ -30,15 +30,16 @@ from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.step_executor import weighted
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.pipeline.model_stage import ModelStage
-from minidist.parallel.sharding.cut_into_units import divide, modules_of
+from minidist.parallel.sharding.cut_into_units import deal_to_units, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter
+from minidist.parallel.training.muon import Muon, is_hidden
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
 from minidist.scale.dry_run.fake_tensors import DryTensors, OperationKind, tensors_in
 from minidist.scale.dry_run.fake_world import Form
 from minidist.scale.memory.estimates import Estimate
-from minidist.scale.memory.parameter_sizes import RankParameters
+from minidist.scale.memory.parameter_sizes import Hidden, RankParameters
 from minidist.scale.memory.state_bytes import held_for
 from minidist.scale.memory.training_setup import BatchSize, TrainingSetup
 from minidist.scale.time.gradient_exchange import GradientTime
@@ -78,6 +79,7 @@ class OwnModel:
     """
 
     divided: tuple[int, ...] | None = None  # the sizes that tensor parallelism divides, if they are known
+    experts = 0  # nor does it say which of its modules are experts
 
     def __init__(
         self,
@@ -108,8 +110,10 @@ class OwnModel:
     def trained(self) -> RankParameters:
         """The parameters that are trained, each once, and the units that ZeRO 3 gathers."""
         made = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(self.module, None))]
-        units = [sum(p.numel() for _, p, _ in own) for _, own in divide(self.module, made)]
-        return RankParameters([p.numel() for p in self.module.parameters() if p.requires_grad], units)
+        units = [sum(p.numel() for _, p, _ in own) for _, own in deal_to_units(self.module, made)]
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        hidden = (Hidden(p.numel(), Muon.work(tuple(p.shape))) for name, p in trained if is_hidden(name, p))
+        return RankParameters([p.numel() for _, p in trained], units, hidden=tuple(hidden))
 
     def recomputes(self, policy: bool | str) -> bool:
         """Whether it has the parts that a policy recomputes, and they can be."""
@@ -136,7 +140,7 @@ class OwnModel:
 
     def has_time(self, layout: Layout) -> bool:
         """Whether the time of a step can be predicted: a layout that cuts the model has none."""
-        return layout.tp * layout.pp * layout.cp == 1
+        return layout.tp * layout.pp * layout.cp * layout.ep == 1
 
     def check(self, setup: TrainingSetup, hardware: Hardware) -> None:
         """ValueError if `prepare` would refuse the layout, a step the batch, or the machine the precision."""
@@ -145,7 +149,7 @@ class OwnModel:
         check_machine(setup.precision, hardware)
 
     def _check(self, setup: TrainingSetup) -> None:
-        for axis in ("tp", "pp", "cp"):
+        for axis in ("tp", "pp", "cp", "ep"):
             if getattr(setup.layout, axis) > 1:
                 raise ValueError(
                     f"{axis} is {getattr(setup.layout, axis)} in the layout, and {self.name} is a model of "

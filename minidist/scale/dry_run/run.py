@@ -21,11 +21,13 @@ import torch
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
+from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.prepare import prepare
-from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.training.muon import Muon
 from minidist.scale.dry_run.calls import CallSummary, DryCall, axis_names, lines, phases_of, recorded
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
 from minidist.scale.dry_run.fake_world import WAYS, Peers, dry_world, kinds
@@ -39,6 +41,7 @@ from minidist.scale.time.step_time import StepTime
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-3),
     "adam": partial(torch.optim.Adam, lr=1e-3),
+    "muon": partial(Muon, lr=1e-3),
     "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "sgd": partial(torch.optim.SGD, lr=1e-3),
 }
@@ -58,7 +61,7 @@ class DryRun:
     place: dict[str, int]  # the rank's coordinate along each axis
     parameters: int  # elements that this rank computes with; with zero=3, before sharding
     memory: Memory  # bytes on this rank after a step
-    optimizer: str  # "adam", "momentum" or "sgd", as in `predict_step`; empty for your own function
+    optimizer: str  # "adam", "muon", "momentum" or "sgd", as in `predict_step`; empty for your own function
     calls: tuple[DryCall, ...] = field(repr=False)  # of a step after the first
     # Of the first step, in which ranks agree on buckets, shapes and orders.
     first_step: tuple[DryCall, ...] = field(repr=False)
@@ -89,8 +92,8 @@ class DryRun:
 
     @property
     def has_time(self) -> bool:
-        """Whether `predict` can predict the time of a step: not where a layout cuts a model of your own."""
-        return subject_of(self.config).has_time(self.layout)
+        """Whether `predict` can predict a step's time: not of emulated FP8 or a part of your own model."""
+        return self.layout.precision not in FP8_RECIPES and subject_of(self.config).has_time(self.layout)
 
     def predict(self, hardware: str | Hardware = "h100") -> StepTime:
         """Predict the time of a step on a machine; see `predict_step`.
@@ -99,8 +102,8 @@ class DryRun:
         """
         if not self.optimizer:
             raise ValueError(
-                "the optimizer is your own function, and the time of its update is unknown; give 'adamw', "
-                "'adam', 'momentum' or 'sgd'"
+                "the optimizer is your own function, and the time of its update is unknown; give "
+                f"{', '.join(OPTIMIZERS)}"
             )
         setup = TrainingSetup(self.layout, *self.batch, self.optimizer, self.secondary)
         found = subject_of(self.config).predict(setup, hardware_of(hardware))
@@ -137,8 +140,8 @@ def dryrun(
         batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
             for one row per micro-batch on each data-parallel rank.
         rank: the rank to run, numbered as in `comm.mesh`.
-        optimizer: "adamw", "adam", "momentum" (SGD with momentum), "sgd", or a function from parameters to
-            an optimizer.
+        optimizer: "adamw", "adam", "muon", "momentum" (SGD with momentum), "sgd", or a function from
+            parameters to an optimizer.
         clip_norm, data_parallel, fully_shard: see `prepare`.
         way: how ranks communicate: "torch", as over a network and between GPUs, or "shared_memory", as on one
             host without GPUs. It determines who sends in a broadcast.
@@ -178,7 +181,7 @@ def dryrun(
             rows_here = subject.batch(own_rows, tokens, tensors)
             peers.received = partial(subject.sent_to, engine, own_tokens, tensors)
             secondary = (fully_shard or {}).get("secondary") or 0
-            names = axis_names(engine.mesh, layout.owners, secondary or 1)
+            names = axis_names(engine.mesh, layout.owners, secondary or 1, layout.ep)
             for call in prepared:
                 call.axis = names(call) if len(call.group) > 1 else ""
             steps = []
@@ -264,7 +267,7 @@ def _checked(
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank is {rank}; give 0 to {layout.ranks - 1}, a rank of the layout")
     subject.check_dry(layout)
-    fewest, residency = rows // layout.dp, ROWS[layout.zero]
+    fewest, residency = rows // layout.dp, layout.residency
     reduces_in_each = residency.parameters and not residency.gradients
     if reduces_in_each and fewest < layout.micro_batches and rows % layout.dp:
         raise ValueError(
@@ -277,16 +280,16 @@ def _checked(
 def _check_options(data_parallel: object, fully_shard: object) -> None:
     """ValueError if an option of `prepare` needs values or files, which a dry run does not have."""
     options = data_parallel if isinstance(data_parallel, Mapping) else {}
-    algorithm, compression = options.get("algorithm", "auto"), options.get("compression")
+    algorithm, compression = options.get("algorithm", "auto"), compression_of(options.get("compression"))
     if algorithm not in ("auto", *WAYS):
         raise ValueError(
             f"algorithm is {algorithm!r} in data_parallel, and a dry run cannot count its messages; leave "
             "it out"
         )
-    if compression == "topk":
+    if compression is not None and compression.reads_values:
         raise ValueError(
-            "compression is 'topk' in data_parallel, which depends on values of gradients, and a dry run "
-            "computes none; give another, or None"
+            f"compression is {options['compression']!r} in data_parallel, which depends on values of "
+            "gradients, and a dry run computes none; give another, or None"
         )
     offload = fully_shard.get("offload", False) if isinstance(fully_shard, Mapping) else False
     if offload not in (False, "cpu"):

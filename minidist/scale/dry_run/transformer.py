@@ -47,6 +47,11 @@ class Transformer:
         """Whether it has the parts that a policy recomputes, and they can be."""
         return True
 
+    @property
+    def experts(self) -> int:
+        """How many experts a block has; 0 for none that ranks can share."""
+        return self.shape.experts
+
     def parameters(self) -> int:
         """Elements of all parameters, each once."""
         return self.shape.parameters()

@@ -85,7 +85,7 @@ def estimate(
         precision: "fp32", "bf16", "fp16" or "fp64"; None for the layout's.
         batch: rows of the global batch, or (rows, tokens in each row); by default rows have the model's
             context. 0 for no activations.
-        optimizer: "adam", "momentum" (SGD with momentum) or "sgd".
+        optimizer: "adam", "muon", "momentum" (SGD with momentum) or "sgd".
         attention: "fused", "math", or None for torch's choice on CPUs; see `Saved`.
         rank: None for the rank with the most bytes.
         secondary: with zero=3, the ranks that share a second copy of the parameters, as in `prepare`'s
@@ -131,14 +131,17 @@ def _on_rank(
 ) -> Estimate:
     """Estimate for the rank at this place in the mesh."""
     layout = setup.layout
-    part = ModelPart(layout.tp, layout.pp, layout.chunks, place["tp"], place["pp"], layout.schedule)
-    states = held(shape, part, setup.sharing)
+    stage = place["tp"], place["pp"]
+    part = ModelPart(layout.tp, layout.pp, layout.chunks, *stage, layout.schedule, layout.ep)
+    states = held(shape, part, tuple(each.sharing for each in setup.sets))
     rows, tokens = setup.own_rows(place["dp"]), setup.own_tokens(place["cp"])
+    blocks = sum(0 < i <= shape.layers for layers in own_parts(shape, part) for i in layers)
+    buffers = blocks * shape.experts * max(setup.sharing.element, 4)  # the routers' biases
     if not rows:
-        return Estimate.of(states)
+        return Estimate.of(states, buffers=buffers)
     options = setup.sharing.element, attention, part, layout.sequence_parallel, layout.cp > 1
     whole, count = Saved(shape, rows, tokens, *options), min(layout.micro_batches, rows)
-    return Estimate.of(states, *activations(whole, count, layout.recompute))
+    return Estimate.of(states, *activations(whole, count, layout.recompute), buffers=buffers)
 
 
 @lru_cache(maxsize=16384)

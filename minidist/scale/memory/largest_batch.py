@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from minidist.model.configs import CONFIGS, TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import size
-from minidist.parallel.sharding.residency import ROWS
+from minidist.parallel.contract.residency import SHARING, zero_name
 from minidist.scale.memory.estimates import Estimate, estimate
 from minidist.scale.memory.training_setup import named_shape
 
@@ -47,11 +47,6 @@ class Fit:
         """Rows of the global batch."""
         return self.rows * self.layout.dp
 
-    @property
-    def smallest_batch(self) -> tuple[int, int]:
-        """The smallest batch that keeps all ranks busy, a row for each rank or micro-batch; its tokens."""
-        return max(self.layout.dp, self.layout.micro_batches), self.tokens
-
 
 def standard_layouts(ranks: int = 8) -> list[Layout]:
     """The layouts that are tried, in order: each adds one measure to the one before."""
@@ -62,14 +57,7 @@ def standard_layouts(ranks: int = 8) -> list[Layout]:
 
 def sharded(layout: Layout, ranks: int) -> dict[str, Layout]:
     """The layout with each row of ZeRO's table over so many ranks, by name."""
-    return {
-        zero_name(zero): replace(layout, dp=ranks, zero=zero) for zero, row in ROWS.items() if not row.state
-    }
-
-
-def zero_name(zero: int) -> str:
-    """The name of a row of ZeRO's table; "" for data parallelism, where every rank keeps everything."""
-    return "" if ROWS[zero].state else f"ZeRO-{zero}"
+    return {zero_name(zero): replace(layout, dp=ranks, zero=zero) for zero in SHARING}
 
 
 def fits(

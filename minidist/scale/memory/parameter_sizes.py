@@ -5,18 +5,26 @@ A pipeline divides the chain of layers among the ranks; tensor parallelism divid
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", section 3. Queries, keys, values and the MLP's first matrix are cut by columns, with their
 biases; the two projections onto the residual stream by rows, with whole biases; embeddings by vocabulary.
+Experts are not cut. Each of `ep` ranks has some of a block's, which make a set of their own: fewer ranks sum
+their gradients and share their state than those of all other parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
+from minidist.parallel.flat.bucket_layout import longest_first
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
+from minidist.parallel.training.muon import Muon
 
 BUCKET = 25 * 2**20
 """The most bytes of a bucket, unless a single parameter is larger."""
@@ -29,17 +37,51 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
     return (count + ranks - 1 - rank) // ranks
 
 
+class Hidden(NamedTuple):
+    """A matrix that Muon orthogonalizes: a rank's elements of it, and its share of `Muon.work`."""
+
+    elements: int
+    work: float
+
+
 @dataclass(frozen=True)
 class RankParameters:
-    """The trained parameters of one rank, before data-parallel ranks share them."""
+    """A set of trained parameters of one rank, before data-parallel ranks share them."""
 
     sizes: Sizes  # elements of each parameter
     units: Sizes  # elements of each unit that ZeRO 3 gathers: the root unit, then each layer
     tied: int = 0  # elements of a matrix that a pipeline's first and last stage share
+    hidden: tuple[Hidden, ...] = ()  # those of the parameters that Muon takes
+    experts: RankParameters | None = None  # another set, which fewer data-parallel ranks share
 
-    def buckets(self, element: int) -> Sizes:
-        """Elements of each bucket of gradients, in the order in which they arrive, at so many bytes each."""
-        return deal_to_buckets(reversed(self.sizes), BUCKET // element)
+    @property
+    def sets(self) -> tuple[RankParameters, ...]:
+        """This set, and that of the experts where there is one."""
+        return (self, self.experts) if self.experts else (self,)
+
+    def buckets(self, element: int, owners: int = 0) -> Sizes:
+        """Elements of each bucket of gradients, in the order in which they arrive, at so many bytes each.
+
+        owners: of whole hidden matrices, which then have buckets of their own, padded to equal shares; 0 for
+        shares that end anywhere.
+        """
+        if not owners or not self.hidden:
+            return deal_to_buckets(reversed(self.sizes), BUCKET // element)
+        whole = [each.elements for each in self.hidden]
+        others = [*(Counter(self.sizes) - Counter(whole)).elements()]
+        limit, dealt = max(BUCKET // element, owners * max(whole)), [[whole[-1]]]
+        for size in whole[-2::-1]:
+            if sum(dealt[-1]) + size > limit:
+                dealt.append([])
+            dealt[-1].append(size)
+        padded = (owners * int(fullest(each, owners)) for each in dealt)
+        return [*deal_to_buckets(reversed(others), BUCKET // element), *padded]
+
+
+def fullest(sizes: Sequence[float], owners: int) -> float:
+    """What the owner with the most has, where tensors are dealt whole, the largest first."""
+    longest_first(sizes, bins := [0.0] * max(1, min(owners, len(sizes))))
+    return max(bins)
 
 
 def deal_to_buckets(sizes: Iterable[int], limit: int) -> Sizes:
@@ -63,6 +105,7 @@ class ModelPart:
     tp_rank: int = 0
     stage: int = 0  # its rank in the pipeline
     schedule: str = DEFAULT_SCHEDULE  # which places the parts on the ranks
+    ep: int = 1  # ranks that share the experts
 
     def own(self, count: int) -> int:
         """How many of `count` heads, columns or vocabulary entries this tensor-parallel rank has."""
@@ -72,18 +115,74 @@ class ModelPart:
 ALONE = ModelPart()
 
 
+class LinearMap(NamedTuple):
+    """A linear layer, as one rank has it: how many features it reads and writes."""
+
+    inputs: int
+    outputs: int
+    without_bias: int = 0  # so many in one tensor, none with a bias; 0 for one that has a bias
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight, or of all in one tensor."""
+        return max(1, self.without_bias) * self.inputs * self.outputs
+
+    @property
+    def sizes(self) -> Sizes:
+        """Elements of the weight and the bias."""
+        return [self.weights] if self.without_bias else [self.weights, self.outputs]
+
+
+@lru_cache(maxsize=256)
+def block_maps(config: TransformerConfig, part: ModelPart) -> tuple[list[LinearMap], list[LinearMap]]:
+    """The linear layers of a block: attention's (queries, keys, values, output) and the MLP's (up, down).
+
+    The last one of each is cut by rows, and writes to the residual stream; the others are cut by columns. In
+    place of the MLP there may be a router and this rank's experts, which are not cut.
+    """
+    width, heads, own = config.width, part.own(config.heads) * config.head_size, config.experts // part.ep
+    into, out, inner = [LinearMap(width, heads)] * 3, LinearMap(heads, width), config.middle
+    if own:
+        router = LinearMap(width, config.experts, 1)
+        return [*into, out], [router, LinearMap(width, inner, own), LinearMap(inner, width, own)]
+    inner = part.own(inner)
+    return [*into, out], [LinearMap(width, inner), LinearMap(inner, width)]
+
+
 @lru_cache(maxsize=4096)
 def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameters:
     """The parameters of a rank; with a single stage its root unit is the tied matrix."""
-    own = layers(config, part)
+    own, experts, (matrices, stacks) = layers(config, part), None, hidden(config, part)
+    if part.ep > 1:
+        numbers = [i for chunk in own_parts(config, part) for i in chunk]
+        at = [len(sizes) - 2 * (0 < i <= config.layers) for i, sizes in zip(numbers, own, strict=True)]
+        theirs = [sizes[dense:] for sizes, dense in zip(own, at, strict=True)]
+        own = [sizes[:dense] for sizes, dense in zip(own, at, strict=True)]
+        experts = RankParameters([*chain(*theirs)], [0, *map(sum, theirs)], hidden=stacks)
     units = [sum(layer) for layer in own]
     tied = part.own(config.vocabulary) * config.width if config.shares_matrix else 0
     ranks = schedule_kind(part.schedule).placement(part.pp, part.chunks).ranks
     root = tied if part.pp == 1 else 0
     tied = tied if ranks[0] != ranks[-1] else root
-    return RankParameters(
-        [size for layer in own for size in layer], [root, units[0] - root, *units[1:]], tied
-    )
+    return RankParameters([*chain(*own)], [root, units[0] - root, *units[1:]], tied, matrices, experts)
+
+
+def hidden(config: TransformerConfig, part: ModelPart = ALONE) -> tuple[tuple[Hidden, ...], ...]:
+    """The matrices of a rank's blocks, and that of BERT's pooler or map; and the stacks of its experts."""
+    width, own = config.width, part.own(config.heads) * config.head_size
+    square, wide = (Muon.work((rows, width)) / part.tp for rows in (width, config.middle))
+    of_block, stacks = [Hidden(width * own, square)] * 4, [Hidden(width * part.own(config.middle), wide)] * 2
+    if config.experts:
+        stack = config.experts // part.ep, width, config.middle
+        of_block += [Hidden(config.experts * width, Muon.work((config.experts, width)))]
+        stacks = [Hidden(math.prod(stack), Muon.work(stack))] * 2
+    layers = [i for chunk in own_parts(config, part) for i in chunk]
+    blocks = sum(1 <= i <= config.layers for i in layers)
+    has_map = config.layers + 1 in layers and not isinstance(config, GPTConfig)
+    of_map = [Hidden(width * width, Muon.work((width, width)))] * has_map
+    if part.ep > 1:
+        return tuple(of_block * blocks), tuple(stacks * blocks)
+    return (*(of_block + stacks) * blocks, *of_map), ()
 
 
 @lru_cache(maxsize=256)
@@ -130,13 +229,10 @@ def embeddings(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:
 
 
 def block(config: TransformerConfig, part: ModelPart = ALONE) -> Sizes:
-    """A norm, attention's four maps, a norm, the MLP's two maps: a weight and a bias each."""
-    width, own = config.width, part.own(config.heads) * config.head_size
-    middle = part.own(4 * width)
-    columns = [width * own, own]
-    norm, rows = [width, width], [width * own, width]
-    up, down = [width * middle, middle], [width * middle, width]
-    return [*norm, *columns * 3, *rows, *norm, *up, *down]
+    """A norm, attention's maps, a norm, the MLP's maps: a weight and a bias each. Experts come last."""
+    norm = [config.width, config.width]
+    attention, mlp = ([size for each in maps for size in each.sizes] for maps in block_maps(config, part))
+    return [*norm, *attention, *norm, *mlp]
 
 
 def head(config: TransformerConfig, part: ModelPart = ALONE, owns_matrix: bool = False) -> Sizes:

@@ -24,6 +24,12 @@ The two ends save 8 t bytes of positions, and the last norm's input and output. 
 same time. BERT's embedding has a norm; its masked-LM head a map and a GELU before the last norm; its pooler
 saves the whole stream, although it reads only the first token, and b D of output.
 
+With experts, the MLP's rows are the P = k b t pairs of a token and one of its k experts. They save the inner
+width twice, as above, and more: 3 s P D for copies of tokens, for results and for these times their gates,
+s P for the gates, and 16 P for the order of the pairs. The router saves its scores, s b t E, the gates with
+their sums, s (P + b t), and which experts it chose, 8 P. Guests from other ranks are as many as the pairs if
+all experts get as many tokens; they have gates, an order and results of their own.
+
 Tensor parallelism (equation 2) leaves inputs and outputs of norms whole on each rank and divides the rest;
 sequence parallelism (equation 4) divides these as well. The token table and the loss then also save which
 tokens are this rank's: 9 b t, and b t. With context parallelism t counts this rank's tokens, and ring
@@ -41,7 +47,7 @@ from dataclasses import dataclass
 
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.parallel.contract.recompute_policies import WHOLE
-from minidist.scale.memory.parameter_sizes import ALONE, ModelPart
+from minidist.scale.memory.parameter_sizes import ALONE, ModelPart, block_maps
 
 ATTENTIONS = ("fused", "math")
 
@@ -114,7 +120,8 @@ class Saved:
     def inside_attention(self) -> int:
         """What attention saves besides its input."""
         heads = self.rows * self.tokens * self.part.own(self.config.heads)
-        attended = self.element * heads * self.config.head_size  # as large as the queries
+        (*_, output), _ = block_maps(self.config, self.part)
+        attended = self.element * self.rows * self.tokens * output.inputs  # as large as the queries
         if (self.attention or ("math" if self.dropout else "fused")) == "fused":
             return (4 + self.ring) * attended + self.wide * heads
         saved = (1 + self.ring) * attended + 3 * attended * self.wide // self.element
@@ -122,7 +129,20 @@ class Saved:
 
     def inside_mlp(self) -> int:
         """What the MLP saves besides its input: the first map's output, and the GELU's."""
-        return 2 * self.element * self.rows * self.tokens * self.part.own(4 * self.config.width)
+        config, (_, (*_, up, down)) = self.config, block_maps(self.config, self.part)
+        inner = up.outputs + down.inputs
+        if not isinstance(config, GPTConfig) or not config.experts:
+            return self.element * self.rows * self.tokens * inner
+        tokens = self.rows * self._outside
+        chosen, pairs = config.experts_per_token * tokens, config.rows_of_mlps(tokens)
+        gates = chosen + tokens if config.experts_per_token > 1 else 0  # and their sums
+        router = self.element * (tokens * config.experts + gates) + 16 * chosen  # their order, too
+        limits = 0 if config.capacity is None else chosen  # bytes that say which experts are full
+        # Copies of tokens, results, those times their gates; the maps; gates. Where the tokens come from.
+        rows = self.element * (3 * config.width + inner + 1) + 8
+        # Guests have gates and an order, too, and their results come back.
+        shared = (self.element * (config.width + 1) + 8) * (self.part.ep > 1)
+        return router + limits + pairs * (rows + shared)
 
     def embedding(self) -> int:
         """Bytes that the first layer saves, without the tokens, which the caller holds. BERT's has a norm."""

@@ -12,6 +12,9 @@ minidist holds a little more than these formulas say:
 - Whole state on several ranks, not in half precision: the last bucket has 2 + one number per parameter.
 - Shares of buckets: each bucket of 25 MB is padded to a multiple of n elements.
 - Shares of gradients: two buckets hold whole gradients until they are sent.
+- Muon keeps one tensor of a hidden matrix's shape instead of Adam's two, on the matrix's owner. Shares of
+  buckets are padded to whole matrices. Where parameters are shared, the owner has a copy of the matrix and of
+  its gradient.
 - Shares of parameters: each unit (a layer, or the tied matrix) is padded to a multiple of n. Gradients are
   summed in the precision of the update, and two buffers as long as the largest unit hold them until they are
   sent. With a second copy on k ranks, a rank has another 1/k of the padded parameters.
@@ -22,18 +25,52 @@ sections 3.1 and 5, and figure 1; Wang et al. 2023, "ZeRO++", section 3.2 (the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import starmap
 
 from minidist.model.configs import TransformerConfig
-from minidist.parallel.sharding.residency import Residency
-from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, share
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
+from minidist.parallel.contract.residency import Residency
+from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, fullest, on_rank, share
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Per element of parameters and activations."""
-OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
-"""Tensors of the parameter's shape in the optimizer's state; AdamW has as many as Adam."""
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8_RECIPES, 4)}
+"""Per element of parameters and activations. FP8 is emulated: its numbers stay in float32."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What the models of memory and time know of an optimizer."""
+
+    state: int  # tensors of the parameter's shape in its state
+    passes: int  # tensors that its update reads and writes per parameter, as torch runs it on CPUs
+    says: str  # how the prediction counts the update
+    fused: int = 99  # passes in one kernel, as on GPUs with `fused=True`
+    scratch: bool = False  # whether its step makes a tensor of the parameter's shape
+    matrices: int = 0  # tensors in the state of a hidden matrix, which it updates whole; 0 for no difference
+
+
+ADAM = OptimizerKind(
+    # Decay 2, first moment 3, second moment 2 + 3, root 2, division 2, epsilon 2, update 4; fused it reads
+    # four tensors and writes three.
+    *(2, 20, "Adam's, operator by operator as torch runs it: 20 passes over its elements"),
+    fused=7,
+    scratch=True,
+)
+OPTIMIZERS = {
+    "adam": ADAM,
+    "muon": replace(
+        ADAM,
+        fused=99,
+        matrices=1,
+        says="Muon's for hidden matrices, on their owners: 11 passes, and five iterations, on GPUs in bf16; "
+        "AdamW's, operator by operator, for the rest",
+    ),
+    "momentum": OptimizerKind(1, 5, "SGD's with momentum: 5 passes over its elements"),
+    "sgd": OptimizerKind(0, 3, "SGD's: 3 passes over its elements"),
+}
+"""By name. AdamW is Adam."""
 TAIL = 2
 """Numbers sent with the gradients besides one per parameter: rows and loss."""
 
@@ -61,8 +98,21 @@ class StateSharing:
     @property
     def state(self) -> int:
         """Bytes of optimizer state for each parameter, masters included."""
-        masters = self.updated if self.updated != self.element else 0
-        return self.updated * OPTIMIZERS[self.optimizer] + masters
+        return self.state_of(self.kind.state)
+
+    def state_of(self, tensors: int) -> int:
+        """Bytes for so many tensors of a parameter's shape, and its master if it has one."""
+        return self.updated * (tensors + (self.updated != self.element))
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """The optimizer's record."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def owners(self) -> int:
+        """How many ranks own whole hidden matrices; 0 where the optimizer, or the residency, knows none."""
+        return self.ranks if self.kind.matrices and not self.residency.state else 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +129,9 @@ class States:
     # torch computes for all parameters at once on a GPU.
     update: int = 0
 
+    def __add__(self, other: States) -> States:
+        return States(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
 
 def by_formula(parameters: int, sharing: StateSharing) -> States:
     """The ZeRO paper's formulas, for a number of parameters, and ZeRO++'s for a second copy."""
@@ -88,29 +141,43 @@ def by_formula(parameters: int, sharing: StateSharing) -> States:
 
 
 @lru_cache(maxsize=4096)
-def held(config: TransformerConfig, part: ModelPart, sharing: StateSharing) -> States:
-    """The states that minidist's strategies hold on a rank with one `part` of a transformer."""
-    return held_for(on_rank(config, part), sharing)
+def held(config: TransformerConfig, part: ModelPart, sharings: Sequence[StateSharing]) -> States:
+    """The states that minidist's strategies hold on a rank with one `part` of a transformer.
+
+    sharings: how ranks keep each set of its parameters.
+    """
+    sets = zip(on_rank(config, part).sets, sharings, strict=True)
+    return sum(starmap(held_for, sets), States(0, 0, 0))
 
 
 def held_for(parameters: RankParameters, sharing: StateSharing) -> States:
     """The states that minidist's strategies hold on a rank with these parameters."""
     residency, element, updated, ranks = sharing.residency, sharing.element, sharing.updated, sharing.ranks
-    pieces = parameters.buckets(element) if residency.parameters else parameters.units
+    pieces = parameters.buckets(element, sharing.owners) if residency.parameters else parameters.units
     if residency.state:
         pieces, ranks = parameters.sizes, 1
     own, longest = _shares(pieces, ranks)
     kept, gradients, state = residency.held(own * ranks, own)
-    adam = sharing.optimizer == "adam"
     tensors = len(pieces) if residency.parameters else 1  # that an update goes through
-    optimizer = state * sharing.state + 4 * tensors * adam
+    optimizer = state * sharing.state + 4 * tensors * (sharing.kind.state == 2)
     casts = residency.parameters and updated != element  # else gradients are summed in that precision
-    update = own * updated * (adam + casts)
+    update = own * updated * (sharing.kind.scratch + casts)
+    whole = 0  # elements of hidden matrices that this rank owns, besides its shards of them
+    if sharing.kind.matrices:
+        matrices = [each.elements for each in parameters.hidden]
+        shards, owned = sum(matrices), sum(matrices)
+        if sharing.owners:
+            padded = sum(pieces) - sum(parameters.sizes) if residency.parameters else 0
+            shards = share(shards + padded, ranks)
+            owned = int(fullest(matrices, ranks))
+        optimizer += owned * sharing.state_of(sharing.kind.matrices) - shards * sharing.state
+        optimizer -= 4 * len(matrices) * residency.state  # AdamW's counts of steps
+        whole = 0 if residency.parameters else owned
     if not residency.parameters:
         second = own * ranks // sharing.secondary if sharing.secondary else 0
         gathered = (pieces[0] + sum(sorted(pieces[1:])[-2:]) + longest) * element
         sums = gradients * updated + 2 * longest * element
-        return States((kept + second) * element, sums, optimizer, gathered, update)
+        return States((kept + second + whole) * element, sums + whole * updated, optimizer, gathered, update)
     extra = 0
     if not residency.gradients:
         extra = min(2, len(pieces)) * longest

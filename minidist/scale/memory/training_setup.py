@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from minidist._arguments import is_number, is_whole
@@ -12,7 +12,6 @@ from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.configs import config as config_of
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.contract.layout import Layout, check_secondary
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, StateSharing
 
@@ -41,7 +40,20 @@ class TrainingSetup:
     def sharing(self) -> StateSharing:
         """How data-parallel ranks keep the model's state."""
         layout = self.layout
-        return StateSharing(ROWS[layout.zero], layout.owners, self.precision, self.optimizer, self.secondary)
+        return StateSharing(layout.residency, layout.owners, self.precision, self.optimizer, self.secondary)
+
+    @cached_property
+    def sets(self) -> tuple[TrainingSetup, ...]:
+        """The training as each set of parameters sees it: all others, and experts where ranks share them.
+
+        To those with the same experts, the ep neighbours of a rank are like those of tensor parallelism.
+        """
+        layout = self.layout
+        if layout.ep == 1:
+            return (self,)
+        ranks = layout.dp * layout.cp // layout.ep
+        fewer = replace(layout, dp=ranks, cp=1, cp_kind="ring", tp=layout.tp * layout.ep, ep=1)
+        return self, replace(self, layout=fewer, rows=ranks * self.own_rows(), secondary=0)
 
     def own_rows(self, data_rank: int = 0) -> int:
         """How many rows a data-parallel rank has; rank 0 has the most."""
@@ -137,10 +149,10 @@ def check_divisible(config: object, layout: Layout) -> None:
                 f"{layout.trading} ranks trade tokens for heads with cp_kind={layout.cp_kind!r}, and have "
                 f'{config.heads // layout.tp} heads; give cp_kind="ring", or let fewer trade'
             )
-        if layout.ep > 1 or (isinstance(config, GPTConfig) and config.experts):
+        if layout.ep > 1 and (not config.experts or config.experts % layout.ep):
             raise ValueError(
-                "the models of memory and time know no experts, whose load depends on the tokens; run a few "
-                "steps and read engine.memory() and `minidist trace`, or give a config without experts"
+                f"ep is {layout.ep} in the layout and the model has {config.experts} experts in a block; "
+                "give a divisor of their number, or leave it out"
             )
     elif not is_number(config):
         raise TypeError(f"config is {config!r}; give a GPTConfig, a BERTConfig, a name, or a number")

@@ -1,6 +1,6 @@
 """All layouts of a number of ranks that `prepare` takes, with their memory and predicted time.
 
-Every product dp x tp x pp x cp of the ranks is tried, with every ZeRO stage, sequence parallelism and the
+Every product dp x tp x pp x cp of the ranks is tried, with every ep, ZeRO stage, sequence parallelism and the
 schedules of contract/schedule_kinds.py that are planned. Where data-parallel ranks lie on several hosts, the
 ranks of a host may share one copy of the state or, in stage 3, a second copy of the parameters. Micro-batches
 are powers of two: as few as fit, since more of them make products smaller; in a pipeline one to eight per
@@ -12,14 +12,15 @@ micro-batches. `prepare`'s own checks decide which options go together.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import POLICIES
+from minidist.parallel.contract.residency import ROWS, SHARING
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.transformer import Subject
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
@@ -29,8 +30,6 @@ from minidist.scale.time.step_time import Simulated, StepTime
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""
-SHARED = [zero for zero, row in ROWS.items() if not row.state]
-"""ZeRO's rows, from the one that shares least."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,11 @@ class Question:
             if self.ranks % (tp * pp * cp) == 0:
                 yield self.ranks // (tp * pp * cp), tp, pp, cp
 
+    def expert_ranks(self, ranks: int) -> list[int]:
+        """Numbers of neighbours that can share the experts, of so many dp and cp ranks."""
+        common = math.gcd(ranks, self.subject.experts or 1)
+        return [size for size in range(1, common + 1) if common % size == 0]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -114,7 +118,8 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
         sequence = (False, True) if tp > 1 else (False,)
         kinds = ("ring", "ulysses") if cp > 1 else ("ring",)
         sharings = [(0, 0, 0), *_sharings(question, dp * cp, tp)]
-        for (zero, shard, secondary), shared, schedule, kind in product(sharings, sequence, planned, kinds):
+        forms = product(sharings, sequence, planned, kinds, question.expert_ranks(dp * cp))
+        for (zero, shard, secondary), shared, schedule, kind, ep in forms:
             fields = {
                 "dp": dp,
                 "tp": tp,
@@ -127,6 +132,7 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
                 "chunks": SCHEDULES[schedule].least_chunks,
                 "shard": shard,
                 "cp_kind": kind,
+                "ep": ep,
             }
             yield from _of_one_form(question, fields, secondary)
 
@@ -136,7 +142,7 @@ def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, in
     host = question.hardware.ranks_per_host
     there = host // tp  # of these ranks on a host
     several = 1 < there < ranks and host % tp == 0 and ranks % there == 0
-    for zero in SHARED if ranks > 1 else ():
+    for zero in SHARING if ranks > 1 else ():
         yield zero, 0, 0
         if several:
             yield zero, there, 0
@@ -150,16 +156,16 @@ def frugal(question: Question) -> Iterator[Layout]:
         if sum(size > 1 for size in (tp, pp, cp)) > 1:
             continue
         again = question.subject.recomputes(True)
-        plain = Layout(
-            dp, tp, pp, 0, share(question.rows, dp), question.precision, again, cp, sequence_parallel=tp > 1
-        )
-        sharing = [replace(plain, zero=zero) for zero in reversed(SHARED)] if dp * cp > 1 else []
-        for forms in ([plain], sharing):  # of ZeRO's rows the one that shares most
-            for form in forms:
-                with contextlib.suppress(ValueError):
-                    question.check(form)
-                    yield form
-                    break
+        for ep in question.expert_ranks(dp) if tp * pp * cp == 1 else [1]:
+            micro = share(question.rows, dp)
+            plain = Layout(dp, tp, pp, 0, micro, question.precision, again, cp, tp > 1, ep=ep)
+            sharing = [replace(plain, zero=zero) for zero in reversed(SHARING)] if dp * cp > 1 else []
+            for forms in ([plain], sharing):  # of ZeRO's rows the one that shares most
+                for form in forms:
+                    with contextlib.suppress(ValueError):
+                        question.check(form)
+                        yield form
+                        break
 
 
 def _of_one_form(

@@ -19,7 +19,6 @@ from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.parallel.sharding.residency import ROWS
 from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import Estimate
@@ -85,7 +84,7 @@ def plan(
         batch: rows of the global batch, or (rows, tokens in each row), by default the model's context; None
             for 32 rows per rank, or 8 on a machine that was measured.
         precision: None for bfloat16 (or float16) on an accelerator and float32 on a CPU.
-        optimizer: "adam", "momentum" or "sgd".
+        optimizer: "adam", "muon", "momentum" or "sgd".
         progress: called for each layout.
 
     Raises:
@@ -121,23 +120,23 @@ def seconds(candidate: Candidate) -> float:
 def family_of(layout: Layout) -> str:
     """The family of a layout.
 
-    "plain" data parallelism; "sharded" with ZeRO; "pipeline", "tensor" or "context" with one more axis, with
-    or without ZeRO; "mixed" with several.
+    "plain" data parallelism; "sharded" with ZeRO; "pipeline", "tensor", "context" or "experts" with one more
+    axis, with or without ZeRO; "mixed" with several.
     """
-    sizes = {"pipeline": layout.pp, "tensor": layout.tp, "context": layout.cp}
+    sizes = {"pipeline": layout.pp, "tensor": layout.tp, "context": layout.cp, "experts": layout.ep}
     axes = [name for name, size in sizes.items() if size > 1]
     if len(axes) > 1:
         return "mixed"
-    return axes[0] if axes else "plain" if ROWS[layout.zero].state else "sharded"
+    return axes[0] if axes else "plain" if layout.residency.state else "sharded"
 
 
 def effort(candidate: Candidate) -> tuple[float, ...]:
     """How complex a candidate is: axes besides dp; what is shared, and other options; micro-batches."""
     layout = candidate.layout
-    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
+    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
     more = bool(layout.recompute) + layout.sequence_parallel + (layout.schedule != DEFAULT_SCHEDULE)
     more += (layout.shard > 0) + (candidate.secondary > 0)
-    shared = ROWS[layout.zero].held(0, 1)  # of parameters, gradients and state
+    shared = layout.residency.held(0, 1)  # of parameters, gradients and state
     return axes, sum(shared) + more, layout.micro_batches
 
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import PARTS as KINDS
 from minidist.parallel.contract.memory_report import size
+from minidist.parallel.contract.residency import zero_name
 from minidist.scale.memory.estimates import Estimate
-from minidist.scale.memory.largest_batch import zero_name
 from minidist.scale.planning.candidates import Candidate
 from minidist.scale.planning.planner import MEANINGFUL, Plan, family_of, seconds
 
@@ -25,12 +25,14 @@ NAMES = {
     "pipeline": "a pipeline",
     "tensor": "tensor parallelism",
     "context": "context parallelism",
+    "experts": "expert parallelism",
     "mixed": "several axes together",
 }
 WAITS = {
     "bubble": "waiting in the pipeline",
     "tp": "the all-reduces in each layer",
     "cp": "sending keys and values",
+    "ep": "sending tokens to their experts",
     "dp": "sending gradients and parameters",
     "recompute": "recomputing activations",
     "gradients": "adding and copying gradients",
@@ -58,6 +60,7 @@ def answer(plan: Plan) -> str:
         "pipeline": "Cut the layers: a pipeline",
         "tensor": "Cut the matrices: tensor parallelism",
         "context": "Cut the rows: context parallelism",
+        "experts": "Share the experts: expert parallelism",
         "mixed": "Combine several axes",
     }[family_of(chosen.layout)]
     first, step = "One rank is enough" if question.ranks == 1 else first, chosen.step
@@ -89,7 +92,7 @@ def reasons(plan: Plan) -> list[str]:
             f"Plain data parallelism does not fit: at the least, {written(least[0])}, it takes "
             f"{size(least[1].peak)} ({largest_parts(least[1])})."
         )
-    families = [family for family in ("sharded", "pipeline", "tensor") if family != own]
+    families = [family for family in ("sharded", "pipeline", "tensor", "experts") if family != own]
     return found + [each for family in families if (each := _earns(plan, chosen, family))]
 
 

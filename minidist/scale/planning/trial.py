@@ -64,7 +64,7 @@ def trial(
     """Measure the seconds of a step of each layout: the slowest rank's, the median over `rounds` steps.
 
     All layouts have the same number of ranks, launched once. `batch` is the rows of the global batch
-    and the tokens in each row. `optimizer` is "adam", "momentum" or "sgd".
+    and the tokens in each row. `optimizer` is "adam", "muon", "momentum" or "sgd".
     """
     shape = require_trainable(model)
     sizes = {layout.ranks for layout in layouts}

@@ -23,16 +23,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from minidist.scale.memory.parameter_sizes import RankParameters, share
+from minidist.scale.memory.parameter_sizes import RankParameters, fullest, share
 from minidist.scale.memory.state_bytes import TAIL
 from minidist.scale.time.layer_work import Computation
 from minidist.scale.time.traffic import Wires
 
-ELEMENT_PASSES = {"adam": 20, "momentum": 5, "sgd": 3}
-"""Tensors that an update reads and writes per parameter. Adam's, as torch runs it operator by operator on
-CPUs: decay 2, first moment 3, second moment 2 + 3, root 2, division 2, epsilon 2, update 4."""
-FUSED_PASSES = 7
-"""The same for Adam in one kernel, as on GPUs with `fused=True`: it reads four tensors and writes three."""
+MATRIX_PASSES = 11
+"""Tensors that Muon's update of a matrix reads and writes: momentum 3, Nesterov 3, decay 2, update 3."""
+PRODUCTS = 2 * 5
+"""Operations for each unit of `Muon.work`: a product and a sum in each of five iterations."""
+UPDATED = {4: "fp32", 8: "fp64"}
+"""Precisions of an update by their bytes."""
 HOOK = 3
 """Time of the hook that moves a gradient to its bucket, in operators."""
 UNIT = 40
@@ -68,7 +69,7 @@ class GradientTime:
     @cached_property
     def buckets(self) -> list[int]:
         """Elements of each bucket, in the order in which gradients arrive."""
-        return self.parameters.buckets(self.element)
+        return self.parameters.buckets(self.element, self.sharing.owners)
 
     def _sent(self, last_backward: float, passes: float) -> tuple[float, float]:
         """Seconds of messages between data-parallel ranks, and how many of them computation may hide."""
@@ -133,8 +134,23 @@ class GradientTime:
         residency, updated = self.residency, self.sharing.updated
         own = self.elements if residency.state else share(self.elements, self.sharing.ranks)
         pieces = self.tensors if residency.state else len(self.buckets) if residency.parameters else 1
-        passes = min(ELEMENT_PASSES[self.sharing.optimizer], FUSED_PASSES if self.rates.asynchronous else 99)
-        moved = passes * own * updated
+        kind = self.sharing.kind
+        passes = min(kind.passes, kind.fused) if self.rates.asynchronous else kind.passes
+        moved, more = float(passes * own * updated), 0.0
+        if kind.matrices:
+            owners = max(1, self.sharing.owners)
+            matrices = sum(each.elements for each in self.parameters.hidden) / owners
+            moved -= (passes - MATRIX_PASSES) * matrices * updated
+            work = fullest([each.work for each in self.parameters.hidden], owners)
+            precision = "bf16" if self.rates.asynchronous and updated == 4 else UPDATED[updated]
+            more = self.rates.seconds(Computation(products=PRODUCTS * work), precision)
+            more += 2 * self.wires.collective("all_to_all", matrices * updated, "tp")
+            if not residency.parameters:
+                parts = (
+                    self.wires.collective("all_to_all", matrices * x, "shares")
+                    for x in (updated, self.element)
+                )
+                more += sum(parts)
         if self.element != updated:
             moved += 12 * own  # cast gradients to the masters' precision and parameters from it
-        return moved / self.rates.memory + pieces * self.rates.tensor
+        return moved / self.rates.memory + pieces * self.rates.tensor + more

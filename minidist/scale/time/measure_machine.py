@@ -36,7 +36,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.training import bf16_on_cpu
 from minidist.scale.memory.parameter_sizes import on_rank
-from minidist.scale.time.gradient_exchange import ELEMENT_PASSES
+from minidist.scale.memory.state_bytes import ADAM
 from minidist.scale.time.hardware import Crowd, Hardware, Rates
 from minidist.scale.time.layer_work import LayerWork
 
@@ -45,8 +45,8 @@ FORMAT = 1
 
 Case = tuple[int, int, int]
 """Width, tokens and rows of a GPT with two blocks."""
-CASES: tuple[Case, ...] = ((64, 64, 2), (64, 64, 16), (128, 64, 4), (256, 128, 1), (256, 128, 4))
-"""In some cases calls dominate the passes, in others products."""
+CASES: tuple[Case, ...] = ((64, 64, 2), (64, 64, 16), (128, 512, 2), (256, 128, 1), (256, 128, 4))
+"""In some cases calls dominate the passes, in others products, in one attention."""
 ENOUGH = 0.05
 """Seconds for which each case is repeated in a round."""
 ROUNDS = 7
@@ -269,7 +269,7 @@ def solve(everyones: Sequence[Measured]) -> Rates:
     rows = []
     for number, case in enumerate((CASES[0], CASES[-1])):
         sizes, took = on_rank(_shape(case)).sizes, statistics.fmean(one.updates[number] for one in everyones)
-        rows.append([4.0 * ELEMENT_PASSES["adam"] * sum(sizes) / took, len(sizes) / took])
+        rows.append([4.0 * ADAM.passes * sum(sizes) / took, len(sizes) / took])
     memory, tensor = nonnegative(rows, [1.0, 1.0])
     product, moved, memory = max(product, 1e-15), max(moved, 1e-13), max(memory, 1e-13)
     halves = everyones[0].halves

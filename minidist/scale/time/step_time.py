@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, WHOLE, share_recomputed
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
@@ -46,6 +47,8 @@ from minidist.scale.time.traffic import Wires
 OVERLAPPED = 7 / 24
 """Share of a block's backward products that can hide an all-reduce: gradients of weights (half of all) of
 queries, keys, values and the MLP's first map (7 of 12 parts)."""
+OVERLAPPED_ATTENTION = 3 / 8
+"""The same without the MLP, which tensor parallelism leaves whole if it has experts: 3 of 4 parts."""
 SPLIT, SPLIT_CALLS = 0.05, 3
 """Cost of a backward pass in two parts: a share of its time, and calls per operator. On one core three blocks
 of byte-small took 1.26, 1.23 and 1.09 times as long in two parts, with 1, 2 and 8 rows."""
@@ -97,7 +100,7 @@ class StepStages:
         layout = self.layout
         stage = max(range(layout.pp), key=lambda stage: sum(each.whole for each in self._on(stage)))
         done = self._on(stage)
-        passes = sum(each.whole for each in done)
+        passes: float = sum(each.whole for each in done)
         found = {name: sum(each.parts[name] for each in done) for name in done[0].parts}
         found |= {"pp": 0.0, "bubble": 0.0}
         if layout.pp > 1:
@@ -107,15 +110,21 @@ class StepStages:
             whole = float(self.simulated[key])
             # Where ranks share cores, passes run faster while other ranks wait, so whole may be below passes.
             faster = min(1.0, whole / passes)
-            for name in ("compute", "recompute", "tp", "cp"):
+            for name in ("compute", "recompute", "tp", "cp", "ep"):
                 found[name] *= faster
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
-        fullest = max(map(self._parameters, range(layout.pp)), key=lambda each: sum(each.sizes))
-        gradients = GradientTime(fullest, self.wires)
-        found |= gradients.parts(done[-1].backward, passes)
-        found["pp"] += gradients.tied
+        fullest = max(
+            map(self._parameters, range(layout.pp)), key=lambda rank: sum(sum(own.sizes) for own in rank.sets)
+        )
+        hidden = 0.0  # behind the passes
+        for own, setup in zip(fullest.sets, self.setup.sets, strict=True):
+            gradients = GradientTime(own, self.wires if setup is self.setup else Wires(self.hardware, setup))
+            for name, value in gradients.parts(done[-1].backward - hidden, passes - hidden).items():
+                found[name] = found.get(name, 0.0) + value
+            hidden = found["dp hidden"]
+            found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
 
@@ -125,7 +134,8 @@ class StepStages:
     def part(self, stage: int = 0) -> ModelPart:
         """The part of the model of the rank that has the most work on a stage."""
         layout = self.layout
-        return ModelPart(layout.tp, layout.pp, layout.chunks, layout.tp - 1, stage, layout.schedule)
+        own = layout.tp - 1, stage
+        return ModelPart(layout.tp, layout.pp, layout.chunks, *own, layout.schedule, layout.ep)
 
     def _on(self, stage: int) -> list[StageTimes]:
         """Times of each micro-batch through each chunk of a stage's rank."""
@@ -135,7 +145,7 @@ class StepStages:
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
         tokens, cut = (self.own_tokens, self.setup.tokens), self.layout.sequence_parallel
-        return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut)
+        return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut, self.layout.trading)
 
     def times(self, chunk: int, rows: int) -> StageTimes:
         """Times of a micro-batch of so many rows through a part of the model."""
@@ -165,18 +175,26 @@ class StepStages:
             backward += 0.0 if rates.asynchronous else SPLIT_CALLS * passes.backward.calls * rates.call
         products = passes.backward.products / rates.flops[precision]
         tp_forward, tp_backward = self._tensor_parallel(of, layers, blocks)
-        tp_hidden = min(tp_backward, OVERLAPPED * products) if overlaps else 0.0
+        behind = OVERLAPPED * products
+        if self.shape.experts:
+            maps = passes.backward.products - blocks * of.mlp.backward.products
+            behind = OVERLAPPED_ATTENTION * maps / rates.flops[precision]
+        tp_hidden = min(tp_backward, behind) if overlaps else 0.0
         keys = of.stream * of.part.own(self.shape.heads) / self.shape.heads
         cp_forward, cp_backward = (blocks * each for each in self.wires.ring(keys, self.element))
         cp_hidden = [0.0, 0.0]
         if overlaps and layout.cp > 1:
             attended = passes.forward.attention / (rates.flops[precision] * rates.attention)
             cp_hidden = [min(cp_forward, attended), min(cp_backward, 2.5 * attended)]
-        # Attention alone repeats no all-reduce, but one of four collectives with sequence parallelism.
-        tp_backward += (whole + (attention - whole) / 4 * layout.sequence_parallel) * tp_forward
+        # Attention alone repeats no all-reduce, but with sequence parallelism one of its two collectives.
+        gathers = (attention - whole) / (2 if self.shape.experts else 4) * layout.sequence_parallel
+        tp_backward += (whole + gathers) * tp_forward
         cp_backward += attention * cp_forward
         cp_hidden[1] += attention * cp_hidden[0]
         traded = blocks * self.wires.traded(keys)  # before and after attention, with nothing to compute
+        sent = float(self.element * of.pairs * self.shape.width)
+        ep_forward, ep_backward = (blocks * each for each in self.wires.routed(sent, self.shape.experts))
+        ep_backward += share_recomputed(layout.recompute, self.shape.layers, layers, "mlp") * ep_forward
         tp_backward -= tp_hidden
         cp_forward = cp_forward - cp_hidden[0] + traded
         cp_backward = cp_backward - cp_hidden[1] + (1 + attention) * traded
@@ -187,15 +205,17 @@ class StepStages:
             "tp hidden": tp_hidden,
             "cp": cp_forward + cp_backward,
             "cp hidden": sum(cp_hidden),
+            "ep": ep_forward + ep_backward,
         }
-        whole_backward = backward + again + tp_backward + cp_backward
-        return StageTimes(forward + tp_forward + cp_forward, whole_backward, products / 2, parts)
+        whole_backward = backward + again + tp_backward + cp_backward + ep_backward
+        return StageTimes(forward + tp_forward + cp_forward + ep_forward, whole_backward, products / 2, parts)
 
     def _tensor_parallel(self, of: LayerWork, layers: range, blocks: int) -> tuple[float, float]:
         if self.layout.tp == 1:
             return 0.0, 0.0
         vector = float(self.shape.width * self.element)
-        forward, backward = (blocks * each for each in self.wires.tensor_parallel(of.stream, vector))
+        experts = float(self.element * of.expert_elements)
+        forward, backward = (blocks * each for each in self.wires.tensor_parallel(of.stream, vector, experts))
         collectives = 4 * blocks
         if 0 in layers:
             first = self.wires.first_layer(of.stream, of.tokens * vector)
@@ -233,7 +253,7 @@ class StepStages:
         )
 
 
-PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "gradients", "dp", "optimizer", "step")
+PARTS = ("compute", "recompute", "bubble", "tp", "cp", "ep", "pp", "gradients", "dp", "optimizer", "step")
 HIDDEN = " hidden"
 
 
@@ -289,7 +309,7 @@ def predict_step(
         layout: ranks and precision; None for one rank.
         batch: rows of the global batch, or (rows, tokens in each row); by default the model's context.
         hardware: a name in `HARDWARE`, or what `this_machine` measured.
-        optimizer: "adam", "momentum" or "sgd".
+        optimizer: "adam", "muon", "momentum" or "sgd".
         simulated: a dict that keeps seconds of passes and pipelines, to share between many layouts of one
             model on one machine.
         secondary: see `estimate`.
@@ -360,6 +380,11 @@ def check_rows(setup: TrainingSetup) -> None:
 
 def check_machine(precision: str, hardware: Hardware) -> None:
     """ValueError if the machine has no rate for a precision."""
+    if precision in FP8_RECIPES:
+        raise ValueError(
+            f"precision is {precision!r}, which is emulated: products are rounded and multiplied in float32, "
+            "so it saves no time on any machine; predict fp32 or bf16 instead"
+        )
     if precision not in hardware.peak:
         raise ValueError(
             f"precision is {precision!r}, and {hardware.name} has no rate for it; give "
@@ -409,19 +434,16 @@ def assumptions(setup: TrainingSetup, hardware: Hardware, shape: TransformerConf
         )
     if layout.tp > 1 and hardware.overlaps:
         found.append("backward all-reduces of tensor parallelism hide behind the gradients of the weights")
+    if shape is not None and shape.experts:
+        found.append("all experts get as many tokens; no rank computes while rows travel to them and back")
     if layout.pp > 1:
         found.append(f"the pipeline is simulated with the {layout.schedule} schedule, stage by stage")
     if layout.recompute:
         name = EVERY_LAYER if layout.recompute is True else layout.recompute
         found.append(f"{name} is recomputed: its forward pass up to its last product")
-    updates = {
-        "adam": "Adam's in one fused kernel, which reads four tensors and writes three"
-        if rates.asynchronous
-        else "Adam's, operator by operator as torch runs it: 20 passes over its elements",
-        "momentum": "SGD's with momentum: 5 passes over its elements",
-        "sgd": "SGD's: 3 passes over its elements",
-    }
-    found.append(f"the update is {updates[setup.optimizer]}")
+    kind = setup.sharing.kind
+    fused = "Adam's in one fused kernel, which reads four tensors and writes three"
+    found.append(f"the update is {fused if rates.asynchronous and kind.fused < kind.passes else kind.says}")
     if shape is not None and not hasattr(shape, "tied"):
         found.append("a BERT's layers are predicted like the GPT's, with attention to all tokens")
     return found

@@ -113,15 +113,21 @@ class Wires:
 
     # Tensor parallelism. `stream` is the bytes of a stream of activations.
 
-    def tensor_parallel(self, stream: float, vector: float) -> tuple[float, float]:
-        """Seconds of a block's messages, forward and backward; `vector` is the bytes of a bias."""
+    def tensor_parallel(self, stream: float, vector: float, experts: float = 0.0) -> tuple[float, float]:
+        """Seconds of a block's messages, forward and backward.
+
+        `vector` is the bytes of a bias. `experts` is those of the router and the experts, which are not cut:
+        only attention sends its stream, and where experts get a share of the tokens, gradients are summed.
+        """
+        cut = 1 if experts else 2  # parts of the block
         if not self.layout.sequence_parallel:
             each = self.collective("all_reduce", stream, "tp")
-            return 2 * each, 2 * each
+            return cut * each, cut * each
         gather, scatter = self._gather(stream), self.collective("reduce_scatter", stream, "tp")
-        # The backward pass gathers inputs again, and sums the gradients of two biases and of two norms.
+        # The backward pass gathers inputs again, and sums the gradients of biases and of two norms.
         bias, norm = (self.collective("all_reduce", many * vector, "tp") for many in (1, 2))
-        return 2 * (gather + scatter), 2 * (2 * gather + scatter + bias + norm)
+        mlp = self.collective("all_reduce", experts, "tp") if experts else 0.0
+        return cut * (gather + scatter), cut * (2 * gather + scatter + bias) + 2 * norm + mlp
 
     def first_layer(self, stream: float, positions: float) -> tuple[float, float]:
         """Seconds of messages for the token table, cut by vocabulary, and so many bytes of positions."""
@@ -144,6 +150,14 @@ class Wires:
     def traded(self, keys: float) -> float:
         """Seconds in which a block trades tokens for heads and back, for so many bytes of a rank's keys."""
         return sum(self.collective("all_to_all", many * keys, "trading") for many in (3, 1))
+
+    def routed(self, rows: float, experts: int) -> tuple[float, float]:
+        """Seconds in which so many bytes of rows go to their experts and back, forward and backward.
+
+        Before, ranks tell how many rows each expert gets.
+        """
+        each = self.collective("all_to_all", rows, "ep")
+        return 2 * each + self.collective("all_to_all", 8.0 * experts, "ep"), 2 * each
 
     def ring(self, keys: float, element: int) -> tuple[float, float]:
         """Seconds of a block's ring attention, forward and backward, for so many bytes of a rank's keys.

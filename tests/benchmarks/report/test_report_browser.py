@@ -17,6 +17,7 @@ import pytest
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.report.page import page as page_of
 from tests.helpers import measured
+from tests.helpers.quiet_pages import quiet_page
 
 pytestmark = pytest.mark.browser
 WIDTHS = {"phone": 390, "desktop": 1280}
@@ -36,15 +37,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(request: pytest.FixtureRequest, chromium: Any, report: Path) -> Iterator[Any]:
     """The page, which must neither complain nor ask for anything."""
     width = WIDTHS[request.param]
-    opened = chromium.new_page(viewport={"width": width, "height": 900}, has_touch=width < 500)
-    said: list[str] = []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.on("request", lambda request: said.append(request.url) if "file:" not in request.url else None)
-    opened.goto(report.as_uri())
-    yield opened
-    opened.close()
-    assert [line for line in said if not line.startswith(("data:", "blob:"))] == []
+    with quiet_page(chromium, report.as_uri(), width, has_touch=width < 500) as opened:
+        yield opened
 
 
 def column(page: Any, table: str, number: int) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from minidist.kernels import rung
 from minidist.kernels.cpu import s8_matrix_unit
 from minidist.kernels.cpu.s8_matrix_unit import MODES
-from minidist.kernels.cpu.support import bf16_posting, matrix_unit
+from minidist.kernels.cpu.support import bf16_instructions, bf16_posting
 from minidist.kernels.cpu.support.tile_registers import configuration
 from minidist.kernels.measure import harness
 from minidist.kernels.rung import empty
@@ -186,7 +186,7 @@ def test_fresh_memory_is_arbitrary(unit, monkeypatch):
 
 
 def test_without_a_unit_it_says_so(monkeypatch):
-    monkeypatch.setattr(matrix_unit, "matrix_unit", lambda: "")
+    monkeypatch.setattr(bf16_instructions, "matrix_unit", lambda: "")
     with pytest.raises(RuntimeError, match=r"no bf16 products: s8_matrix_unit needs AMX or .* take rung s7"):
         STEP.matmul(np.ones((2, 2), "f"), np.ones((2, 2), "f"))
     with pytest.raises(RuntimeError, match="no bf16 products"):
@@ -199,7 +199,7 @@ def test_no_answer_is_kept_where_numba_compiles_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="unset NUMBA_DISABLE_JIT"):
-        matrix_unit.matrix_unit.__wrapped__()
+        bf16_instructions.matrix_unit.__wrapped__()
     assert not list(tmp_path.iterdir())
 
 
@@ -218,13 +218,13 @@ DIE, RIGHT, WRONG = "import os; os.kill(os.getpid(), 4)", "pass", "raise SystemE
 )
 def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, granted, found):
     monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(matrix_unit.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(bf16_instructions.platform, "machine", lambda: "x86_64")
     note = f"open({str(tmp_path / 'tried')!r}, 'a').write('x'); "
     program = f"name = NAME; {note}exec({{{{'AMX': {amx!r}, 'AVX512_BF16': {vectors!r}}}}}[name])"
-    monkeypatch.setattr(matrix_unit, "PROGRAM", program)
-    monkeypatch.setattr(matrix_unit, "ask_for_tiles", lambda: granted)
+    monkeypatch.setattr(bf16_instructions, "PROGRAM", program)
+    monkeypatch.setattr(bf16_instructions, "ask_for_tiles", lambda: granted)
     for _ in range(2):
-        assert matrix_unit.matrix_unit.__wrapped__() == found
+        assert bf16_instructions.matrix_unit.__wrapped__() == found
     assert (tmp_path / "tried").read_text() == "xx"
 
 
@@ -232,8 +232,8 @@ def test_instructions_are_tried_once(monkeypatch, tmp_path, amx, vectors, grante
 AMX_LOOPS = """
 import sys, numpy as np
 from numba import njit
-from minidist.kernels.cpu.support import matrix_unit
-matrix_unit.matrix_unit = lambda: "AMX"
+from minidist.kernels.cpu.support import bf16_instructions
+bf16_instructions.matrix_unit = lambda: "AMX"
 from minidist.kernels.cpu.support import atomic, bf16_packing, board, tile_registers
 
 configured = np.zeros(1, np.int64)  # threads
@@ -304,7 +304,7 @@ XEON = {
 
 @pytest.mark.deep
 def test_the_loops_of_amx_around_its_tiles(tmp_path):
-    if matrix_unit.matrix_unit() == matrix_unit.AMX:
+    if bf16_instructions.matrix_unit() == bf16_instructions.AMX:
         pytest.skip("this CPU has AMX: the other tests run them")
     assert output_of(AMX_LOOPS, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_NUM_THREADS="2") == "right"
 
@@ -312,7 +312,7 @@ def test_the_loops_of_amx_around_its_tiles(tmp_path):
 @pytest.mark.deep
 def test_what_the_compiler_makes_of_the_loop_over_tiles():
     """Four loads and four products a step, no tile stored inside the loop, and nothing else from memory."""
-    if matrix_unit.platform.machine().lower() not in ("x86_64", "amd64"):
+    if bf16_instructions.platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("LLVM is built here for another kind of CPU")
     products, peak = output_of(ASSEMBLY, **XEON).split("the peak")
     assert peak.count("\ttdpbf16ps") % 4 == 0 < peak.count("\ttdpbf16ps")

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from threadpoolctl import threadpool_limits
 
+from minidist.kernels.cpu.support.bf16_instructions import AVX512_BF16, NONE, matrix_unit
 from minidist.kernels.cpu.support.caches import available_cpus
-from minidist.kernels.cpu.support.matrix_unit import AVX512_BF16, NONE, matrix_unit
 from minidist.kernels.cpu.support.vector_unit import vector_unit
 from minidist.kernels.measure import cpu_peaks, harness, peak_loops
 from minidist.kernels.measure.peak_loops import SUMS, flops_per_turn, fma, registers, triad

@@ -8,7 +8,7 @@ import pytest
 
 from minidist.kernels import CPU_LADDER, Rung
 from minidist.kernels.cache_folder import cache_folder
-from minidist.kernels.cpu.support import matrix_unit
+from minidist.kernels.cpu.support import bf16_instructions
 from minidist.kernels.measure import peaks_file, points, roofline
 from tests.helpers.clocks import Clock
 from tests.helpers.fresh_python import output_of
@@ -238,7 +238,7 @@ def test_the_command_prints_the_peaks_and_the_points(measured, capsys, tmp_path)
 
 
 def test_the_command_says_which_rung_this_cpu_cannot_run(measured, monkeypatch, capsys):
-    monkeypatch.setattr(matrix_unit, "matrix_unit", lambda: "")
+    monkeypatch.setattr(bf16_instructions, "matrix_unit", lambda: "")
     assert roofline.main(["--place", "s8", "2"]) == 2
     assert capsys.readouterr().err.startswith("this CPU has no bf16 products")
 

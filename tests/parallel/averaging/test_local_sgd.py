@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,17 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
+from minidist.model import GPT, config, dataset
+from minidist.model.sampler import Sampler
+from minidist.parallel.averaging.parameter_assignment import deal_parameters
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
+from tests.helpers.outer_steps import ADAMW, AVERAGE, inner_step, replay
 
 Clusters = Callable[[int], md.Cluster]
 
 
-def train(case: contract.Case, **options: int) -> tuple[contract.Trained, list[bool], int]:
+def train(case: contract.Case, **options: Any) -> tuple[contract.Trained, list[bool], int]:
     model = md.LocalSGD(case.model(md.rank()), **options)
     optimizer = case.optimizer(model.parameters())
     losses, averaged = [], []
@@ -82,12 +87,162 @@ def test_a_group_a_frozen_parameter_and_several_buckets(cluster_of: Clusters) ->
     assert cluster_of(3).run(average) == [[[1, 1], [0]], [[1, 1], [1]], [[1, 1], [2]]]
 
 
+# DiLoCo: the average as a step of an outer optimizer, for fragments in turns, while training goes on.
+
+EVERY, TURNS = 4, 6
+
+
+def synchronized(
+    mistake: tuple[str, Any] = ("steps", 0), **options: Any
+) -> tuple[nn.Module, list[bool], int]:
+    """Train until six fragments are synchronized; the model, when its values came, and the bytes sent."""
+    model = md.LocalSGD(mlp(md.rank()), EVERY, **options)
+    setattr(model, *mistake)
+    optimizer, came = ADAMW(model.parameters()), []
+    with comm.ledger() as ledger:
+        while model.outer_steps < TURNS:
+            inner_step(model, optimizer, model.slot, model.steps)
+            came.append(model.synchronize())
+    return model.module, came, ledger.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fragments", "delay", "outer"),
+    [
+        (3, 1, 0, AVERAGE),
+        (1, 1, 0, md.nesterov),
+        (2, 1, 0, md.nesterov),
+        (3, 1, 4, md.nesterov),
+        (2, 2, 0, md.nesterov),
+        (2, 2, 1, md.nesterov),
+        (3, 4, 1, md.nesterov),
+    ],
+)
+def test_it_equals_its_replay_and_sends_what_the_formula_says(
+    cluster_of: Clusters, ranks: int, fragments: int, delay: int, outer: Any
+) -> None:
+    options = {"fragments": fragments, "delay": delay, "outer": outer}
+    log = [{rank: rank for rank in range(ranks)}] * TURNS
+    _, models = replay(log, EVERY, fragments, delay, outer)
+    sizes = [part.bytes for part in deal_parameters([*mlp(0).parameters()], fragments)]
+    started = TURNS + (delay == EVERY // fragments)  # the last value comes as the next one starts
+    for rank, (model, came, sent) in enumerate(cluster_of(ranks).run(synchronized, **options)):
+        for found, expected in zip(model.parameters(), models[rank].parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        starts = [i * EVERY // fragments for i in range(1, TURNS + 1)]
+        assert [step for step, now in enumerate(came, 1) if now] == [step + delay for step in starts]
+        assert sent == sum(2 * (ranks - 1) * sizes[turn % fragments] // ranks for turn in range(started))
+
+
+def held_out_loss(diloco: dict[str, Any] | None) -> float:
+    """Train the byte GPT on 8 rows of each rank for 1000 steps. DiLoCo averages in each of the first 250."""
+    data, rows = dataset("bytes", length=64), 8 * md.size()
+    model = GPT(config("byte-tiny"), seed=0)
+    parallel: Any
+    if diloco is None:
+        parallel = md.DataParallel(model)
+    else:
+        parallel = md.LocalSGD(model, 50, warmup=250, outer=md.nesterov, **diloco)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    sampler = Sampler(len(data.train), rows, rank=md.rank(), ranks=md.size())
+    for step in range(1000):
+        inputs, targets = data.train[sampler.share(step)]
+        optimizer.zero_grad()
+        md.cross_entropy(parallel(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        if diloco is None:
+            parallel.synchronize()
+        optimizer.step()
+        if diloco is not None:
+            parallel.synchronize()
+    if diloco is not None:
+        parallel.average()
+    with torch.no_grad():
+        inputs, targets = data.test[torch.arange(1024)]
+        return float(md.cross_entropy(model(inputs), targets))
+
+
+@pytest.mark.deep
+def test_the_loss_at_50_steps_is_at_most_2_percent_above_data_parallelism(cluster_of: Clusters) -> None:
+    """From the same start with the same rows and as many steps, with and without fragments in turns."""
+    forms: list[dict[str, Any] | None] = [None, {}, {"fragments": 2, "delay": 5}]
+    plain, *others = (cluster_of(2).run(held_out_loss, diloco)[0] for diloco in forms)
+    print(f"data parallel {plain:.4f}, then DiLoCo: {', '.join(f'{loss:.4f}' for loss in others)}")
+    assert max(others) <= 1.02 * plain
+
+
+def test_an_outer_step_of_rate_1_is_the_average(cluster_of: Clusters) -> None:
+    """With k = 1 and plain SGD that is data parallelism."""
+    case = contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.1), batches=(12, 24, 12))
+    for every in (1, 2):
+        plain, outer = (
+            cluster_of(2).run(partial(train, case, every=every, outer=each))[0][0] for each in (None, AVERAGE)
+        )
+        for name, value in plain.state.items():
+            torch.testing.assert_close(outer.state[name], value, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"delay": 1},
+        {"fragments": 2},
+        {"outer": AVERAGE},
+        {"mistake": ("delay", 1)},
+        {"mistake": ("every", 3)},
+    ],
+)
+def test_the_replay_catches_a_planted_fault(cluster_of: Clusters, mistake: dict[str, Any]) -> None:
+    _, models = replay([{0: 0, 1: 1}] * TURNS, EVERY)
+    model, _, _ = cluster_of(2).run(synchronized, **{"outer": md.nesterov, **mistake})[0]
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close([*model.parameters()], [*models[0].parameters()], rtol=0, atol=1e-12)
+
+
+def test_training_goes_on_while_the_average_is_under_way(cluster_of: Clusters) -> None:
+    """Rank 1 begins to average when rank 0 has made two more steps. Without a delay rank 0 would wait."""
+
+    def steps() -> list[bool]:
+        model, token, came = md.LocalSGD(mlp(0), 3, delay=2, outer=md.nesterov), torch.zeros(1), []
+        for step in range(1, 6):
+            if md.rank() == 1 and step == 3:
+                comm.recv(token, 0)
+            if md.rank() == 0 and step == 5:
+                comm.send(token, 1)
+            came.append(model.synchronize())
+        return came
+
+    assert cluster_of(2).run(steps) == [[False] * 4 + [True]] * 2
+
+
+def test_the_end_of_training_averages_what_is_under_way(cluster_of: Clusters) -> None:
+    def finish() -> list[float]:
+        model = md.LocalSGD(nn.Linear(1, 1, bias=False), 2, delay=1, outer=AVERAGE)
+        with torch.no_grad():
+            model.module.weight.fill_(md.rank())
+        assert not model.synchronize()
+        assert not model.synchronize()
+        model.average()
+        anchors = [anchor.item() for anchor in model._exchange.anchors.values()]
+        model.module.weight.requires_grad_(False)
+        with pytest.raises(ValueError, match="other parameters get gradients than when LocalSGD was made"):
+            model.average()
+        return [model.module.weight.item(), *anchors]
+
+    assert cluster_of(2).run(finish) == [[0.5, 0.5]] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"every": 0}, ValueError, "every is 0; give at least 1, the steps between two averagings"),
         ({"every": 1.5}, TypeError, r"every is 1.5 \(float\); give an integer, the steps"),
         ({"warmup": -1}, ValueError, "warmup is -1; give at least 0, the steps at the start"),
+        ({"every": 4, "fragments": 5}, ValueError, "every is 4, fragments 5 and delay 0: a fragment starts"),
+        (
+            {"every": 4, "fragments": 2, "delay": 3},
+            ValueError,
+            "every 2 steps; .* and no longer delay than that",
+        ),
     ],
 )
 def test_wrong_arguments(options: dict[str, int], error: type[Exception], text: str) -> None:

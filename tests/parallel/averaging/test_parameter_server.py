@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.averaging.parameter_assignment import ServerPart, divide
+from minidist.parallel.averaging.parameter_assignment import ServerPart, deal_parameters
 from minidist.parallel.averaging.parameter_server import bytes_per_step
 from minidist.parallel.averaging.server import ServerReport, Serving
 from minidist.parallel.averaging.staleness import Updates
@@ -282,9 +282,9 @@ def test_parts_hold_every_parameter_once_and_are_balanced(lengths: list[int], se
         with pytest.raises(
             ValueError, match=f"servers is {servers}, but the model has {len(parameters)} train"
         ):
-            divide(parameters, servers)
+            deal_parameters(parameters, servers)
         return
-    parts = divide(parameters, servers)
+    parts = deal_parameters(parameters, servers)
     assert sorted(id(p) for part in parts for p in part.parameters) == sorted(map(id, parameters))
     assert all(part.parameters for part in parts)
     sizes = [p.numel() * p.element_size() for p in parameters]
@@ -303,7 +303,7 @@ def test_parts_hold_every_parameter_once_and_are_balanced(lengths: list[int], se
 def test_gradients_travel_sparse_ones_and_missing_ones_too() -> None:
     embedding, linear, unused = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False), nn.Linear(3, 1)
     linear(embedding(torch.tensor([1, 1, 3]))).sum().backward()
-    (part,) = divide([*embedding.parameters(), *linear.parameters(), *unused.parameters()], 1)
+    (part,) = deal_parameters([*embedding.parameters(), *linear.parameters(), *unused.parameters()], 1)
     first, second, *none = part.unpack_gradients(part.pack_gradients())
     assert none == [None, None]
     assert embedding.weight.grad is not None

@@ -46,7 +46,7 @@ def test_spaces_and_trailing_commas_do_not_matter() -> None:
         ("microbatches=2", "did you mean 'micro_batches'"),
         ("dp=2,dp=3", "gives dp twice"),
         ("zero=4", "zero is 4; give stage 1, 2 or 3"),
-        ("precision=fp8", "unknown precision 'fp8'"),
+        ("precision=fp4", "unknown precision 'fp4'"),
         (
             "recompute=maybe",
             "recompute is 'maybe'; give True or False, or the name of a policy: ",

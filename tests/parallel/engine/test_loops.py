@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.parallel.sharding.cases import to_update
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
@@ -148,7 +149,7 @@ def test_masters_and_ties_survive_a_summons(cluster_of: Clusters, zero: int) -> 
 
 
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.3)
-THAWING = [(layout, ADAMW) for layout in LAYOUTS] + [("dp=2,zero=3", ADAGRAD)]
+THAWING = [(layout, ADAMW) for layout in LAYOUTS] + [("dp=2,zero=3", ADAGRAD), ("dp=2,zero=3", md.Muon)]
 MORE = [("dp=2,zero=1", ADAGRAD), ("dp=4,zero=3,shard=2", ADAMW)]
 
 
@@ -265,11 +266,9 @@ class PerParameter(torch.optim.Optimizer):
         closure()
         for p, way in moved:
             p.sub_(way)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+        for p, state, lr in to_update(self):
+            momentum = state.setdefault("momentum", torch.zeros_like(p))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=lr)
         return loss
 
 

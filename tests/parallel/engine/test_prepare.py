@@ -58,9 +58,9 @@ class NoOptimizer:
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
         (
-            {"layout": md.Layout(zero=3), "optimizer": torch.optim.Adafactor},
+            {"layout": md.Layout(zero=3), "optimizer": torch.optim.LBFGS},
             ValueError,
-            "Adafactor, which needs",
+            "LBFGS, which cannot be shared",
         ),
         (
             {"layout": md.Layout(zero=3), "data_parallel": {"bucket_mb": 1}},
@@ -146,7 +146,7 @@ BF16 = {"precision": "bf16", "recompute": True}
     ("layout", "arguments"),
     [
         ({**BF16, "zero": 3}, {"data_parallel": {"bucket_mb": 1}}),
-        ({**BF16, "zero": 3}, {"optimizer": torch.optim.Adafactor}),
+        ({**BF16, "zero": 3}, {"optimizer": torch.optim.LBFGS}),
         ({**BF16, "zero": 3}, {"fully_shard": {"units": 3}}),
         ({**BF16, "zero": 3}, {"fully_shard": {"offload": "/nonexistent/directory"}}),
         ({**BF16, "zero": 2}, {"data_parallel": {"compression": "float16"}}),

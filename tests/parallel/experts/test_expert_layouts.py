@@ -28,7 +28,7 @@ TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=4, width=16, experts
 
 
 def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 8), generator=generator)
+    text = torch.randint(0, 11, (count, 9), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
@@ -48,6 +48,7 @@ LAYOUTS = (
     "dp=2,cp=2,ep=4,zero=1",
     "dp=2,ep=2,pp=2,micro_batches=2",
     "dp=2,ep=2,tp=2",
+    "dp=2,ep=2,tp=2,sequence_parallel=True,micro_batches=2,zero=1",
     "dp=2,zero=1",
 )
 
@@ -146,6 +147,23 @@ def biases_after_a_step(counted_before: int) -> list[Tensor]:
 def test_tokens_of_a_skipped_step_do_not_count() -> None:
     for after_none, after_many in zip(biases_after_a_step(0), biases_after_a_step(1000), strict=True):
         assert torch.equal(after_none, after_many)
+
+
+def compressed(layout: md.Layout) -> tuple[bool, bool]:
+    """Whether a set of parameters is compressed: all others, and the experts."""
+    engine = md.prepare(gpt(0), SGD, layout, data_parallel={"compression": "powersgd"})
+    inputs, targets = CASE.global_batches()[0]
+    engine.step(inputs[md.rank() :: md.size()], targets[md.rank() :: md.size()])
+    sets: Any = engine.strategy.shared.sets  # type: ignore[attr-defined]
+    return bool(sets[0].reductions), bool(sets[1].reductions)
+
+
+@pytest.mark.parametrize(("layout", "sent"), [("dp=2,ep=2", False), ("dp=4,ep=2", True)])
+def test_gradients_that_no_rank_sends_are_not_compressed(
+    layout: str, sent: bool, cluster_of: Clusters
+) -> None:
+    chosen = md.Layout.parse(layout)
+    assert {*cluster_of(chosen.ranks).run(compressed, chosen)} == {(True, sent)}
 
 
 def averaged_over_all(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -174,6 +174,14 @@ def in_groups(parameters: Any) -> torch.optim.Optimizer:
     return OPTIM.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others, "lr": 0.003}], lr=0.01)
 
 
+def to_update(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any], float]]:
+    """What an optimizer of one's own updates: each parameter with a gradient, its state and its rate."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter, optimizer.state[parameter], group["lr"]
+
+
 class Normed(torch.optim.Optimizer):
     """An optimizer of one's own that looks at whole parameters, and makes its state at once."""
 
@@ -185,13 +193,10 @@ class Normed(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["steps"] += 1
-                    state["sum"] += parameter.grad / (1 + parameter.grad.norm())
-                    parameter.sub_(state["sum"], alpha=group["lr"] / state["steps"])
+        for parameter, state, lr in to_update(self):
+            state["steps"] += 1
+            state["sum"] += parameter.grad / (1 + parameter.grad.norm())
+            parameter.sub_(state["sum"], alpha=lr / state["steps"])
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minidist as md
 from minidist import comm
 from minidist.model import GPT, MLP, config
+from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.flat.freed import FreedParameter
 from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
 from minidist.parallel.sharding import units as shard_units
-from minidist.parallel.sharding.residency import ZERO_3
 from minidist.parallel.sharding.sharded import Sharded
-from minidist.parallel.training.elementwise_optimizers import is_elementwise
 from tests.helpers import contract
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
@@ -54,12 +53,10 @@ def test_units_are_gathered_ahead_where_that_takes_no_core() -> None:
 
 
 def test_other_optimizers_are_refused_before_anything_is_sharded() -> None:
-    others = {"Adafactor", "LBFGS", "SparseAdam"}
-    assert not any(is_elementwise(getattr(torch.optim, kind)) for kind in others)
     model = nn.Linear(2, 2)
     before = model.weight.clone()
-    with pytest.raises(ValueError, match=r"Adafactor, which needs whole parameters.* use dp without zero"):
-        md.FullyShard(model, torch.optim.Adafactor)
+    with pytest.raises(ValueError, match=r"LBFGS, which cannot be shared by parts.* use dp alone"):
+        md.FullyShard(model, torch.optim.LBFGS)
     assert torch.equal(model.weight, before)
 
 

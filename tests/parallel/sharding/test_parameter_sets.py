@@ -21,6 +21,7 @@ from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
 from minidist.model.loss import cross_entropy
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.contract.strategy import TensorBox
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
@@ -28,7 +29,6 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding import parameter_set, whole_parameters
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 from tests.helpers.contract import ADAMW, TOLERANCE

@@ -14,8 +14,8 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.sharding import residency
-from minidist.parallel.sharding.residency import Residency
+from minidist.parallel.contract import residency
+from minidist.parallel.contract.residency import Residency
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from tests.helpers import contract
 from tests.helpers.step_bytes import bytes_of_a_step
@@ -23,12 +23,6 @@ from tests.parallel.sharding.cases import ALL, CASES, sizes_of
 
 Clusters = Callable[[int], md.Cluster]
 F64 = 8
-
-
-def layout_of(row: int, ranks: int, micro_batches: int) -> md.Layout:
-    layout = md.Layout(dp=ranks, micro_batches=micro_batches)
-    object.__setattr__(layout, "zero", row)  # `Layout` knows the paper's four alone
-    return layout
 
 
 def add_a_row(patch: pytest.MonkeyPatch) -> None:
@@ -39,7 +33,9 @@ def add_a_row(patch: pytest.MonkeyPatch) -> None:
 def train(row: int, name: str, ranks: int, micro_batches: int) -> contract.Trained:
     with pytest.MonkeyPatch.context() as patch:
         add_a_row(patch)
-        return contract.train_on_this_rank(CASES[name], layout_of(row, ranks, micro_batches))
+        return contract.train_on_this_rank(
+            CASES[name], md.Layout(dp=ranks, zero=row, micro_batches=micro_batches)
+        )
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("gpt", 2), ("unused", 3), ("tied", 2), ("frozen", 3)])
@@ -71,7 +67,7 @@ def step_of(row: int, name: str = "gpt", micro_batches: int = 1, **options: Any)
         case = ALL[name]
         model = case.model(0)
         elements, parameters = sizes_of(model)
-        layout = layout_of(row, md.size(), micro_batches)
+        layout = md.Layout(dp=md.size(), zero=row, micro_batches=micro_batches)
         engine = md.prepare(model, case.optimizer, layout, data_parallel=options or None, rehearse=False)
         inputs, targets = case.rows(torch.Generator().manual_seed(md.rank()), 6)
         engine.step(inputs, targets)  # the ranks agree on the buckets, or on the order of units
@@ -172,16 +168,14 @@ def test_whole_state_needs_whole_gradients() -> None:
         Residency(parameters=True, gradients=False, state=True)
 
 
-def test_only_the_table_and_the_checks_of_a_layout_know_the_stages_by_number() -> None:
+def test_only_the_table_knows_the_stages_by_number() -> None:
     """Everything else asks the row: a comparison of a stage with a number would be a second table."""
     package = Path(md.__file__).parent
-    knowing = {"parallel/contract/layout.py", "parallel/engine/prepare_checks.py"}
-    knowing.add("parallel/sharding/residency.py")
     found = {
         f"{file.relative_to(package)}:{node.lineno}"
         for file in package.rglob("*.py")
         if "zero" in file.read_text() or file.parent.name == "sharding"
-        if str(file.relative_to(package)) not in knowing
+        if file != Path(residency.__file__)
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Compare) and compares_a_stage(node, file.parent.name == "sharding")
     }

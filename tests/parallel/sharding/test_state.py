@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.comm.mesh import Mesh
+from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding import optimizer_slices
-from minidist.parallel.sharding.residency import ROWS
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
-from tests.parallel.sharding.cases import CASES, OPTIM, SMALL
+from tests.parallel.sharding.cases import CASES, OPTIM, SMALL, to_update
 from tests.parallel.sharding.test_parameter_groups import CASES as GROUPS
 from tests.parallel.sharding.test_parameter_groups import GROUPED
 
@@ -136,13 +136,10 @@ class CountsInATensor(OPTIM.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    count = state.setdefault("step", torch.zeros(1)).add_(1)
-                    mean = state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad)
-                    parameter.sub_(mean / float(count), alpha=group["lr"])
+        for parameter, state, lr in to_update(self):
+            count = state.setdefault("step", torch.zeros(1)).add_(1)
+            mean = state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad)
+            parameter.sub_(mean / float(count), alpha=lr)
 
 
 def test_a_parameter_frozen_before_the_first_step_and_a_count_of_ones_own_are_saved(

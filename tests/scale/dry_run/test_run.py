@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import minidist as md
 from minidist import comm
+from minidist.parallel.compression.top_k import TopK
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
 from minidist.scale.dry_run.fake_tensors import DryTensors, NoData
@@ -37,9 +38,17 @@ SHORT = [
     Case("dp=2,pp=2,micro_batches=3", rows=7),
     Case("dp=2,zero=2,micro_batches=2,precision=fp16", optimizer="momentum"),
     Case("dp=4,zero=1,shard=2"),
+    Case("dp=2,tp=2,zero=1", optimizer="muon"),
+    Case("dp=2,tp=2,zero=3", optimizer="muon"),
     Case("dp=2,cp=2,zero=3,shard=2,micro_batches=2"),
     Case("cp=4,cp_kind=2x2", tokens=13),
+    Case("tp=2,sequence_parallel=true,micro_batches=2,precision=fp8"),
+    Case("dp=2,tp=2,zero=3,recompute=true,precision=fp8_delayed"),
     Case("dp=4,zero=3,micro_batches=2", secondary=2, way="shared_memory"),
+    Case("dp=4,ep=2,zero=1,recompute=true", experts=4),
+    Case("dp=4,ep=4,zero=3", experts=4, way="shared_memory"),
+    Case("dp=2,ep=2,pp=2,micro_batches=2", experts=4),
+    Case("dp=2,ep=2,tp=2,zero=2,micro_batches=2", experts=2),
 ]
 
 
@@ -113,7 +122,7 @@ def test_tensors_take_no_memory_and_know_their_shapes() -> None:
 def test_numbers_beside_them_are_computed() -> None:
     with DryTensors() as dry:
         assert torch.tensor([1.0, 2.0]).mul_(3).tolist() == [3.0, 6.0]
-        flat = torch.empty(2**22)  # a bucket: gradients, and counts at its end
+        flat = torch.zeros(2**22)  # a bucket: gradients, and counts at its end
         flat[:-2].copy_(dry.empty((2**22 - 2,)))
         flat[-2:] = torch.tensor([1.0, 5.0])
         with dry_world(0, 8, dry, Peers(md.Layout(), 0)):
@@ -275,6 +284,7 @@ def test_a_program_may_read_it(capsys: Any) -> None:
     [
         ({"data_parallel": {"algorithm": "ring"}}, "algorithm is 'ring'"),
         ({"data_parallel": {"compression": "topk"}}, "compression is 'topk'"),
+        ({"data_parallel": {"compression": TopK(0.1)}}, "compression is TopK"),
         ({"fully_shard": {"offload": "/scratch"}}, "writes no files"),
         ({"way": "carrier pigeon"}, "unknown way"),
         ({"rank": None}, "rank is None"),

@@ -15,7 +15,7 @@ import torch
 import minidist as md
 from minidist.cli import plan as cli_plan
 from minidist.comm.launching.cluster import Cluster
-from minidist.model import GPT
+from minidist.model import GPT, GPTConfig
 from minidist.model.configs import CONFIGS
 from minidist.parallel.contract.memory_report import size
 from minidist.parallel.pipeline import simulation
@@ -30,6 +30,7 @@ from tests.scale.command import command
 
 GB = 10**9
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+SHARED = GPTConfig(context=64, layers=2, heads=4, width=64, experts=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,15 @@ def test_a_model_of_a_billion_and_a_half_needs_sharding(xl: Plan) -> None:
     assert any(
         line.startswith("1 layout of plain data parallelism: at the least") for line in report.unfit(xl)
     )
+
+
+def test_experts_are_shared_where_they_do_not_fit_otherwise() -> None:
+    found = plan("mixtral-8x7b", ranks=16, hardware="h100", batch=(16, 4096))
+    assert found.answer is not None
+    assert (family_of(found.answer.layout), found.answer.layout.ep) == ("experts", 8)
+    assert report.answer(found).startswith("Share the experts: expert parallelism: dp=16,zero=3")
+    assert {each.layout.ep for each in [*found.fitting, *found.too_large]} == {1, 2, 4, 8}
+    assert found.least("experts")[1].peak < found.least("plain")[1].peak / 5  # type: ignore[index]
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +201,8 @@ def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -
 
 
 def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:
-    """Layouts of byte-tiny that fit, one for all micro-batches, and the refused ones."""
-    question = plan("byte-tiny", ranks=1, memory=GB, hardware="cpu-xeon-8480", batch=8).question
+    """Layouts of a model with experts that fit, one for all micro-batches, and the refused ones."""
+    question = plan(SHARED, ranks=1, memory=GB, hardware="cpu-xeon-8480", batch=8).question
     taken, refused = {}, []
     for each in candidates(replace(question, ranks=ranks)):
         if isinstance(each, Refused):
@@ -208,7 +218,7 @@ def prepared(layouts: list[str], refused: list[str]) -> list[str]:
     for texts, expected in ((layouts, True), (refused, False)):
         for text in texts:
             try:
-                md.prepare(GPT(CONFIGS["byte-tiny"]), ADAMW, md.Layout.parse(text))
+                md.prepare(GPT(SHARED), ADAMW, md.Layout.parse(text))
                 taken = True
             except ValueError:
                 taken = False
@@ -217,7 +227,7 @@ def prepared(layouts: list[str], refused: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("taken", "left"), [(20, 3), pytest.param(2, 2, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(("taken", "left"), [(40, 5), pytest.param(2, 2, marks=pytest.mark.deep)])
 def test_prepare_takes_what_is_planned_and_refuses_what_is_not(
     cluster_of: Callable[[int], Cluster], taken: int, left: int
 ) -> None:

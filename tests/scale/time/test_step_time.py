@@ -20,6 +20,7 @@ from minidist.comm.cost import predict
 from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
+from minidist.parallel.experts.expert_parallel import expert_bytes
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.training.recompute import recompute
@@ -29,13 +30,14 @@ from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time import measure_machine, pipeline_time
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, Crowd, Hardware, Rates, hardware, smallest
-from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
+from minidist.scale.time.layer_work import LayerWork, PassWork, model_flops
 from minidist.scale.time.measure_machine import CASES, Measured, load, nonnegative, save, solve, this_machine
 from minidist.scale.time.step_time import HIDDEN, PARTS, StepStages, predict_step
 from minidist.scale.time.traffic import Wires
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
 UNTIED = GPTConfig(vocabulary=50, context=16, layers=1, heads=2, width=24, tied=False)
+EXPERTS = replace(SHAPE, experts=4, expert_width=48)
 
 
 # Operations.
@@ -58,7 +60,7 @@ def reckoned(shape: GPTConfig, rows: int, again: bool) -> float:
     return (passes.forward + passes.backward + passes.again * again).products
 
 
-@pytest.mark.parametrize("shape", [SHAPE, UNTIED, CONFIGS["byte-tiny"]])
+@pytest.mark.parametrize("shape", [SHAPE, UNTIED, CONFIGS["byte-tiny"], EXPERTS])
 @pytest.mark.parametrize("again", [False, True])
 def test_every_operation_of_the_products(shape: GPTConfig, again: bool) -> None:
     for rows in (1, 3):
@@ -68,9 +70,9 @@ def test_every_operation_of_the_products(shape: GPTConfig, again: bool) -> None:
 def test_a_forgotten_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LayerWork._linear
 
-    def halved(self: LayerWork, *args: Any) -> tuple[Computation, Computation]:
-        forward, _ = whole(self, *args)
-        return forward, forward  # only the gradient of the weight
+    def halved(self: LayerWork, *args: Any, **options: Any) -> PassWork:
+        forward = whole(self, *args, **options).forward
+        return PassWork(forward, forward)  # only the gradient of the weight
 
     monkeypatch.setattr(LayerWork, "_linear", halved)
     assert counted(SHAPE, 2, False) != reckoned(SHAPE, 2, False)
@@ -158,12 +160,17 @@ def test_ranks_that_trade_heads_send_an_nth_of_the_ring() -> None:
     assert seconds["ulysses"] < seconds["2x4"] < seconds["ring"]
 
 
-def test_more_ranks_than_heads_and_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"8 ranks trade tokens for heads .* and have 4 heads"):
-        predict_step("byte-tiny", md.Layout(cp=8, cp_kind="ulysses"), (8, 64), "h100")
-    shape = GPTConfig(context=64, layers=2, heads=4, width=64, experts=4)
-    with pytest.raises(ValueError, match="know no experts"):
-        predict_step(shape, md.Layout(dp=2), (8, 64), "h100")
+@pytest.mark.parametrize(
+    ("shape", "layout", "says"),
+    [
+        (SHAPE, "cp=8,cp_kind=ulysses", r"8 ranks trade tokens for heads .* and have 4 heads"),
+        (SHAPE, "dp=2,ep=2", r"ep is 2 in the layout and the model has 0 experts"),
+        (EXPERTS, "dp=3,ep=3", r"ep is 3 .* has 4 experts in a block; give a divisor"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(shape: GPTConfig, layout: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        predict_step(shape, md.Layout.parse(layout), (8, 24), "h100")
 
 
 def test_a_ring_pays_the_network_for_the_hops_between_hosts_alone() -> None:
@@ -188,18 +195,28 @@ SENT: dict[str, Callable[[float, int], float]] = {
     "all_reduce": lambda size, ranks: 2 * (ranks - 1) / ranks * size,
     "reduce_scatter": lambda size, ranks: (ranks - 1) / ranks * size,
     "all_gather": lambda size, ranks: (ranks - 1) * size,
+    "all_to_all": lambda size, ranks: (ranks - 1) / ranks * size,
 }
 """Bytes that a rank sends in a collective, by the bytes of its tensor."""
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sequence_parallel=true", "tp=4,sequence_parallel=true"])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("tp=2", SHAPE),
+        ("tp=2,sequence_parallel=true", SHAPE),
+        ("tp=4,sequence_parallel=true", SHAPE),
+        ("tp=4", EXPERTS),
+        ("dp=2,ep=2,tp=2,sequence_parallel=true", EXPERTS),
+    ],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tensor_parallel_layers_send_what_a_dry_run_counts(
-    monkeypatch: pytest.MonkeyPatch, layout: str, precision: str
+    monkeypatch: pytest.MonkeyPatch, layout: str, shape: GPTConfig, precision: str
 ) -> None:
     chosen = replace(md.Layout.parse(layout), precision=precision)
-    lines = [each for each in dryrun(SHAPE, chosen, (2, 24)).lines if each.axis == "tp"]
-    step = StepStages(SHAPE, TrainingSetup(chosen, 2, 24), HARDWARE["h100"])
+    lines = [each for each in dryrun(shape, chosen, (2 * chosen.dp, 24)).lines if each.axis == "tp"]
+    step = StepStages(shape, TrainingSetup(chosen, 2 * chosen.dp, 24), HARDWARE["h100"])
 
     def told(collective: Callable[[str, float], float]) -> tuple[float, float]:
         """Messages of a forward and a backward pass, without the operators' seconds."""
@@ -222,8 +239,12 @@ SHARED = [
     ("dp=8,zero=3,shard=4,micro_batches=2", 0),
     ("dp=8,zero=3,micro_batches=2", 4),
     ("dp=8,zero=3,shard=4", 2),
+    ("dp=8,ep=2", 0),
+    ("dp=8,ep=4,zero=1", 0),
+    ("dp=4,cp=2,ep=4,zero=2,micro_batches=2", 0),
+    ("dp=8,ep=8,zero=3,micro_batches=2", 0),
 ]
-"""Hybrid sharding, and the ranks of secondary shares."""
+"""Hybrid sharding and experts, and the ranks of secondary shares."""
 
 
 @pytest.mark.parametrize(("layout", "secondary"), SHARED)
@@ -232,11 +253,23 @@ def test_gradients_and_parameters_send_what_a_dry_run_counts(
 ) -> None:
     chosen = md.Layout.parse(layout)
     options = {"secondary": secondary} if secondary else None
-    counted = dryrun(SHAPE, chosen, (16, 24), fully_shard=options).by_axis["dp"]
+    shape = replace(EXPERTS, experts=8) if chosen.ep > 1 else SHAPE
+    counted = dryrun(shape, chosen, (16, 24), fully_shard=options).by_axis["dp"]
     monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
-    wires = Wires(HARDWARE["h100"], TrainingSetup(chosen, 16, 24, secondary=secondary))
-    sent, _ = GradientTime(on_rank(SHAPE), wires)._sent(0.0, 0.0)
-    assert sent == pytest.approx(counted, rel=0.01)
+    step = StepStages(shape, TrainingSetup(chosen, 16, 24, secondary=secondary), HARDWARE["h100"])
+    sets = zip(on_rank(shape, step.part()).sets, step.setup.sets, strict=True)
+    sent = [GradientTime(own, Wires(step.hardware, setup))._sent(0.0, 0.0)[0] for own, setup in sets]
+    assert sum(sent) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_send_what_a_dry_run_counts(monkeypatch: pytest.MonkeyPatch, recompute: bool) -> None:
+    chosen = md.Layout(dp=4, ep=4, micro_batches=2, precision="bf16", recompute=recompute)
+    counted = dryrun(EXPERTS, chosen, (8, 24)).by_axis["ep"]
+    monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
+    sent = predict_step(EXPERTS, chosen, (8, 24), "h100").parts["ep"]
+    counts, rows = 2 * 3 * 8 * 3, 3 * expert_bytes(48, 2, 32, 4, 2)  # of 3 blocks; two micro-batches
+    assert sent == counted == (counts + rows / 2) * (1 + recompute) + rows / 2
 
 
 def test_between_hosts_hybrid_sharding_sends_the_shares_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 from minidist import kernels
 from minidist.kernels import rung
 from minidist.kernels.cpu import s8_matrix_unit
-from minidist.kernels.cpu.support import matrix_unit
+from minidist.kernels.cpu.support import bf16_instructions
 from minidist.kernels.cpu.support.compiling import compiled
 from minidist.kernels.measure import cpu_peaks
 from tests.helpers.fresh_python import output_of
@@ -68,7 +68,7 @@ def test_machine_code_of_another_machine_is_not_taken():
             compiled("A", variant=lambda unit=unit: unit)(lambda a: None)(np.ones((1, 1)))
         s8_matrix_unit._work(np.ones((1, 1), np.int16), 0, 0, 0)  # a dtype that it is never compiled for
     assert names[0] == names[2] != names[1]
-    assert names[3].endswith(f"_{matrix_unit.matrix_unit()}")
+    assert names[3].endswith(f"_{bf16_instructions.matrix_unit()}")
     index = njit(cache=True)(kernels.rung)._cache._index_key((float32,), cpu_target.target_context.codegen())
     assert cpu_target.target_context.codegen().magic_tuple() in index
 

@@ -1,8 +1,9 @@
-"""Which rank holds which experts, for a load that is not even: a greedy placement with replicas.
+"""Which experts to hold more than once, and on which ranks, so that an uneven load becomes even.
 
-Some experts get many more tokens than others. A rank has room for a number of experts, and where there is
-more room than experts, those with the most tokens get replicas, which share their tokens evenly. Then the
-heaviest replica goes to the lightest rank that has room and does not hold that expert yet.
+Some experts get many more tokens than others. A rank has room for a number of experts. Where there is more
+room than experts, those with the most tokens get replicas, which share their tokens evenly. Then the heaviest
+replica goes to the lightest rank that has room and does not hold that expert yet. This is advice: training
+gives each rank as many experts as any other, once (`share_experts`).
 
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.4 (redundant experts).
 """

@@ -1,0 +1,156 @@
+"""Processes that come and go: each has a connection to one coordinator on the same machine.
+
+A process group of torch can neither lose a rank nor gain one. Here every process is alone with the
+coordinator. When it is killed, the kernel closes its connection, and the coordinator learns that at once. If
+that happens in the middle of a message, the message is dropped: only a whole one counts. No side ever blocks
+on the other, and every wait has a limit.
+
+Messages are tensors of bytes. They travel through sockets of 127.0.0.1 and count in the ledger.
+"""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist.comm import ledgers
+from minidist.comm.errors import CollectiveError
+from minidist.comm.launching.channel import Connection
+
+LOOPBACK = "127.0.0.1"
+
+
+class Members:
+    """The coordinator's side: a connection to each member. Members are numbered as they come, from 0.
+
+    largest: bytes of the longest message that a member sends; one that announces more is dropped.
+    """
+
+    def __init__(self, largest: int, port: int = 0) -> None:
+        self._listener = socket.create_server((LOOPBACK, port), backlog=64)
+        self._listener.setblocking(False)
+        self.address = f"{LOOPBACK}:{self._listener.getsockname()[1]}"
+        self._largest, self._came = largest, 0
+        self._connections: dict[int, Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def wait(self, limit: float) -> list[tuple[int, Tensor | None]]:
+        """Wait up to `limit` seconds; return (member, message) for what came, and None for who has gone."""
+        arrived: list[tuple[int, Tensor | None]] = []
+        for member, connection in self._connections.items():
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE * connection.unsent
+            self._selector.modify(connection.socket, events, member)
+        for key, events in self._selector.select(max(0.0, limit)):
+            if key.data is None:
+                self._accept()
+                continue
+            connection = self._connections[key.data]
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+            arrived += [(key.data, _tensor(message)) for message in connection.messages()]
+            if connection.ended:
+                self.drop(key.data)
+                arrived.append((key.data, None))
+        return arrived
+
+    def send(self, member: int, message: Tensor) -> None:  # (k,) uint8
+        """Queue a message for a member, which may be gone by now. Sends the message's bytes."""
+        if member in self._connections:
+            _note("send", message, 0.0)
+            self._connections[member].send(_bytes(message))
+
+    def drop(self, member: int) -> None:
+        """Close the connection to a member."""
+        if member in self._connections:
+            connection = self._connections.pop(member)
+            self._selector.unregister(connection.socket)
+            connection.close()
+
+    def close(self, limit: float) -> None:
+        """Send what is queued, for up to `limit` seconds, and close all connections."""
+        deadline = time.monotonic() + limit
+        while any(each.unsent for each in self._connections.values()) and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic())
+        for member in [*self._connections]:
+            self.drop(member)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            end, _ = self._listener.accept()
+        except OSError:  # it is gone already
+            return
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections[self._came] = Connection(end, blocking=False, largest=self._largest)
+        self._selector.register(end, selectors.EVENT_READ, self._came)
+        self._came += 1
+
+
+class Membership:
+    """A member's side: its connection to the coordinator at `address`, such as "127.0.0.1:29400".
+
+    timeout: seconds that `exchange` may take. Raises ConnectionError if nobody listens there.
+    """
+
+    def __init__(self, address: str, timeout: float) -> None:
+        host, _, port = address.rpartition(":")
+        if host != LOOPBACK or not port.isdigit():
+            raise ValueError(f"coordinator is {address!r}; give its address, such as '{LOOPBACK}:29400'")
+        self.address, self.timeout = address, timeout
+        end = socket.create_connection((host, int(port)), timeout)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = Connection(end, blocking=False)
+
+    def exchange(self, message: Tensor) -> Tensor:  # (k,) uint8 -> (m,) uint8
+        """Send a message, and return the coordinator's answer. Sends the message's bytes.
+
+        Raises CollectiveError if the coordinator has ended or left this member out, or does not answer.
+        """
+        connection, begun = self._connection, time.perf_counter()
+        connection.send(_bytes(message))
+        poll = select.poll()
+        while not connection.ended:
+            left = self.timeout - (time.perf_counter() - begun)
+            poll.register(connection.socket, select.POLLIN | select.POLLOUT * connection.unsent)
+            if left <= 0 or not poll.poll(1e3 * left):
+                self.close()
+                text = f"the coordinator at {self.address} did not answer within {self.timeout:g} s"
+                raise CollectiveError(text)
+            connection.flush()
+            for answer in connection.messages():
+                _note("exchange", message, time.perf_counter() - begun)
+                return _tensor(answer)
+        self.close()
+        why = "has ended, or has left this process out because it took too long"
+        raise CollectiveError(f"the coordinator at {self.address} {why}", peer_ended=True)
+
+    def close(self) -> None:
+        """Leave; the coordinator no longer waits for this member."""
+        self._connection.close()
+
+
+def _note(name: str, message: Tensor, seconds: float) -> None:
+    """Write a call into every open ledger."""
+    call = ledgers.Call(
+        name, "socket", "uint8", tuple(message.shape), (), *2 * (len(message),), seconds, seconds
+    )
+    for ledger in ledgers.opened:
+        ledger.calls.append(call)
+
+
+def _bytes(message: Tensor) -> memoryview:
+    array: Any = message.numpy()
+    return memoryview(array)
+
+
+def _tensor(message: bytearray) -> Tensor:
+    """The bytes themselves as a tensor; torch makes none of no bytes."""
+    return torch.frombuffer(message, dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

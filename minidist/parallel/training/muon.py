@@ -1,0 +1,219 @@
+"""Muon: each hidden matrix moves by its momentum made orthogonal; AdamW updates everything else.
+
+A gradient of a matrix is often of low rank: a few directions have most of its norm. Newton-Schulz iterations
+bring all singular values of the momentum close to 1, with products of matrices alone, so that every direction
+learns. Embeddings, heads, biases and norms stay with AdamW.
+
+The update looks at a whole matrix, so ranks that share the state deal whole matrices (`elementwise`). With
+tensor parallelism each rank keeps its part of a matrix and of the momentum; an all-to-all brings the parts of
+a matrix to one of the ranks, which orthogonalizes it, and another one takes the result back. For a matrix of
+S bytes on n ranks that is 2 (n - 1) / n S over all ranks together. Orthogonalizing each part by itself would
+send nothing, and would be another optimizer.
+
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (the iteration and its
+coefficients); Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2 (weight decay).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from minidist import comm
+from minidist.comm.work import Group, rank_in, ranks_of
+from minidist.parallel.flat.bucket_layout import longest_first, whole_shape
+from minidist.parallel.flat.exchange import exchange
+from minidist.parallel.flat.ranges import narrowed
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x, x^3 and x^5: they raise small singular values fast, and end between 0.7 and 1.2."""
+NOT_HIDDEN = r"emb|wte|wpe|token|position|segment|(^|[._])(head|classifier)([._]|$)|^layers\.\d+\.output\."
+"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer."""
+
+
+def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The matrix with its singular values close to 1. (..., m, n): each matrix of a stack by itself."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    stack = matrix.reshape(-1, *matrix.shape[-2:])
+    x = stack.mT if is_tall else stack  # (k, m, n) with m <= n
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT  # (k, m, m)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return (x.mT if is_tall else x).reshape(matrix.shape)
+
+
+def is_hidden(name: str, parameter: Tensor, others: str = NOT_HIDDEN) -> bool:
+    """Whether Muon takes a parameter: a matrix, or a stack of some, whose name `others` does not find."""
+    return 2 <= parameter.dim() <= 3 and parameter.numel() > 0 and not re.search(others, name)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the hidden matrices, and AdamW for the rest.
+
+    >>> engine = md.prepare(model, partial(md.Muon, lr=0.02, adamw_lr=3e-4), md.Layout(dp=4, zero=1))
+
+    Its matrices are the parameters of two dimensions, and the stacks of three, such as experts, but for those
+    whose names match `others`. Without names it takes all of them; groups choose: {"params": [...],
+    "elementwise": True} is for AdamW.
+
+    Args:
+        named_parameters: (name, parameter) pairs, as `prepare` passes them; or parameters, or groups.
+        lr, momentum, nesterov: of Muon. A matrix with more rows than columns moves further, by the root of
+            rows / columns.
+        steps: of the iteration.
+        adamw_lr, betas, eps: of AdamW; adamw_lr None for lr / 10.
+        weight_decay: of both, decoupled.
+        others: a regular expression that finds the names of matrices for AdamW.
+        dtype: in which matrices are orthogonalized; None for bfloat16 on GPUs, which is enough and many times
+            faster, where the momentum is float32, and otherwise for the momentum's own.
+    """
+
+    joins_cuts = True
+    tp_group: Group = None  # the ranks that have parts of the same matrices; set by the engine
+
+    def __init__(
+        self,
+        named_parameters: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        steps: int = 5,
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        others: str = NOT_HIDDEN,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
+            if not 0 <= value < (1 if name == "momentum" else math.inf):
+                raise ValueError(f"{name} is {value}; give at least 0, and a momentum below 1")
+        given, other_lr = [*named_parameters], lr / 10 if adamw_lr is None else adamw_lr
+        groups = [each for each in given if isinstance(each, dict)]
+        if not groups:
+            pairs = [each if isinstance(each, tuple) else ("", each) for each in given]
+            hidden = [is_hidden(name, p, others) for name, p in pairs]
+            for elementwise in (False, True):  # both, also where one is empty: stages have as many groups
+                own = [p for (_, p), each in zip(pairs, hidden, strict=True) if each != elementwise]
+                groups.append({"params": own, "elementwise": elementwise})
+        groups = [{"lr": other_lr if each.get("elementwise") else lr, **each} for each in groups]
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "betas": betas}
+        defaults |= {"eps": eps, "weight_decay": weight_decay, "elementwise": False}
+        self.dtype, self._cuts = dtype, dict[tuple[Any, ...], list[list[Any]]]()
+        super().__init__(groups, defaults)
+
+    @staticmethod
+    def work(shape: tuple[int, ...]) -> float:
+        """Products of an iteration: two of a (m, n) and its transpose, and a square, for each of a stack."""
+        m, n = sorted(shape[-2:])
+        return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns the loss that `closure` computes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            (self._adamw if group["elementwise"] else self._muon)(group, given)
+        return loss
+
+    def _adamw(self, group: dict[str, Any], given: list[Tensor]) -> None:
+        for p in given:
+            if not self.state[p]:
+                moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[p] = {"step": torch.tensor(0.0), **moments}
+        states = [self.state[p] for p in given]
+        averages, squares, counts = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        beta1, beta2 = group["betas"]
+        adamw(
+            given,
+            [p.grad for p in given],  # type: ignore[misc]
+            averages,
+            squares,
+            [],
+            counts,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _muon(self, group: dict[str, Any], given: list[Tensor]) -> None:
+        cut = []
+        for p in given:
+            state, grad = self.state[p], p.grad
+            assert grad is not None
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+            update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            on_gpu = update.is_cuda and update.dtype == torch.float32
+            update = update.to(self.dtype or (torch.bfloat16 if on_gpu else update.dtype))
+            if hasattr(p, "tp_cut"):
+                cut.append((p, update.clone() if update is momentum else update))
+            else:
+                _move(p, orthogonalized(update, group["steps"]), group)
+        if cut:
+            self._orthogonalize_cut(cut, group["steps"])
+        for p, update in cut:
+            _move(p, update, group)
+
+    def _orthogonalize_cut(self, cut: list[tuple[Any, Tensor]], steps: int) -> None:
+        """Orthogonalize updates of matrices that tp cut, each on one of the ranks that have parts of it."""
+        like, rank = cut[0][1], rank_in(self.tp_group)
+        cuts = self._cuts_of_all([p.tp_cut for p, _ in cut], like.device)
+        owners = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
+        wholes = {
+            k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owners) if owner == rank
+        }
+        own: list[list[Tensor]] = [[] for _ in cuts]  # this rank's parts, by the matrices' owners
+        for (p, update), owner in zip(cut, owners, strict=True):
+            own[owner] += [narrowed(update, start, p.tp_cut.sizes) for start, _ in p.tp_cut.boxes()]
+        parts = [  # all ranks' parts of the matrices that this rank owns
+            [narrowed(whole, at, those[k].sizes) for k, whole in wholes.items() for _, at in those[k].boxes()]
+            for those in cuts
+        ]
+        exchange(own, parts, like, self.tp_group)
+        for whole in wholes.values():
+            whole.copy_(orthogonalized(whole, steps))
+        exchange(parts, own, like, self.tp_group)
+
+    def _cuts_of_all(self, own: list[Any], device: torch.device) -> list[list[Any]]:
+        """How the matrices are cut on every rank of tp, which tell each other once: 8 bytes a number."""
+        if (key := tuple(own)) not in self._cuts:
+            numbers = torch.tensor([x for cut in own for x in (*cut.offsets, *cut.sizes)], device=device)
+            rows = comm.all_gather(numbers, group=self.tp_group).view(len(ranks_of(self.tp_group)), -1)
+            self._cuts[key] = [
+                [
+                    cut._replace(offsets=offsets, sizes=sizes)
+                    for cut in own
+                    for offsets, sizes in [[tuple(islice(row, len(cut.shape))) for _ in range(2)]]
+                ]
+                for row in map(iter, rows.tolist())
+            ]
+        return self._cuts[key]
+
+
+def _move(p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    """Let a matrix, or this rank's part of one, decay and go against an orthogonal update."""
+    rows, columns = whole_shape(p)[-2:]
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)

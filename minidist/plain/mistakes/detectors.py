@@ -1,0 +1,48 @@
+"""What finds a mistake: the detectors of any training (minidist/parallel/debugging), and two of the ladder.
+
+They see runs alone, and never which mistake there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from minidist.parallel.debugging import detectors
+from minidist.parallel.debugging.detectors import Detector, Found, Subject, ask
+from minidist.plain.mistakes import Mistake, lone_rank
+from minidist.plain.mistakes.trainings import Trainings, alone, load, model_of, unchanged
+
+
+def resume(it: Subject) -> str:
+    """A training that goes on from a checkpoint ends as the one that was not stopped, bit for bit."""
+    assert isinstance(it.found, Trainings)
+    if it.found.rung.rung != "recipe":
+        return ""  # the rungs save nothing
+    pairs = zip(it.found["resumed"].parameters, it.found["whole"].parameters, strict=True)
+    for rank, (found, right) in enumerate(pairs):
+        for name, value in right.items():
+            if not torch.equal(found[name], value):
+                return f"{name} is another on rank {rank} after a checkpoint"
+    return ""
+
+
+def placements(it: Subject) -> str:
+    """Every use of a tensor takes its placement, before anything is sent."""
+    assert isinstance(it.found, Trainings)
+    rung = it.found.rung
+    bound = lambda comm: load(rung, comm).train  # noqa: E731
+    return lone_rank.check(bound, partial(model_of, rung.model, 0), **dict(rung.options))
+
+
+DETECTORS: dict[str, Detector] = {**detectors.DETECTORS, "resume": resume, "placements": placements}
+
+
+def examine(rung: Mistake, names: Sequence[str] = tuple(DETECTORS)) -> dict[str, Found]:
+    """Ask detectors about a rung with its changed lines."""
+    right = replace(rung, name="", kind="", symptom="", case="", diff="")
+    it = Subject(Trainings(rung), alone(right), unchanged(right))
+    return ask(it, {name: DETECTORS[name] for name in names}, alone=("order", "placements"))

@@ -1,0 +1,101 @@
+"""`detect` finds a planted mistake in torch's DDP, FSDP2 and tensor parallelism, and nothing without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import minidist as md
+from minidist.parallel.debugging.detectors import DETECTORS, MakeOptimizer, detect
+
+CHEAP = {name: detector for name, detector in DETECTORS.items() if name != "loss"}
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double()
+
+
+def loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rank: int = 0, ranks: int = 1
+) -> list[float]:
+    """The loop that all share: this rank's rows, and the mean of the ranks' losses."""
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        x, y = (torch.randn(6, width, generator=generator).double().chunk(ranks)[rank] for width in (8, 4))
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(make: MakeOptimizer, steps: int) -> Trained:
+    model = net()
+    return loop(model, make(model.parameters()), steps), dict(model.named_parameters())
+
+
+def whole(losses: list[float], model: nn.Module) -> Trained:
+    mean = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    parameters = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()}
+    return (mean / dist.get_world_size()).tolist(), parameters
+
+
+def ddp(mistake: bool, make: MakeOptimizer, steps: int) -> Trained:
+    """Planted: a head that DDP does not know of, as one that is added after wrapping."""
+    model = net()
+    wrapped: Any = DistributedDataParallel(model[:2] if mistake else model)
+    both = nn.Sequential(wrapped, model[2]) if mistake else wrapped
+    losses = loop(both, make(model.parameters()), steps, dist.get_rank(), dist.get_world_size())
+    return whole(losses, model)
+
+
+def fsdp2(mistake: bool, make: MakeOptimizer, steps: int) -> Trained:
+    """Planted: the optimizer is made before the parameters are sharded, and holds those of before."""
+    model, mesh = net(), init_device_mesh("cpu", (dist.get_world_size(),))
+    early = make(model.parameters()) if mistake else None
+    fully_shard(model, mesh=mesh)
+    optimizer = early or make(model.parameters())
+    return whole(loop(model, optimizer, steps, dist.get_rank(), dist.get_world_size()), model)
+
+
+def tensor_parallel(mistake: bool, make: MakeOptimizer, steps: int) -> Trained:
+    """Planted: the partial sums of the second layer are used as the whole."""
+    last = RowwiseParallel(output_layouts=Partial()) if mistake else RowwiseParallel()
+    model = parallelize_module(
+        net(), init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel(), "2": last}
+    )
+    return whole(loop(model, make(model.parameters()), steps), model)
+
+
+@pytest.mark.parametrize(
+    ("train", "found"),
+    [
+        (ddp, {"parameters", "gradients", "norm", "bytes"}),
+        (fsdp2, {"parameters", "gradients", "norm"}),
+        (tensor_parallel, {"first loss", "parameters", "gradients", "norm", "bytes"}),
+    ],
+)
+def test_a_mistake_in_another_library_is_found(
+    cluster_of: Callable[[int], md.Cluster], train: Callable[..., Trained], found: set[str]
+) -> None:
+    right = partial(train, False)
+    for mistake, expected in ((False, set[str]()), (True, found)):
+        said = detect(partial(train, mistake), alone, right=right, detectors=CHEAP, cluster=cluster_of(2))
+        assert expected <= {name for name, one in said.items() if one.sentence}, said
+        assert mistake or not any(one.sentence for one in said.values()), said

@@ -1,0 +1,292 @@
+"""Muon trains every layout to the weights of one process, and sends what its formulas say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import minidist as md
+from minidist import comm
+from minidist.model import GPT, GPTConfig
+from minidist.parallel.flat.bucket_layout import WholeTensors
+from minidist.parallel.flat.joined_messages import deal_to_buckets
+from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
+from minidist.parallel.training import muon
+from tests.helpers import contract
+from tests.helpers.models import Logits, tokens
+from tests.parallel.sharding.cases import CASES, own_loop
+
+Clusters = Callable[[int], md.Cluster]
+MUON = partial(md.Muon, lr=0.05, weight_decay=0.1)
+SHAPE = GPTConfig(vocabulary=11, context=8, layers=2, heads=4, width=8, tied=False)
+
+
+def gpt(seed: int, **changes: Any) -> GPT:
+    return GPT(GPTConfig(**{**vars(SHAPE), **changes}), seed=seed, dtype=torch.float64)
+
+
+CASE = contract.Case(gpt, tokens, MUON, batches=(6, 7, 8), clip_norm=0.5)
+EXPERTS = contract.Case(partial(gpt, experts=4), tokens, MUON, batches=(6, 7), clip_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=3",
+        "dp=2,zero=1",
+        "dp=3,zero=2,micro_batches=2",
+        "dp=3,zero=3,micro_batches=2",
+        "dp=4,shard=2,zero=3,recompute=True",
+        "tp=2,sequence_parallel=true",
+        "tp=3",
+        "dp=2,tp=2,zero=1",
+        "dp=2,tp=2,zero=2",
+        "dp=2,tp=2,zero=3",
+        "dp=2,tp=3,zero=1",
+        "dp=2,tp=3,zero=2",
+        "pp=2,micro_batches=2",
+        "dp=2,pp=2,zero=1,micro_batches=2",
+        "dp=2,cp=2,zero=3",
+    ],
+)
+def test_every_layout_equals_one_process(cluster_of: Clusters, text: str) -> None:
+    layout = md.Layout.parse(text)
+    contract.check(cluster_of(layout.ranks), CASE, layout)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Phi-3"])
+def test_matrices_packed_in_one_are_joined(cluster_of: Clusters, name: str) -> None:
+    case = contract.Case(partial(Logits, name), partial(tokens, vocabulary=13), MUON, batches=(4, 5))
+    contract.check(cluster_of(2), case, md.Layout(tp=2))
+
+
+@pytest.mark.parametrize("text", ["dp=2,ep=2,zero=3", "dp=2,ep=2,tp=2,zero=1"])
+def test_each_expert_is_a_matrix_by_itself(cluster_of: Clusters, text: str) -> None:
+    layout = md.Layout.parse(text)
+    contract.check(cluster_of(layout.ranks), EXPERTS, layout)
+
+
+def test_matrices_on_disk_and_weights_that_a_loop_writes(cluster_of: Clusters, tmp_path: Path) -> None:
+    """Owners of whole matrices take what is written to the shards."""
+
+    def train(layout: md.Layout, **options: Any) -> contract.Trained:
+        engine, batches = md.prepare(gpt(md.rank()), MUON, layout, **options), CASE.global_batches()
+        first = contract.steps(engine, batches[:1])
+        with engine.summon() as weights:
+            for value in weights.values():
+                value.mul_(0.5)
+        last = contract.steps(engine, batches[1:])
+        return contract.Trained(first.losses + last.losses, last.state)
+
+    offload = {"fully_shard": {"offload": str(tmp_path)}}
+    expected = train(md.Layout())
+    for trained in cluster_of(2).run(train, md.Layout(dp=2, zero=3), **offload):
+        contract.compare(trained, expected)
+
+
+def test_half_precision_differs_in_no_layout(cluster_of: Clusters) -> None:
+    """Masters are updated. Sums of two ranks, and means over powers of two, round alike everywhere."""
+
+    def train(text: str) -> dict[str, Tensor]:
+        layout = md.Layout.parse(f"dp=2,precision=bf16{text}")
+        engine = md.prepare(gpt(md.rank()).float(), MUON, layout, clip_norm=0.5)
+        contract.steps(engine, replace(CASE, batches=(8, 8, 4)).global_batches())
+        return {box.name: box.tensor.clone() for box in engine.strategy.state_boxes()}
+
+    whole = cluster_of(2).run(train, "")[0]
+    assert {whole[f"model.{name}"].dtype for name, _ in gpt(0).named_parameters()} == {torch.float32}
+    for text in (",zero=1", ",zero=3"):
+        for found in cluster_of(2).run(train, text):
+            for name, value in found.items():
+                if value.shape == whole[name].shape:  # whole on its owner
+                    assert torch.equal(value, whole[name]), name
+
+
+def go_on(folder: Path, layout: md.Layout, first: int) -> contract.Trained:
+    """Take step `first` from the checkpoint of the step before, and save."""
+    engine = md.prepare(gpt(md.rank()), MUON, layout, clip_norm=0.5)
+    if first:
+        md.load(engine, folder, latest=True)
+    trained = contract.steps(engine, CASE.global_batches()[first : first + 1])
+    md.save(engine, folder, step=first + 1)
+    return trained
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("dp=2,zero=3", "dp=2,tp=2,zero=1", "dp=3,zero=2"),
+        ("tp=2", "dp=2,tp=2,zero=3", "pp=2,micro_batches=2"),
+    ],
+)
+def test_a_checkpoint_goes_on_in_other_layouts(
+    cluster_of: Clusters, tmp_path: Path, texts: tuple[str, ...]
+) -> None:
+    expected = contract.train_in_one_process(CASE)
+    for number, text in enumerate(texts):
+        layout = md.Layout.parse(text)
+        found = cluster_of(layout.ranks).run(go_on, tmp_path, layout, number)
+    for trained in found:
+        contract.compare(trained, contract.Trained(expected.losses[2:], expected.state))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_it_works_in_a_loop_of_ones_own(cluster_of: Clusters, zero: int) -> None:
+    case = replace(CASES["mlp"], optimizer=MUON)
+    for trained in cluster_of(2).run(own_loop, zero, case):
+        contract.compare(trained, contract.train_in_one_process(case))
+
+
+# The mathematics.
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (3, 7), (4, 6, 2)])
+def test_singular_values_go_through_the_polynomial(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64)
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    values /= values.norm(dim=-1, keepdim=True)
+    for _ in range(5):
+        a, b, c = muon.COEFFICIENTS
+        values = a * values + b * values**3 + c * values**5
+    torch.testing.assert_close(
+        muon.orthogonalized(matrix), u * values[..., None, :] @ v, rtol=1e-10, atol=1e-10
+    )
+    assert ((values > 0.6) & (values < 1.3)).all()
+
+
+def test_it_moves_as_torch_does() -> None:
+    """Torch orthogonalizes in bfloat16, which has three digits."""
+    start = torch.randn(24, 8)
+    mine, its = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    ours = md.Muon([mine], lr=0.1, weight_decay=0.1)
+    torchs = torch.optim.Muon([its], lr=0.1, weight_decay=0.1)
+    for _ in range(5):
+        mine.grad = its.grad = torch.randn(24, 8)
+        ours.step()
+        torchs.step()
+    assert (mine - its).norm() < 0.02 * (its - start).norm()
+
+
+# What travels, and who works.
+
+
+def sent_in_a_step(text: str) -> tuple[int, int, int, int]:
+    """Bytes of the all-to-alls, of all calls, and of the engine's formula; and what should be swapped."""
+    engine: Any = md.prepare(gpt(md.rank()), MUON, md.Layout.parse(text), rehearse=False)
+    for batch in CASE.global_batches()[:2]:
+        engine.step(contract.own_rows(engine, batch))
+    with comm.ledger() as ledger:
+        engine.step(contract.own_rows(engine, CASE.global_batches()[2]))
+    swapped = sum(call.bytes_sent for call in ledger.calls if call.name == "all_to_all")
+    expected, shared = 0, engine.strategy.shared
+    if "zero=3" in text:  # what it has of others' matrices, and what others have of its own
+        owned = {shared.name_of(each.ranges[0].param_index) for each in shared.slices.all if not each.cuts}
+        for name, span, _ in shared.named_ranges():
+            if re.search("query|key|value|attention.output|up|down", name) and name.endswith("weight"):
+                expected += 8 * len(span) * (1 if name not in owned else -1)
+        expected += 8 * sum(each.value.numel() for each in shared.slices.all if not each.cuts)
+    return swapped, ledger.bytes_sent, engine.strategy.bytes_per_step(), expected
+
+
+MATRICES = 2 * 12 * 8 * 8
+"""Elements of the hidden matrices: in each of two blocks 4 of (8, 8), one of (32, 8) and one of (8, 32)."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zero_3_sends_each_part_to_its_owner_and_back(cluster_of: Clusters, ranks: int) -> None:
+    found = cluster_of(ranks).run(sent_in_a_step, f"dp={ranks},zero=3")
+    for swapped, sent, formula, expected in found:
+        assert (swapped, sent) == (expected, formula)
+    assert 0 < sum(swapped for swapped, *_ in found) <= 2 * 8 * MATRICES
+
+
+def test_tp_sends_the_parts_of_cut_matrices_alone(cluster_of: Clusters) -> None:
+    for text in ("tp=2", "tp=4"):
+        found = cluster_of(int(text[-1])).run(sent_in_a_step, text)
+        ranks = len(found)
+        assert sum(swapped for swapped, *_ in found) == 2 * 8 * MATRICES * (ranks - 1) // ranks
+
+
+def test_zero_1_sends_what_adamw_does(cluster_of: Clusters) -> None:
+    for swapped, sent, formula, _ in cluster_of(2).run(sent_in_a_step, "dp=2,zero=1"):
+        assert (swapped, sent) == (0, formula)
+
+
+@pytest.mark.parametrize(("width", "layers", "owners"), [(768, 12, 2), (768, 12, 8), (1600, 48, 32)])
+def test_owners_have_about_the_same_work(width: int, layers: int, owners: int) -> None:
+    """Of GPT-2's matrices, in the buckets of ZeRO 1 and 2, and all at once as with ZeRO 3."""
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    limit = max(25 * 2**20, owners * 16 * width * width)
+    for parts in (deal_to_buckets(tensors, range(len(tensors)), limit), [range(len(tensors))]):
+        deal = WholeTensors(md.Muon.work, owners)
+        padded = sum(owners * deal([tensors[i] for i in part], owners)[1] for part in parts)
+        assert padded <= 1.2 * sum(x.numel() for x in tensors)
+        assert max(deal.loads) <= 1.2 * sum(deal.loads) / owners
+
+
+# Planted faults.
+
+
+def a_matrix_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    """With ZeRO 3 nobody takes the last matrix's update back to the shards."""
+    give = WholeOnOwners.give_values
+
+    def without_the_last(self: Any) -> None:
+        shard = self._homes[-1][0].shard
+        kept = shard.clone()
+        give(self)
+        shard.copy_(kept)
+
+    patch.setattr(WholeOnOwners, "give_values", without_the_last)
+
+
+def each_part_by_itself(patch: pytest.MonkeyPatch) -> None:
+    """Each rank of tp orthogonalizes its part of a matrix."""
+
+    def alone(self: md.Muon, cut: list[Any], steps: int) -> None:
+        for _, update in cut:
+            update.copy_(muon.orthogonalized(update, steps))
+
+    patch.setattr(md.Muon, "_orthogonalize_cut", alone)
+
+
+def transposed(patch: pytest.MonkeyPatch) -> None:
+    """A matrix arrives with rows and columns swapped."""
+    right = muon.orthogonalized
+    patch.setattr(
+        muon,
+        "orthogonalized",
+        lambda x, steps: right(x.reshape(x.mT.shape), steps).reshape(x.shape),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (a_matrix_is_skipped, "dp=2,zero=3"),
+        (each_part_by_itself, "tp=2"),
+        (transposed, "dp=2,zero=1"),
+        (transposed, "tp=2"),
+    ],
+)
+def test_the_contract_catches_a_planted_fault(
+    fault: Callable[[pytest.MonkeyPatch], None], text: str, cluster_of: Clusters
+) -> None:
+    def train() -> contract.Trained:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            return contract.train_on_this_rank(CASE, md.Layout.parse(text), {"rehearse": False})
+
+    expected = contract.train_in_one_process(CASE)
+    trained = cluster_of(2).run(train)[0]
+    with pytest.raises(AssertionError):
+        contract.compare(trained, expected)

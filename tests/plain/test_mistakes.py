@@ -1,0 +1,207 @@
+"""The collection of mistakes: lines fit, detectors find what the page says, and nothing in what is right."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minidist as md
+from minidist import plain
+from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read
+from minidist.plain.mistakes.detectors import DETECTORS, examine
+from minidist.plain.mistakes.ranks import Rank, on_ranks
+from minidist.plain.mistakes.trainings import model_of, run
+from tests.helpers.plain_rungs import train
+
+PAGE = Path(__file__).parents[2] / "docs/mistakes.md"
+KNOWN = collection()
+MODELS = {"tied": "tied", "positions": "positions"}
+RIGHT = [Mistake(rung) for rung in (*plain.LADDER, "recipe")]
+RIGHT += [Mistake("sharded", options=(("row", row),)) for row in ("data parallel", "ZeRO 1", "ZeRO 2")]
+RIGHT += [Mistake(each.rung, each.name, MODELS.get(each.name, "")) for each in read("variants")]
+CHEAP = [name for name in DETECTORS if name != "loss"]  # which takes 100 steps
+
+
+def named(rung: Mistake) -> str:
+    return " ".join([rung.rung, rung.on, *(str(value) for _, value in rung.options)])
+
+
+def table() -> dict[str, set[str]]:
+    """The page's table: the detectors that find each mistake."""
+    lines = PAGE.read_text().partition("## Which detector finds which mistake")[2].partition("\n\nSeconds")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.strip().splitlines()]
+    return {
+        name: {d for d, mark in zip(rows[0][1:], marks, strict=True) if mark} for name, *marks in rows[2:]
+    }
+
+
+def test_there_are_many_of_every_class_and_the_page_has_them_all() -> None:
+    assert [*KNOWN] == [*table()]
+    assert len(KNOWN) >= 40
+    assert {each.kind for each in KNOWN.values()} == {*CLASSES}
+    assert len({each.source() for each in KNOWN.values()}) == len(KNOWN)
+    for each in KNOWN.values():
+        compile(each.source(), each.name, "exec")
+        assert each.symptom
+        assert each.diff.count("\n+") + each.diff.count("\n-") <= 12  # a few lines
+        assert all(re.match(r"[\w.-]+/[\w.-]+#\d+\b", case) for case in each.case.split(", ") if each.case)
+
+
+@pytest.mark.parametrize("text", ["", "a\nb\na\n"])
+def test_lines_that_do_not_fit_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="times in the text"):
+        apply("@@\n-a\n+c\n", text)
+
+
+def test_the_page_keeps_its_promises() -> None:
+    found = table()
+    assert all(found.values())
+    assert sum("loss" not in detectors for detectors in found.values()) >= 10
+    assert sum("placements" in detectors for detectors in found.values()) >= 12
+    for detector in DETECTORS:
+        assert any(detector in detectors for detectors in found.values())
+    assert found["hidden-blocks-computed"] == {"work"}
+    assert found["parameters-not-freed"] == found["all-micro-batches-held"] == {"memory"}
+    assert found["low-weights-saved"] == {"resume"}
+
+
+@pytest.mark.parametrize("rung", RIGHT, ids=named)
+def test_placements_find_nothing_in_what_is_right(rung: Mistake) -> None:
+    assert examine(rung, ["placements"])["placements"].sentence == ""
+
+
+def check(rung: Mistake, detectors: list[str]) -> None:
+    found = examine(rung, detectors)
+    expected = table().get(rung.name, set())
+    assert {name for name, one in found.items() if one.sentence} == expected & {*detectors}, found
+
+
+@pytest.mark.parametrize("rung", ["data_parallel", "tensor_parallel", "recipe"])
+def test_nothing_is_found_in_what_is_right(rung: str) -> None:
+    check(Mistake(rung), CHEAP)
+
+
+SAMPLE = [
+    "one-rank-logs",
+    "gathered-twice",
+    "tied-weights-not-summed",
+    "hidden-blocks-computed",
+    "low-weights-saved",
+]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_detectors_find_what_the_page_says(name: str) -> None:
+    check(KNOWN[name], CHEAP)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "rung", [rung for rung in RIGHT if rung.rung not in ("one_process", "low_precision")], ids=named
+)
+def test_no_detector_finds_anything_in_what_is_right(rung: Mistake) -> None:
+    check(rung, [*DETECTORS])
+
+
+@pytest.mark.deep
+def test_the_page_is_what_detectors_find() -> None:
+    page = runpy.run_path(str(PAGE.with_suffix(".py")))["page"]
+    found = {name: examine(mistake) for name, mistake in KNOWN.items()}
+    written = re.sub(r"\nSeconds of .*\n", "", PAGE.read_text())
+    assert page(found) == written, "run: python docs/mistakes.py"
+
+
+# Ranks as threads are ranks.
+
+
+@pytest.mark.parametrize("rung", ["overlap", "sharded", "pipeline", "sequence_parallel", "ring_attention"])
+def test_threads_send_and_compute_what_processes_do(
+    cluster_of: Callable[[int], md.Cluster], rung: str
+) -> None:
+    from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of
+
+    found = run(Mistake(rung), 2, SHORT)
+    ranks = cluster_of(2).run(train, rung, {}, batches_of(SHORT, Mistake.rows), ADAMW)
+    for rank, right in enumerate(ranks):
+        torch.testing.assert_close(found.losses, right.losses, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.parameters[rank], right.parameters, rtol=1e-10, atol=1e-10)
+        calls = [(call.name, call.sent) for call in found.calls[rank]]
+        assert sorted(calls) == sorted(right.calls)
+
+
+def of_rank(calls: dict[int, Callable[[Rank], Any]]) -> str:
+    return on_ranks(2, lambda comm: calls[comm.number](comm))[2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        (lambda c: c.all_reduce(torch.ones(2)), lambda c: c.all_reduce(torch.ones(3)), r"where rank . calls"),
+        (lambda c: c.all_reduce(torch.ones(2)), lambda c: c.broadcast(torch.ones(2)), r"where rank . calls"),
+        (lambda c: c.recv(torch.ones(2), 1), lambda c: c.recv(torch.ones(2), 0), "wait for each other"),
+        (lambda c: c.recv(torch.ones(2), 1), lambda c: None, r"wait for each other: rank 0 in recv of \[2\]"),
+        (lambda c: c.recv(torch.ones(2), 1), lambda c: c.send(torch.ones(3), 0), "expects recv"),
+    ],
+)
+def test_ranks_that_would_hang_stop_at_once(first: Any, second: Any, sentence: str) -> None:
+    assert re.search(sentence, of_rank({0: first, 1: second}))
+
+
+# Placements, one use each.
+
+
+def placed(lines: str) -> str:
+    """What is wrong with a training that does this."""
+    text = f"import torch\ndef train(model, batches, make):\n{lines}"
+
+    def bound(comm: Any) -> Any:
+        space: dict[str, Any] = {"comm": comm}
+        exec(compile(text, "<lines>", "exec"), space)
+        return space["train"]
+
+    return lone_rank.check(bound, partial(model_of, "", 0))
+
+
+START = """
+    for p in model.parameters():
+        comm.broadcast(p.detach())
+    make(model.parameters())
+    w = model[0].weight
+    rows = batches[0][0].tensor_split(2)[comm.rank()].flatten()
+    x = torch.nn.functional.embedding(rows, w)  # a shard
+    partial = x.T @ x
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("comm.all_reduce(w.detach())", "which is replicated: the sum is n times too large"),
+        ("comm.all_reduce(x.detach())", "which is shard: different parts are added up"),
+        ("comm.all_gather(partial)", "which is partial: nobody adds it up"),
+        ("partial.relu()", "relu takes a partial sum"),
+        ("partial + torch.ones(24)", "a partial sum and a tensor that is replicated are added up"),
+        ("partial * partial", "mul takes a partial sum"),
+        ("torch.linalg.vector_norm(x)", "the norm of a shard"),
+        ("comm.all_reduce(partial.detach()).relu()", ""),
+        ("(partial + partial.T) / 3", ""),
+        ("comm.reduce_scatter(partial.detach()).relu()", ""),
+        ("torch.rand(3) if comm.rank() else comm.broadcast(torch.ones(2))", "rank 0 calls broadcast"),
+    ],
+)
+def test_a_use_takes_some_placements(line: str, sentence: str) -> None:
+    found = placed(f"{START}    {line}\n")
+    assert sentence in found if sentence else not found, found
+
+
+def test_a_variant_changes_what_its_mistakes_change_further() -> None:
+    each = KNOWN["part-clips-alone"]
+    assert replace(each, diff="").source() != Mistake(each.rung).source()
