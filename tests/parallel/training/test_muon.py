@@ -175,6 +175,14 @@ def test_it_moves_as_torch_does() -> None:
     assert (mine - its).norm() < 0.02 * (its - start).norm()
 
 
+def test_wrong_arguments_are_refused() -> None:
+    vector = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\), which is neither a matrix nor a stack.*elementwise"):
+        md.Muon([{"params": [vector]}])
+    with pytest.raises(ValueError, match="momentum is 1; give at least 0, and a momentum below 1"):
+        md.Muon([vector], momentum=1)
+
+
 # What travels, and who works.
 
 
