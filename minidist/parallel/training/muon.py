@@ -35,8 +35,8 @@ from minidist.parallel.flat.ranges import narrowed
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: they raise small singular values fast, and end between 0.7 and 1.2."""
 NOT_HIDDEN = r"emb|wte|wpe|token|position|segment|(^|[._])(head|classifier)([._]|$)|^layers\.\d+\.output\."
-"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. The last
-part is for this package's GPT."""
+"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. Its
+last part is for this package's GPT."""
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
