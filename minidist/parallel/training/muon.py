@@ -35,7 +35,8 @@ from minidist.parallel.flat.ranges import narrowed
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: they raise small singular values fast, and end between 0.7 and 1.2."""
 NOT_HIDDEN = r"emb|wte|wpe|token|position|segment|(^|[._])(head|classifier)([._]|$)|^layers\.\d+\.output\."
-"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer."""
+"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. Its
+last part is for this package's GPT."""
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -112,6 +113,16 @@ class Muon(torch.optim.Optimizer):
         self.dtype, self._cuts = dtype, dict[tuple[Any, ...], list[list[Any]]]()
         super().__init__(groups, defaults)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; ValueError if there are some for Muon that are no matrices."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for shape in [p.shape for p in group["params"] if not (group["elementwise"] or 2 <= p.dim() <= 3)]:
+            raise ValueError(
+                f"a group for Muon has a parameter of shape {tuple(shape)}, which is neither a matrix nor a "
+                'stack of some; give it in a group of its own, {"params": [...], "elementwise": True}'
+            )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the loss that `closure` computes."""
@@ -129,26 +140,12 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
                 self.state[p] = {"step": torch.tensor(0.0), **moments}
-        states = [self.state[p] for p in given]
-        averages, squares, counts = (
-            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
-        beta1, beta2 = group["betas"]
-        adamw(
-            given,
-            [p.grad for p in given],  # type: ignore[misc]
-            averages,
-            squares,
-            [],
-            counts,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        grads: list[Any] = [p.grad for p in given]
+        keys = "exp_avg", "exp_avg_sq", "step"
+        averages, squares, counts = ([self.state[p][key] for p in given] for key in keys)
+        options: dict[str, Any] = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        adamw(given, grads, averages, squares, [], counts, amsgrad=False, maximize=False, **options)
 
     def _muon(self, group: dict[str, Any], given: list[Tensor]) -> None:
         cut = []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
 from minidist import comm
@@ -20,6 +21,8 @@ from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_to_buckets
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training import muon
+from minidist.scale.time.gradient_exchange import PRODUCTS
+from minidist.scale.time.step_time import predict_step
 from tests.helpers import contract
 from tests.helpers.models import Logits, tokens
 from tests.parallel.sharding.cases import CASES, own_loop
@@ -173,6 +176,30 @@ def test_it_moves_as_torch_does() -> None:
         ours.step()
         torchs.step()
     assert (mine - its).norm() < 0.02 * (its - start).norm()
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 4, 5)])
+def test_its_work_is_counted(shape: tuple[int, ...]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        muon.orthogonalized(torch.randn(shape))
+    assert counter.get_total_flops() == PRODUCTS * md.Muon.work(shape)
+
+
+def test_the_prediction_shares_the_work_and_counts_the_messages() -> None:
+    def update(text: str) -> float:
+        layout = md.Layout.parse(text)
+        return predict_step("gpt2-medium", layout, (8, 1024), "h100", optimizer="muon").parts["optimizer"]
+
+    assert update("dp=8") / update("dp=8,zero=1") == pytest.approx(8, rel=0.1)
+    assert update("dp=8,zero=1") < update("dp=8,zero=3") < update("dp=4")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    vector = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\), which is neither a matrix nor a stack.*elementwise"):
+        md.Muon([{"params": [vector]}])
+    with pytest.raises(ValueError, match="momentum is 1; give at least 0, and a momentum below 1"):
+        md.Muon([vector], momentum=1)
 
 
 # What travels, and who works.
