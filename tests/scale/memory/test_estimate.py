@@ -26,6 +26,7 @@ from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activa
 from minidist.scale.memory.__main__ import main
 from minidist.scale.memory.estimates import Estimate, estimate
 from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, standard_layouts, table
+from minidist.scale.memory.training_setup import TrainingSetup
 from tests.helpers.dry_measured import experts_in_turns
 
 Clusters = Callable[[int], md.Cluster]
@@ -328,6 +329,32 @@ def test_activations_left_out_are_caught(
     if part in ("block", "head"):  # the others save less than the tolerance of this comparison
         assert measured.activations != pytest.approx(expected, rel=0.1 if part == "block" else 0.01)
     assert saved_by(GPT(TINY), TINY, 5) != estimate(TINY, batch=(5, 24)).activations
+
+
+def with_others(setup: TrainingSetup) -> tuple[TrainingSetup, ...]:
+    return setup, setup
+
+
+EXPERT_FAULTS = {
+    "as many ranks share the experts": (TrainingSetup, "sets", property(with_others)),
+    "a row for each token": (GPTConfig, "rows_of_mlps", lambda _, tokens: tokens),
+}
+
+
+def test_a_planted_fault_in_the_experts_is_caught(
+    cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = md.Layout(dp=4, ep=2, zero=1)
+    found = cluster_of(4).run(trained, EXPERTS, layout, 8)[0]
+    expected = partial(estimate, EXPERTS, layout, batch=(8, 24), rank=0)
+    check(found, expected(), 0.01)
+    monkeypatch.setattr(estimates, "activations", estimates.activations.__wrapped__)  # which keeps nothing
+    for fault in EXPERT_FAULTS.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            wrong = expected()
+        with pytest.raises(AssertionError):
+            check(found, wrong, 0.01)
 
 
 # Arguments.
