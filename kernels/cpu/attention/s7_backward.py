@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from ...attention_rung import AttentionRung
 from ...rung import Array
+from ..support import thread_pool
 from ..support.attention import backward, forward
-from ..support.thread_pool import threads
 
 
 def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
     """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
-    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=True, cores=threads())
+    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=True, cores=thread_pool.threads())
 
 
 RUNG = AttentionRung(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...rung import Array
+from . import thread_pool
 from .attention_sizes import QUERIES, backward_memory, forward_memory, most_queries, padded
 from .block_sizes import memory
 from .compiling import compiled
-from .thread_pool import threads
 
 if TYPE_CHECKING:
     from . import atomic, attention_backward, attention_forward
@@ -40,11 +36,13 @@ def forward(
     """Fill out and logs; with `skip`, leave out the blocks that the mask hides."""
     parts, size = -(-q.shape[0] // (heads * most_queries())), forward_memory(q.shape[1])
 
-    def work(counter: int) -> None:
-        space = memory("attention", "f", size)
-        _forward(q, k, v, out, logs, space, counter, heads, parts, causal, int(skip))
+    counter = np.zeros(1, np.int64)
 
-    on_cores(work, min(cores, parts * heads))
+    def work() -> None:
+        space = memory("attention", "f", size)
+        _forward(q, k, v, out, logs, space, counter.ctypes.data, heads, parts, causal, int(skip))
+
+    thread_pool.together(work, min(cores, parts * heads))
 
 
 @compiled(
@@ -67,36 +65,18 @@ def backward(
     heads: int, causal: int,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv on all cores; each of a head's parts has sums of its own for dk and dv."""
-    width, cores = q.shape[1], threads()
+    width, cores = q.shape[1], thread_pool.threads()
     wide, size = padded(width), backward_memory(width)
     parts = min(-(-cores // heads), -(-q.shape[0] // (heads * QUERIES)))
     dk_sums, dv_sums = (np.zeros((parts * k.shape[0], wide), k.dtype) for _ in range(2))
 
-    def work(counter: int) -> None:
-        space = memory("attention", "f", size)
-        _backward(q, k, v, out, d_out, logs, dq, dk_sums, dv_sums, space, counter, heads, parts, causal)
+    counter = np.zeros(1, np.int64)
 
-    on_cores(work, min(cores, parts * heads))
+    def work() -> None:
+        given, at = memory("attention", "f", size), counter.ctypes.data
+        _backward(q, k, v, out, d_out, logs, dq, dk_sums, dv_sums, given, at, heads, parts, causal)
+
+    thread_pool.together(work, min(cores, parts * heads))
     np.sum(dv_sums.reshape(parts, -1, wide)[:, :, :width], 0, out=dv)
     np.sum(dk_sums.reshape(parts, -1, wide)[:, :, :width], 0, out=dk)
     dk *= np.float32(1 / math.sqrt(width))
-
-
-def on_cores(work: Callable[[int], None], cores: int) -> None:
-    """Call work(address of a counter) in so many threads, and return when all have returned."""
-    counter = np.zeros(1, np.int64)
-    helpers = [_pool().submit(work, counter.ctypes.data) for _ in range(cores - 1)]
-    try:
-        work(counter.ctypes.data)
-    finally:  # they read the arrays and the counter, also where this thread was interrupted
-        for helper in helpers:
-            helper.result()
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, threads() - 1), "minidist-attention")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads don't survive a fork

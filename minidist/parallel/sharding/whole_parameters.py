@@ -132,7 +132,7 @@ class WholeParameters(SharedParameters):
         else:
             self.parameters, self.orders = [], []
         claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
-        self._list(trained)
+        self._number(trained)
         if all(own.residency.state and own.gradient_comm.ranks == 1 for own in self.sets):
             self.orders = None
             return
@@ -147,7 +147,7 @@ class WholeParameters(SharedParameters):
                 self.reducers.append(Reducer(listed, sets, overlap, deal))
         self._accumulate(self._accumulates)
 
-    def _list(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def _number(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Number parameters that have no index yet; returns whether there are any."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         count, placed = len(numbers), {index for own in self.sets for index in own.indices}
@@ -306,7 +306,7 @@ class WholeParameters(SharedParameters):
         self.follow_changes()
         had = {*saved, *(name for each in order or () for name in each)}
         frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
-        if self._list(frozen):  # the optimizer has state of them, although they get no gradients now
+        if self._number(frozen):  # the optimizer has state of them, although they get no gradients now
             self.reattach()
         if self.value_buckets():
             return
@@ -539,7 +539,7 @@ def named_in(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]
     return [(str(index), parameter) for index, parameter in enumerate(parameters)]
 
 
-def take_new(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> None:
+def start_new_equal(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> None:
     """Give parameters that a loop adds to a set rank 0's values, if they may be shared. A collective."""
     for _, parameter in named:
         if parameter.layout is not torch.strided:

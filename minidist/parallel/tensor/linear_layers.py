@@ -307,7 +307,8 @@ class RowParallelLinear(ParallelLinear):
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = rounded_linear(x, self.matrix, self.rounding)
+        w, rounding = self.matrix, self.rounding
+        y = functional.linear(x, w) if rounding is None else rounded_linear(x, w, rounding)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)

@@ -83,23 +83,20 @@ def linears_of(model: nn.Module) -> list[str]:
 
     A MultiheadAttention multiplies by itself, and experts in groups; they are not among them.
     """
-    packed = nn.modules.linear.NonDynamicallyQuantizableLinear
-    found = [
-        name
-        for name, module in model.named_modules()
-        if (type(module).forward is nn.Linear.forward and not isinstance(module, packed))
-        or type(module).__qualname__ == "Conv1D"
-    ]
+    packed, found = nn.modules.linear.NonDynamicallyQuantizableLinear, []
+    module: Any
+    for name, module in model.named_modules():
+        is_linear = type(module).forward is nn.Linear.forward and not isinstance(module, packed)
+        if is_linear or type(module).__qualname__ == "Conv1D":
+            found.append(name)
+            if (dtype := module.weight.dtype) not in _EXPONENT:
+                raise ValueError(
+                    f"FP8 rounds numbers in float32 or float64, and {name} has {dtype}; call model.float()"
+                )
     if not found:
         raise TypeError(
             f"a {type(model).__name__} has no torch.nn.Linear for FP8 to round; use precision='fp32'"
         )
-    for name in found:
-        dtype = model.get_submodule(name).weight.dtype
-        if dtype not in _EXPONENT:
-            raise ValueError(
-                f"FP8 rounds numbers in float32 or float64, and {name} has {dtype}; call model.float()"
-            )
     return found
 
 
@@ -184,10 +181,8 @@ class Rounding(NamedTuple):
 
 
 @opaque
-def rounded_linear(x: Tensor, weight: Tensor, rounding: Rounding | None) -> Tensor:  # (..., K), (M, K)
-    """Return x W^T of rounded operands, or of these as they are: (..., M)."""
-    if rounding is None:
-        return functional.linear(x, weight)
+def rounded_linear(x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:  # (..., K), (M, K)
+    """Return x W^T of rounded operands: (..., M)."""
     y: Tensor = _Linear.apply(x, weight, rounding.for_call())  # type: ignore[no-untyped-call]
     return y
 

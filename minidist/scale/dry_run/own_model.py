@@ -33,7 +33,7 @@ from minidist.parallel.pipeline.model_stage import ModelStage
 from minidist.parallel.sharding.cut_into_units import deal_to_units, modules_of
 from minidist.parallel.sharding.units import Unit
 from minidist.parallel.training.activation_memory import ActivationCounter
-from minidist.parallel.training.muon import is_hidden
+from minidist.parallel.training.muon import Muon, is_hidden
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
 from minidist.scale.dry_run.fake_tensors import DryTensors, OperationKind, tensors_in
@@ -112,7 +112,7 @@ class OwnModel:
         made = [Unit(name, part, i) for i, (name, part) in enumerate(modules_of(self.module, None))]
         units = [sum(p.numel() for _, p, _ in own) for _, own in deal_to_units(self.module, made)]
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        hidden = (Hidden(p.numel(), tuple(p.shape)) for name, p in trained if is_hidden(name, p))
+        hidden = (Hidden(p.numel(), Muon.work(tuple(p.shape))) for name, p in trained if is_hidden(name, p))
         return RankParameters([p.numel() for _, p in trained], units, hidden=tuple(hidden))
 
     def recomputes(self, policy: bool | str) -> bool:

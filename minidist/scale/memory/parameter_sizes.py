@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
+from minidist.parallel.flat.bucket_layout import longest_first, matrix_work
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
 
@@ -36,18 +37,10 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
 
 
 class Hidden(NamedTuple):
-    """A matrix, or a stack of some, that Muon orthogonalizes."""
+    """A matrix that Muon orthogonalizes: a rank's elements of it, and its share of `matrix_work`."""
 
-    elements: int  # that a rank has
-    shape: tuple[int, ...]  # of all
-    ranks: int = 1  # that have parts of it
-
-    @property
-    def work(self) -> float:
-        """A rank's share of the iteration's products."""
-        from minidist.parallel.training.muon import Muon  # needs torch, which an estimate does not
-
-        return Muon.work(self.shape) / self.ranks
+    elements: int
+    work: float
 
 
 @dataclass(frozen=True)
@@ -86,8 +79,6 @@ class RankParameters:
 
 def fullest(sizes: Sequence[float], owners: int) -> float:
     """What the owner with the most has, where tensors are dealt whole, the largest first."""
-    from minidist.parallel.flat.bucket_layout import longest_first  # needs torch, too
-
     longest_first(sizes, bins := [0.0] * max(1, min(owners, len(sizes))))
     return max(bins)
 
@@ -178,16 +169,16 @@ def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameter
 def hidden(config: TransformerConfig, part: ModelPart = ALONE) -> tuple[tuple[Hidden, ...], ...]:
     """The matrices of a rank's blocks, and that of BERT's pooler or map; and the stacks of its experts."""
     width, own = config.width, part.own(config.heads) * config.head_size
-    of_block = [Hidden(width * own, (width, width), part.tp)] * 4
-    stacks = [Hidden(width * part.own(config.middle), (config.middle, width), part.tp)] * 2
+    square, wide = (matrix_work((rows, width)) / part.tp for rows in (width, config.middle))
+    of_block, stacks = [Hidden(width * own, square)] * 4, [Hidden(width * part.own(config.middle), wide)] * 2
     if config.experts:
         stack = config.experts // part.ep, width, config.middle
-        of_block += [Hidden(config.experts * width, (config.experts, width))]
-        stacks = [Hidden(math.prod(stack), stack)] * 2
+        of_block += [Hidden(config.experts * width, matrix_work((config.experts, width)))]
+        stacks = [Hidden(math.prod(stack), matrix_work(stack))] * 2
     layers = [i for chunk in own_parts(config, part) for i in chunk]
     blocks = sum(1 <= i <= config.layers for i in layers)
     has_map = config.layers + 1 in layers and not isinstance(config, GPTConfig)
-    of_map = [Hidden(width * width, (width, width))] * has_map
+    of_map = [Hidden(width * width, matrix_work((width, width)))] * has_map
     if part.ep > 1:
         return tuple(of_block * blocks), tuple(stacks * blocks)
     return (*(of_block + stacks) * blocks, *of_map), ()
