@@ -127,4 +127,10 @@ class Placements(TorchDispatchMode):
         gone = (sizes & SHARED) - {*out.shape} or (not out.dim() and any(x.dim() == 1 for x in inputs))
         if gone and name.endswith("vector_norm"):
             self.wrong("the norm of a shard is used as the norm of the whole")
-        return "partial" if gone and SUMS.fullmatch(name) else "varying" if "index" in name else "shard"
+        return (
+            "partial"
+            if gone and SUMS.fullmatch(name)
+            else "varying"
+            if re.match("index|bincount", name)
+            else "shard"
+        )

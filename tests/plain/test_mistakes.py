@@ -15,10 +15,10 @@ import torch
 
 import minidist as md
 from minidist import plain
-from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read
+from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read, recipe
 from minidist.plain.mistakes.detectors import DETECTORS, examine
 from minidist.plain.mistakes.ranks import Rank, on_ranks
-from minidist.plain.mistakes.trainings import model_of, run
+from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of, model_of, run
 from tests.helpers.plain_rungs import train
 
 PAGE = Path(__file__).parents[2] / "docs/mistakes.md"
@@ -71,6 +71,7 @@ def test_the_page_keeps_its_promises() -> None:
     assert found["hidden-blocks-computed"] == {"work"}
     assert found["parameters-not-freed"] == found["all-micro-batches-held"] == {"memory"}
     assert found["low-weights-saved"] == {"resume"}
+    assert f"[{len(found)} of them" in (PAGE.parent / "index.md").read_text()
 
 
 @pytest.mark.parametrize("rung", RIGHT, ids=named)
@@ -126,8 +127,6 @@ def test_the_page_is_what_detectors_find() -> None:
 def test_threads_send_and_compute_what_processes_do(
     cluster_of: Callable[[int], md.Cluster], rung: str
 ) -> None:
-    from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of
-
     found = run(Mistake(rung), 2, SHORT)
     ranks = cluster_of(2).run(train, rung, {}, batches_of(SHORT, Mistake.rows), ADAMW)
     for rank, right in enumerate(ranks):
@@ -135,6 +134,15 @@ def test_threads_send_and_compute_what_processes_do(
         torch.testing.assert_close(found.parameters[rank], right.parameters, rtol=1e-10, atol=1e-10)
         calls = [(call.name, call.sent) for call in found.calls[rank]]
         assert sorted(calls) == sorted(right.calls)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_recipe_sends_the_bytes_of_its_formula(ranks: int) -> None:
+    assert "2 (n - 1) / n (S + 8) bytes" in (recipe.__doc__ or "")
+    size = sum(p.numel() * 8 for p in model_of("", 0).parameters())
+    for calls in run(Mistake("recipe"), ranks, SHORT).calls:
+        each = [call.sent for call in calls if call.name == "all_reduce"]
+        assert sum(each[:-1]) == SHORT * 2 * (ranks - 1) * (size + 8) // ranks  # the last are the losses
 
 
 def of_rank(calls: dict[int, Callable[[Rank], Any]]) -> str:

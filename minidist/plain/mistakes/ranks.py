@@ -146,7 +146,7 @@ class Rank:
 
 def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank], str]:
     """Run a function on n ranks. Return the results, the ranks, and what went wrong."""
-    world, results, failed = World(n), [None] * n, list[str]()
+    world, results, failed, torch_threads = World(n), [None] * n, list[str](), torch.get_num_threads()
     ranks = [Rank(world, rank) for rank in range(n)]
 
     def body(rank: int) -> None:
@@ -169,4 +169,5 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
         thread.start()
     for thread in threads:
         thread.join()
+    torch.set_num_threads(torch_threads)
     return results, ranks, failed[0] if failed else ""
