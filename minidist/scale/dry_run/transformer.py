@@ -89,8 +89,14 @@ class Transformer:
     # A dry run.
 
     def check_dry(self, layout: Layout) -> None:
-        """ValueError if the layout divides the tokens of a BERT."""
+        """ValueError if the layout divides the tokens of a BERT, or experts cannot take all tokens."""
         refuse_cut_rows(self.shape, layout)
+        capacity = getattr(self.shape, "capacity", None)
+        if capacity is not None and capacity < 1:
+            raise ValueError(
+                f"capacity is {capacity}, so that experts drop tokens, and a dry run does not know which; "
+                "give at least 1, or None"
+            )
 
     @property
     def divided(self) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class LayerWork:
         return self.stream / self.part.tp if self.sequence_parallel else self.stream
 
     @cached_property
-    def seen(self) -> float:
+    def pairs(self) -> float:
         """Pairs of a query and a key for which this rank computes; a causal mask leaves about half.
 
         A ring leaves out what the mask hides of the other ranks' keys, and of its own in whole tiles.
@@ -114,7 +114,7 @@ class LayerWork:
         return self.rows * (self.tokens // self.part.tp if self.sequence_parallel else self.tokens)
 
     @cached_property
-    def pairs(self) -> int:
+    def mlp_rows(self) -> int:
         """Rows of a block's MLPs: one for each token, or for each pair of a token and an expert."""
         return self.config.rows_of_mlps(self.routed if self.config.experts else self.rows * self.tokens)
 
@@ -140,7 +140,7 @@ class LayerWork:
         own, calls = self._maps[0][-1].inputs, 1 + TRADE_CALLS * (self.trading > 1)
         calls += RING_CALLS * self._ring if self._ring > 1 else 0
         moved = TRADED * self._bytes(own) if self.trading > 1 else 0.0
-        return Computation(0.0, 4 * self.seen * own, 4 * self._bytes(own), moved, calls)
+        return Computation(0.0, 4 * self.pairs * own, 4 * self._bytes(own), moved, calls)
 
     @property
     def _ring(self) -> int:
@@ -154,7 +154,7 @@ class LayerWork:
     @cached_property
     def _scores(self) -> float:
         """Bytes of the scores that ring attention writes, which is not fused; 0 for fused attention."""
-        return 4 * self.seen * self.part.own(self.config.heads) if self._ring > 1 else 0.0
+        return 4 * self.pairs * self.part.own(self.config.heads) if self._ring > 1 else 0.0
 
     @cached_property
     def _attention(self) -> Computation:
@@ -171,14 +171,14 @@ class LayerWork:
         more for guests from other ranks. Their gradients are joined to one for each tensor.
         """
         *router, up, down = self._maps[1]
-        inner = float(self.element * self.pairs * down.inputs)
-        last = self._linear(down, tokens=self.pairs)
+        inner = float(self.element * self.mlp_rows * down.inputs)
+        last = self._linear(down, tokens=self.mlp_rows)
         gelu = PassWork(Computation(moved=2 * inner, calls=1), Computation(moved=4 * inner))
-        work = self._linear(up, tokens=self.pairs) + last + gelu
+        work = self._linear(up, tokens=self.mlp_rows) + last + gelu
         if not router:
             return replace(work, again=work.forward - last.forward)
         own, ways = up.without_bias, 1 + (self.part.ep > 1)
-        rows, scores = self.pairs * self.config.width, self.routed * self.config.experts
+        rows, scores = self.mlp_rows * self.config.width, self.routed * self.config.experts
         around = Computation(moved=self.element * (10.0 * ways * rows + 6 * scores), calls=own + 20 * ways)
         joined = Computation(moved=2.0 * self.element * self.expert_elements, calls=own)
         work += self._linear(*router, tokens=self.routed) + PassWork(around, around + joined)

@@ -192,7 +192,7 @@ class StepStages:
         cp_backward += attention * cp_forward
         cp_hidden[1] += attention * cp_hidden[0]
         traded = blocks * self.wires.traded(keys)  # before and after attention, with nothing to compute
-        sent = float(self.element * of.pairs * self.shape.width)
+        sent = float(self.element * of.mlp_rows * self.shape.width)
         ep_forward, ep_backward = (blocks * each for each in self.wires.routed(sent, self.shape.experts))
         ep_backward += share_recomputed(layout.recompute, self.shape.layers, layers, "mlp") * ep_forward
         tp_backward -= tp_hidden

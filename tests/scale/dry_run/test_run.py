@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import minidist as md
 from minidist import comm
+from minidist.model import GPTConfig
 from minidist.parallel.compression.top_k import TopK
 from minidist.parallel.engine.training_step import Engine
 from minidist.scale.dry_run import calls, fake_tensors
@@ -294,6 +295,12 @@ def test_what_cannot_be_run_dry_is_refused(options: dict[str, Any], says: str) -
     layout = md.Layout(dp=2, zero=3 if "fully_shard" in options else 0)
     with pytest.raises((ValueError, TypeError), match=says):
         dryrun("byte-tiny", layout, **options)
+
+
+def test_experts_that_drop_tokens_are_refused() -> None:
+    shape = GPTConfig(context=16, layers=1, heads=2, width=16, experts=4, capacity=0.5)
+    with pytest.raises(ValueError, match=r"capacity is 0.5, so that experts drop tokens.*give at least 1"):
+        dryrun(shape, md.Layout(dp=2, ep=2))
 
 
 def test_a_time_says_which_options_it_leaves_out() -> None:
