@@ -88,7 +88,7 @@ FAMILIES = {
     "one process": (
         _row("one process", "dp=1", "plain torch"),
         _row("recompute", "recompute=True", "torch checkpoint"),
-        *(_full("FP8, emulated", f"precision={name}", exact=False) for name in FP8_RECIPES),
+        *(_full(f"{name}, emulated", f"precision={name}", exact=False) for name in FP8_RECIPES),
     ),
     "data parallel": (
         _data_parallel("an all-reduce a parameter", bucket_mb=0, overlap=False),
