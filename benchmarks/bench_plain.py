@@ -49,7 +49,7 @@ def check(form: RungForm, measured: Measured) -> None:
     """Raise AssertionError if programs that should train alike have different losses."""
     if form.exact:
         require_alike(measured, program_name(form.name, plain=True), ONE)
-    if form.make and form.alike:
+    if form.alike:
         require_alike(measured, program_name(form.name, plain=True), program_name(form.name, plain=False))
 
 
@@ -57,14 +57,13 @@ def enter(benchmark: Benchmark, form: RungForm, measured: Measured, work: Ladder
     """Store a rung's figures as the benchmark's result."""
     check(form, measured)
     ours = measured[program_name(form.name, plain=True)]
-    engine = measured.get(program_name(form.name, plain=False))
-    record(benchmark, ours.seconds, engine.seconds if engine else (), form.engine)
+    engine = measured[program_name(form.name, plain=False)]
+    record(benchmark, ours.seconds, engine.seconds, form.engine)
     extra = benchmark.extra_info
     extra |= {"label": form.name, "idea": form.idea, "lines": form.lines}
     extra |= {**ours.figures(work.rows), **ours.memory, "memory_source": COUNTED}
     extra["held"] = max(facts.memory.states for facts in ours.facts if facts.memory)
-    if engine:
-        extra["peer_memory"] = engine.fullest.total
+    extra["peer_memory"] = engine.fullest.total
     if form is not FORMS[0]:
         extra |= over_yardstick(ours.seconds, measured[ONE].seconds) | {"yardstick": "the rung one_process"}
     if form.note:

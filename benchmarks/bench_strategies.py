@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,9 +48,10 @@ def families(full: bool, named: bool, worlds: Worlds) -> Families:
             ]
             try:
                 # Other packages change what torch does in their process, so they get ranks of their own.
+                given = replace(work, experts=members[0].row.experts)
                 with warm_worlds() if family in OUTSIDE else nullcontext(worlds) as ranks:
                     found[work, family] = measure(
-                        ranks, work, members, ROUNDS[work][full], math.inf if full else EACH
+                        ranks, given, members, ROUNDS[work][full], math.inf if full else EACH
                     )
             except Exception as error:
                 found[work, family] = error

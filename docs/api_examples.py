@@ -237,6 +237,15 @@ from minidist.kernels import CPU_LADDER
 assert [each.number for each in CPU_LADDER][:3] == [1, 2, 3]
 assert CPU_LADDER[0].idea.startswith("Three Python loops")
 
+# minidist.kernels.ATTENTION_LADDER
+from minidist.kernels import ATTENTION_LADDER
+
+q, k, v = torch.randn(3, 2, 50, 16).numpy()  # two heads of 50 positions
+out, logs = ATTENTION_LADDER[-1].forward(q, k, v, causal=True)
+expected = nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), is_causal=True)
+torch.testing.assert_close(torch.from_numpy(out), expected)
+dq, dk, dv = ATTENTION_LADDER[-1].backward(q, k, v, out, logs, out, causal=True)
+
 # minidist.kernels.Rung
 from minidist.kernels import rung
 

@@ -1,20 +1,21 @@
-"""Ladders of matrix multiplications, from three Python loops to a GPU's tensor cores.
+"""Ladders of matrix multiplications, from three Python loops to a GPU's tensor cores, and one of attention.
 
 Each rung is one file, complete in itself, and adds one idea to the rung before it. Around the ladders stand
 the tools that check them, time them and run CUDA kernels on a machine without a GPU.
 
-    from minidist.kernels import CPU_LADDER, CUDA_LADDER, rung
+    from minidist.kernels import ATTENTION_LADDER, CPU_LADDER, CUDA_LADDER, rung
 
     c = rung("s4_loop_order").matmul(a, b)
     for step in CPU_LADDER:
         print(step.number, step.name, step.idea)
+    out = ATTENTION_LADDER[-1].attention(q, k, v, causal=True)
 
 | File or folder | Holds |
 |---|---|
-| rung.py | what a rung is, and the checks that all rungs share |
+| rung.py, attention_rung.py | what a rung is, and the checks that all rungs share |
 | tried_once.py | what this CPU can do, found by trying in a child process; starts processes, writes files |
 | cache_folder.py | the user's folder for measured peaks and compiled kernels; writes files there |
-| cpu/ | the CPU ladder, s1 to s8 |
+| cpu/ | the CPU ladder, s1 to s8; in attention/ that of attention, s1 to s7 |
 | cuda/ | the CUDA ladder, s1 to s10 |
 | emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
 | tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
@@ -29,30 +30,42 @@ ladders.
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from . import cpu, cuda
-from .rung import Rung
+from .rung import Rung, Step
 
 if TYPE_CHECKING:
+    from .attention_rung import AttentionRung
     from .cpu import CPU_LADDER as CPU_LADDER
     from .cuda.rung import CudaRung
 
     CUDA_LADDER: tuple[CudaRung, ...]
     """The ten rungs on a GPU, or in the emulator: from a thread for each element to Hopper's instructions."""
+    ATTENTION_LADDER: tuple[AttentionRung, ...]
+    """The seven rungs of attention on a CPU: from the definition to a backward pass on all cores."""
 
-__all__ = ["CPU_LADDER", "CUDA_LADDER", "Rung", "rung"]
+__all__ = ["ATTENTION_LADDER", "CPU_LADDER", "CUDA_LADDER", "Rung", "rung"]
+
+StepT = TypeVar("StepT", bound=Step)
 
 
 def __getattr__(name: str) -> Any:
     if name in ("CPU_LADDER", "CUDA_LADDER"):
         return getattr(cpu if name == "CPU_LADDER" else cuda, name)
+    if name == "ATTENTION_LADDER":
+        return importlib.import_module(".cpu.attention", __name__).ATTENTION_LADDER
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # The function hides the module of the same name here; `from minidist.kernels.rung import ...` still works.
-def rung(name_or_number: str | int, ladder: Sequence[Rung] | None = None) -> Rung:
+@overload
+def rung(name_or_number: str | int, ladder: None = None) -> Rung: ...
+@overload
+def rung(name_or_number: str | int, ladder: Sequence[StepT]) -> StepT: ...
+def rung(name_or_number: str | int, ladder: Sequence[Step] | None = None) -> Step:
     """Return the rung of `ladder` with this name ("s4_loop_order"), short name ("s4") or number (4).
 
     Without a ladder, short names and numbers mean the CPU ladder, and full names ("s9_tensor_core") either.

@@ -52,27 +52,36 @@ def require_numba() -> None:
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One step of a ladder of matrix multiplications; a rung's file ends with `RUNG = Rung(...)`."""
+class Step:
+    """What any step of a ladder says of itself."""
 
     number: int  # in the ladder, from 1
     name: str  # of its file: "s1_python_loops"
     device: Literal["cpu", "cuda"]  # where the kernel runs
     idea: str  # one sentence: the one change from the rung before it, and why that is faster
     dtypes: tuple[str, ...]  # NumPy's names of the dtypes that it takes
-    # Overwrites `out`, without warnings. It is called with m, n and k >= 1, aligned arrays of any strides,
-    # and an `out` that shares no memory with a or b.
-    compute: Compute
+    compute: Callable[..., None]  # fills its output, without warnings; the kind of ladder says with what
     cores: Literal["one", "all"] = "one"  # how many cores of a CPU it uses
-    aligned: bool = True  # whether it is faster if the rows of a new out start on a cache line
-    tf32: bool = False  # whether it rounds float32 factors to TF32, for tensor cores
-    factors: float = 0.0  # the largest relative error with which it takes float32 factors in other formats
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}: a rung runs on 'cpu' or 'cuda'")
         if self.cores not in ("one", "all"):
             raise ValueError(f"cores is {self.cores!r}: a rung uses 'one' or 'all'")
+
+
+@dataclass(frozen=True)
+class Rung(Step):
+    """One step of a ladder of matrix multiplications; a rung's file ends with `RUNG = Rung(...)`.
+
+    `compute` overwrites `out`. It is called with m, n and k >= 1, aligned arrays of any strides, and an `out`
+    that shares no memory with a or b.
+    """
+
+    compute: Compute
+    aligned: bool = True  # whether it is faster if the rows of a new out start on a cache line
+    tf32: bool = False  # whether it rounds float32 factors to TF32, for tensor cores
+    factors: float = 0.0  # the largest relative error with which it takes float32 factors in other formats
 
     def matmul(self, a: OperandT, b: OperandT, out: OperandT | None = None) -> OperandT:
         """Multiply a (m, k) by b (k, n), and return c (m, n) in their dtype.

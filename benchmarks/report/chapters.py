@@ -230,7 +230,7 @@ CHAPTERS = (
         "Matrix products: the ladders",
         "Each rung adds one idea to the rung before it. It is compared with the vendor's library and with "
         "the machine's peak.",
-        ("bench_cpu_matmul", "bench_cuda"),
+        ("bench_cpu_matmul", "bench_cuda", "bench_attention"),
         opening=matrix_products,
     ),
     Chapter(

@@ -13,6 +13,7 @@ name it in RUNGS; nothing else in the project lists rungs.
 | s6_register_tile | a tile of the result stays in registers |
 | s7_threads | all cores share the work |
 | s8_matrix_unit | one instruction multiplies pairs of bf16 numbers, or tiles of them |
+| attention/ | another ladder, of attention, on the same support |
 | support/ | what the upper rungs build on |
 """
 

@@ -14,7 +14,6 @@ import select
 import selectors
 import socket
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +40,9 @@ class Members:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def wait(self, limit: float) -> list[tuple[int, Tensor | None]]:
+    def wait(self, limit: float) -> list[tuple[int, bytearray | None]]:
         """Wait up to `limit` seconds; return (member, message) for what came, and None for who has gone."""
-        arrived: list[tuple[int, Tensor | None]] = []
+        arrived: list[tuple[int, bytearray | None]] = []
         for member, connection in self._connections.items():
             events = selectors.EVENT_READ | selectors.EVENT_WRITE * connection.unsent
             self._selector.modify(connection.socket, events, member)
@@ -54,7 +53,7 @@ class Members:
             connection = self._connections[key.data]
             if events & selectors.EVENT_WRITE:
                 connection.flush()
-            arrived += [(key.data, _tensor(message)) for message in connection.messages()]
+            arrived += [(key.data, message) for message in connection.messages()]
             if connection.ended:
                 self.drop(key.data)
                 arrived.append((key.data, None))
@@ -64,7 +63,7 @@ class Members:
         """Queue a message for a member, which may be gone by now. Sends the message's bytes."""
         if member in self._connections:
             _note("send", message, 0.0)
-            self._connections[member].send(_bytes(message))
+            self._connections[member].send(message.numpy().data)
 
     def drop(self, member: int) -> None:
         """Close the connection to a member."""
@@ -115,7 +114,7 @@ class Membership:
         Raises CollectiveError if the coordinator has ended or left this member out, or does not answer.
         """
         connection, begun = self._connection, time.perf_counter()
-        connection.send(_bytes(message))
+        connection.send(message.numpy().data)
         poll = select.poll()
         while not connection.ended:
             left = self.timeout - (time.perf_counter() - begun)
@@ -127,7 +126,7 @@ class Membership:
             connection.flush()
             for answer in connection.messages():
                 _note("exchange", message, time.perf_counter() - begun)
-                return _tensor(answer)
+                return torch.frombuffer(answer, dtype=torch.uint8)
         self.close()
         why = "has ended, or has left this process out because it took too long"
         raise CollectiveError(f"the coordinator at {self.address} {why}", peer_ended=True)
@@ -144,13 +143,3 @@ def _note(name: str, message: Tensor, seconds: float) -> None:
     )
     for ledger in ledgers.opened:
         ledger.calls.append(call)
-
-
-def _bytes(message: Tensor) -> memoryview:
-    array: Any = message.numpy()
-    return memoryview(array)
-
-
-def _tensor(message: bytearray) -> Tensor:
-    """The bytes themselves as a tensor; torch makes none of no bytes."""
-    return torch.frombuffer(message, dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

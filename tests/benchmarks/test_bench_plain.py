@@ -58,8 +58,6 @@ def test_every_rung_has_a_row_and_every_engines_form_a_rung():
     rungs = dict.fromkeys(form.rung for form in FORMS)
     assert tuple(rungs) == plain.LADDER
     assert len(BY_NAME) == len(FORMS)
-    assert all(bool(form.engine) == (form.make is not None) for form in FORMS)
-    assert [form.name for form in FORMS if not form.engine] == ["experts"]
 
 
 def test_ideas_and_lines_are_those_of_the_pages():
@@ -182,12 +180,9 @@ def test_what_is_entered(measured):
     assert extra["held"] == sum(extra["memory"].values()) - extra["memory"]["activations"]
     assert extra["peer_memory"] == of(measured, "sharded: ZeRO 1", False).fullest.total
     json.dumps(results.rounded(extra))
-    first, alone = FakeBenchmark(), FakeBenchmark()
+    first = FakeBenchmark()
     enter(first, BY_NAME["one process"], measured, TINY)
-    enter(alone, BY_NAME["experts"], measured, TINY)
     assert "over_yardstick" not in first.extra_info
-    assert "ratio" not in alone.extra_info
-    assert "the engine has none" in alone.extra_info["note"]
 
 
 def test_the_title_says_the_size():

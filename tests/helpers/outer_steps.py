@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from minidist.parallel.averaging.parameter_assignment import deal_parameters
@@ -25,21 +26,6 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, slot: int, st
     optimizer.step()
 
 
-class Worker:
-    """A worker's model and optimizer, which begin with the global weights."""
-
-    def __init__(self, anchors: Sequence[Tensor], slot: int) -> None:
-        self.model, self.slot = mlp(0), slot
-        self.optimizer = ADAMW(self.model.parameters())
-        self.update([*self.model.parameters()], anchors, kept=0.0)
-
-    @staticmethod
-    @torch.no_grad()
-    def update(own: Sequence[Tensor], new: Sequence[Tensor], kept: float) -> None:
-        for mine, value in zip(own, new, strict=True):
-            mine.copy_(kept * mine + (1 - kept) * value)
-
-
 def replay(
     log: Sequence[dict[int, int]],
     every: int,
@@ -47,7 +33,7 @@ def replay(
     delay: int = 0,
     outer: MakeOptimizer = md.nesterov,
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """Return the global model after these outer steps, and each worker's, `delay` steps later.
+    """Return the global model after these outer steps, and that of each worker, `delay` steps later.
 
     log: {worker: slot} of those that took part in each.
     """
@@ -56,28 +42,33 @@ def replay(
     optimizer = outer(anchors)
     position = {parameter: i for i, parameter in enumerate(anchors)}
     parts = [[position[p] for p in part.parameters] for part in deal_parameters(anchors, fragments)]
-    workers: dict[int, Worker] = {}
-    due, kept = 0, 0.5 if delay else 0.0
+    workers: dict[int, tuple[nn.Module, torch.optim.Optimizer]] = {}
 
-    def train(worker: Worker, steps: range, applied_at: int, indices: Sequence[int]) -> None:
-        for step in (steps.start - 1, *steps):  # the first is done
-            if step in steps:
-                inner_step(worker.model, worker.optimizer, worker.slot, step)
-            if step + 1 == applied_at:
-                own = [*worker.model.parameters()]
-                Worker.update([own[i] for i in indices], [anchors[i] for i in indices], kept)
+    def train(number: int, slot: int, begin: int, end: int, turn: int) -> None:
+        """Train from one step to another; the values of `turn` arrive `delay` steps after the first."""
+        is_new = number not in workers
+        if is_new:
+            workers[number] = (fresh := copy.deepcopy(whole)), ADAMW(fresh.parameters())
+        model, inner = workers[number]
+        for step in range(begin, end + 1):
+            if step == begin + delay and not is_new:
+                with torch.no_grad():
+                    for index in parts[turn % fragments]:
+                        [*model.parameters()][index].lerp_(anchors[index], 0.5 if delay else 1.0)
+            if step < end:
+                inner_step(model, inner, slot, step)
 
+    due = 0
     for turn, took_part in enumerate(log):
         before, due = due, turn // fragments * every + (turn % fragments + 1) * every // fragments
         for number, slot in took_part.items():
-            applied_at = before + delay if number in workers else -1
-            worker = workers.setdefault(number, Worker(anchors, slot))
-            train(worker, range(before, due), applied_at, parts[(turn - 1) % fragments])
-        models = [[*workers[number].model.parameters()] for number in took_part]
+            train(number, slot, before, due, turn - 1)
+        trained = [[*workers[number][0].parameters()] for number in took_part]
         for index in parts[turn % fragments]:
-            anchors[index].grad = (anchors[index] - sum(m[index] for m in models) / len(models)).detach()
+            mean = sum(model[index].detach() for model in trained) / len(trained)
+            anchors[index].grad = anchors[index].detach() - mean
         optimizer.step()
         optimizer.zero_grad()
-    for number in log[-1]:
-        train(workers[number], range(due, due + delay), due + delay, parts[(len(log) - 1) % fragments])
-    return whole, {number: workers[number].model for number in log[-1]}
+    for number, slot in log[-1].items():
+        train(number, slot, due, due + delay, len(log) - 1)
+    return whole, {number: workers[number][0] for number in log[-1]}

@@ -531,12 +531,9 @@ def draw(seed: int) -> Program:
     if blocks.count("experts") > 1 and any(mesh.get("zero") == 3 for mesh in meshes):
         tied = False  # ZeRO 3 refuses a unit that some ranks alone call twice
     sparse = not tied and blocks[0] != "gpt" and rng.random() < 0.2
-    flat = (
-        bool(axes) or bool({"complex", "scaled"} & {*blocks}) or any(mesh.get("zero") == 3 for mesh in meshes)
-    )
-    optimizers = (
-        OPTIMIZERS[:-1] if flat else OPTIMIZERS
-    )  # Adafactor needs whole parameters, real and not empty
+    flat = bool(axes) or bool({"complex", "scaled"} & {*blocks})
+    # Adafactor needs whole parameters, real and not empty.
+    optimizers = OPTIMIZERS[:-1] if flat else OPTIMIZERS
     optimizer, options = rng.choice(FOR_SPARSE if sparse or rng.random() < 0.1 else optimizers)
     if optimizer == "Adagrad" and "adapted" in blocks:
         # It begins with state, which no checkpoint of ZeRO has of parameters that were never trained.

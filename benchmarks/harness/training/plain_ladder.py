@@ -24,6 +24,7 @@ import minidist as md
 from minidist import plain
 from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program, engine
 from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, MUON, SEED, Batch, Work, drawn
+from minidist.model import GPT, GPTConfig
 from minidist.model.blocks import attend
 from minidist.model.data import dataset
 from minidist.plain import pipeline
@@ -125,14 +126,21 @@ def _prepared(
     return EngineProgram(md.prepare(adapted, ADAMW, md.Layout.parse(layout), rehearse=False, **given))
 
 
+def _mixture(work: Any) -> Program:
+    """Make the engine of a GPT with as many experts as the rung's."""
+    sizes = {"context": work.tokens, "layers": work.layers, "heads": 4, "width": work.width}
+    model = GPT(GPTConfig(**sizes, experts=4, experts_per_token=1), seed=SEED)
+    return EngineProgram(md.prepare(model, ADAMW, md.Layout(dp=2, ep=2), rehearse=False))
+
+
 @dataclass(frozen=True)
 class RungForm:
     """A rung in one of its forms, and the engine's form of it."""
 
     name: str
     rung: str  # its module
-    engine: str = ""  # what a user of minidist writes instead; empty if the engine has no such form
-    make: Make | None = None  # makes the program of the engine's form
+    engine: str  # what a user of minidist writes instead
+    make: Make  # makes the program of the engine's form
     options: Mapping[str, Any] = field(default_factory=dict)  # of `train`
     own_idea: str = ""  # if the rung has several forms
     ranks: int = 2
@@ -224,8 +232,11 @@ FORMS = (
     RungForm(
         "experts",
         "experts",
+        "Layout(dp=2, ep=2)",
+        _mixture,
         exact=False,
-        note="4 experts in place of each MLP, so a larger model; the engine has none",
+        alike=False,
+        note="4 experts in place of each MLP, so a larger model; the engine's is GPT(experts=4)",
     ),
     RungForm(
         "low precision",

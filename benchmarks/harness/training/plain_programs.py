@@ -150,8 +150,7 @@ def jobs(work: LadderWork, forms: Sequence[RungForm]) -> dict[str, Job]:
         warm, steps = whole_periods(WARM, form), whole_periods(STEPS, form)
         rung = Job(form.ranks, work, partial(_rung, form), form.period, warm=warm, steps=steps)
         made[program_name(form.name, plain=True)] = rung
-        if form.make:
-            made[program_name(form.name, plain=False)] = rung._replace(make=form.make)
+        made[program_name(form.name, plain=False)] = rung._replace(make=form.make)
     return made
 
 

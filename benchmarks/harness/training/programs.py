@@ -142,6 +142,7 @@ def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
     options: of `LocalSGD`, such as an outer optimizer.
     """
     model = md.LocalSGD(work.build(), every=every, **options)
+    exchange: Any = model._exchange
     optimizer = ADAMW(model.parameters())
     loop = plain_loop(model, optimizer, cross_entropy)
 
@@ -150,7 +151,7 @@ def local_sgd(work: Work, every: int = EVERY, **options: Any) -> Program:
         model.synchronize()
         return loss
 
-    return Program(train, (md.rank(), md.size()), model, optimizer, model.held)
+    return Program(train, (md.rank(), md.size()), model, optimizer, exchange.held)
 
 
 def layer_by_layer(work: Work) -> Program:

@@ -13,6 +13,7 @@ from typing import Any
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
 from minidist.benchmarks.harness.training.work import MUON
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind
 
@@ -34,6 +35,7 @@ class Row:
     exact: bool = True  # has the losses of one process, up to rounding
     offload: bool = False  # keeps its shards and the optimizer's state in files
     gpt_only: bool = False
+    experts: int = 0  # in each block, also for the peers, and for plain training
     full_only: bool = False
     period: int = 1  # steps after which the communication repeats
 
@@ -86,6 +88,7 @@ FAMILIES = {
     "one process": (
         _row("one process", "dp=1", "plain torch"),
         _row("recompute", "recompute=True", "torch checkpoint"),
+        *(_full("FP8, emulated", f"precision={name}", exact=False) for name in FP8_RECIPES),
     ),
     "data parallel": (
         _data_parallel("an all-reduce a parameter", bucket_mb=0, overlap=False),
@@ -114,6 +117,7 @@ FAMILIES = {
         _row("context parallel", "cp=2", "torch DDP", gpt_only=True),
         _row("context parallel, Ulysses", "cp=2,cp_kind=ulysses", "torch DDP", gpt_only=True),
     ),
+    "experts": (_row("experts", "dp=2,ep=2", "torch DDP", gpt_only=True, experts=4),),
     "ZeRO": (
         _row("ZeRO-1", "dp=2,zero=1", "torch ZeroRedundancyOptimizer"),
         _row("ZeRO-2", "dp=2,zero=2", "torch fully_shard, parameters kept"),

@@ -38,12 +38,13 @@ class Work:
     rows: int
     tied: bool = False  # whether a GPT's output matrix is its token table; some peers can't tie weights
     hidden: tuple[int, ...] = (512, 512, 512)  # widths of the MLP's hidden layers
+    experts: int = 0  # in each block of a GPT, in place of its MLP
 
     def build(self) -> nn.Module:
         """Build the model, the same on every rank."""
         if self.model == "mlp":
             return MLP((64, *self.hidden, 10), seed=SEED)
-        shape = config(self.model) if self.tied else config(self.model, tied=False)
+        shape = config(self.model, tied=self.tied, experts=self.experts)
         assert isinstance(shape, GPTConfig)
         return GPT(shape, seed=SEED)
 

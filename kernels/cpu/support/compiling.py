@@ -50,7 +50,7 @@ def compiled(
             element = getattr(types, dtype.name)
             arrays = [
                 # Declared read-only, the inputs may be read-only or writable.
-                types.Array(element, 2, layout, readonly=name in ("a", "b"))
+                types.Array(element, 2, layout, readonly=name in ("a", "b", "q", "k", "v"))
                 for name, layout in zip(parameters, layouts, strict=False)
             ]
             integers = [types.intp] * (len(parameters) - len(layouts))

@@ -127,6 +127,54 @@ def end() -> None:
         _posting.release()
 
 
+def together(work: Callable[[], None], cores: int) -> None:
+    """Call work() in this thread and in up to cores - 1 workers, for work of which each takes parts.
+
+    It returns when all that have begun have ended, and waits for no worker to begin: one that comes later
+    does nothing. While another thread posts a product, this thread works alone. Raises what work() raises.
+    """
+    if cores < 2 or not begin(cores - 1):
+        work()
+        return
+    state, inside, ended, errors = threading.Condition(), [0], [False], []
+
+    def help(was_asleep: bool) -> None:
+        if not was_asleep:  # it has watched the board until now, and has just lain down
+            with contextlib.suppress(IndexError):
+                _asleep.pop()
+        with state:
+            if ended[0]:
+                return
+            inside[0] += 1
+        try:
+            work()
+        except Exception as error:  # the caller's to know: parts may be missing
+            errors.append(error)
+        finally:
+            with state:
+                inside[0] -= 1
+                state.notify()
+
+    try:
+        for _ in range(min(cores - 1, len(_workers))):
+            was_asleep = True
+            try:
+                _asleep.pop()
+            except IndexError:
+                was_asleep = False
+            once = iter([functools.partial(help, was_asleep)])  # called again, it serves the board
+            _inbox.put(lambda once=once: next(once, serve)())  # type: ignore[misc]
+        work()
+    finally:
+        with state:
+            ended[0] = True
+            while inside[0]:
+                state.wait()
+        end()
+    for error in errors:
+        raise error
+
+
 def _start_worker() -> None:
     """Start a thread that serves whenever it is woken; it ends with the process."""
 

@@ -24,7 +24,7 @@ from minidist._arguments import check_whole
 from minidist.comm.membership import Members
 from minidist.comm.world import DEFAULT_TIMEOUT
 from minidist.parallel.averaging.exchanges import REFUSED, hello, nesterov, whole_of
-from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, head_of, trainable
+from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
 from minidist.parallel.averaging.staleness import Updates
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
@@ -89,7 +89,7 @@ class Coordinator:
         self._parts = deal_parameters(trainable(model), fragments, "fragments")
         self._whole = whole_of(model)
         self.outer = outer(trainable(model))
-        self._hello = hello(model, fragments)
+        self._hello = hello(model, fragments).numpy().tobytes()
         self._members = Members(HEAD + max(part.bytes for part in self._parts), port)
         self.address = self._members.address
         self.log: list[dict[int, int]] = []
@@ -128,21 +128,20 @@ class Coordinator:
     def _wait_again(self) -> None:
         self._deadline = time.monotonic() + self.timeout
 
-    def _handle(self, member: int, message: Tensor | None) -> None:
+    def _handle(self, member: int, message: bytearray | None) -> None:
         """Take a worker's message; None if it has gone."""
         if message is None:
             self._drop(member)
         elif member in self._slots:
-            made = self._updates.made
-            fits = len(message) == HEAD + self._parts[made % len(self._parts)].bytes
-            if self._updates.waits(member) or not fits or head_of(message)[0] != made:
+            part = self._parts[self._updates.made % len(self._parts)]
+            if self._updates.waits(member) or len(message) != HEAD + part.bytes:
                 self._drop(member)
                 return
             if not self._sent:
                 self._wait_again()
-            self._sent[member] = self._slots[member], message
+            self._sent[member] = self._slots[member], torch.frombuffer(message, dtype=torch.uint8)
             self._updates.push(member)
-        elif torch.equal(message, self._hello) and member not in self._coming:
+        elif message == self._hello and member not in self._coming:
             self._coming.append(member)
         else:
             self._members.send(member, torch.tensor([REFUSED, 0]).view(torch.uint8))

@@ -127,18 +127,18 @@ class AllReduceExchange:
                 self._fragments[-1].append(bucket)
 
     def held(self) -> Iterable[Tensor]:
-        """Return the tensors that stay between steps: the buckets, and the anchors."""
+        """Return what stays between steps: the buckets, the anchors and the outer optimizer's state."""
         buckets = (bucket.gradients for fragment in self._fragments for bucket in fragment)
-        return (*buckets, *self.anchors.values())
+        states = self.outer.state.values() if self.outer is not None else ()
+        return (
+            *buckets,
+            *self.anchors.values(),
+            *(x for each in states for x in each.values() if x is not None),
+        )
 
 
 class CoordinatorExchange:
-    """A worker of a coordinator.
-
-    Attributes:
-        slot: this worker's.
-        joined_at: the outer steps that the coordinator had made.
-    """
+    """A worker of a coordinator: its slot, and `joined_at`, the outer steps that the coordinator had made."""
 
     def __init__(self, model: nn.Module, address: str, fragments: int, timeout: float) -> None:
         self._parts = deal_parameters(trainable(model), fragments, "fragments")
@@ -164,10 +164,6 @@ class CoordinatorExchange:
         """Wait for the coordinator's answer; return each parameter with its new value."""
         part, answer = self._under_way
         return zip(part.parameters, part.unpack_values(answer.result()), strict=True)
-
-    def held(self) -> Iterable[Tensor]:
-        """Return nothing: the coordinator has it all."""
-        return ()
 
     def close(self) -> None:
         """Leave."""

@@ -5,10 +5,10 @@ times fewer bytes. In between, the copies drift apart, which costs accuracy if k
 shares and plain SGD it equals data parallelism: the mean of x - lr g over the ranks is x - lr (mean of g).
 The same holds for momentum, which is linear in the gradients, but not for Adam.
 
-DiLoCo makes the average a step of an outer optimizer: from the anchor, the parameters after the last outer
-step, it takes anchor - mean as the gradient. Plain averaging is outer SGD with rate 1. With Nesterov momentum
-k can be large. Streaming DiLoCo synchronizes fragments of the model in turns, and trains on while the mean
-of a fragment is under way: it starts after one step, and is used `delay` steps later.
+DiLoCo makes the average a step of an outer optimizer, with anchor - mean as its gradient: the anchor is the
+parameters after the last outer step. Plain averaging is outer SGD with rate 1. With Nesterov momentum k can
+be large. Streaming DiLoCo synchronizes fragments of the model in turns, and trains on for `delay` steps while
+the mean of a fragment is under way.
 
 Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1; Lin et al. 2020, "Don't
 Use Large Mini-Batches, Use Local SGD", section 4, for averaging in every step at first (post-local SGD);
@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minidist._arguments import check_whole
 from minidist.comm.work import Group, rank_in
@@ -32,8 +32,7 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
 
 KEPT = 0.5
-"""With a delay, the part of a parameter's own value that stays; the rest is the synchronized value. Where
-training went on meanwhile, this keeps half of its progress (alpha in Streaming DiLoCo)."""
+"""The part of a parameter's own value that stays with a delay (alpha in Streaming DiLoCo)."""
 
 
 class LocalSGD(nn.Module):
@@ -55,14 +54,14 @@ class LocalSGD(nn.Module):
     With `coordinator` the workers are no ranks of one world: they may come and go. See `md.Coordinator`.
 
     Attributes:
-        steps, outer_steps: optimizer steps so far; synchronizations of a fragment that this model has.
+        steps, outer_steps: optimizer steps so far, and synchronizations, of one fragment each.
         slot: this worker's index among all, by which it takes its rows: the rank in the group.
         outer: the outer optimizer.
 
     Args:
         every: k, the steps between two averagings.
         warmup: how many steps at the start each end with a plain average.
-        bucket_mb: most megabytes in one message. algorithm: see `comm.all_reduce`.
+        group, bucket_mb, algorithm: the ranks; most megabytes in a message; see `comm.all_reduce`.
         outer: a function from parameters to the outer optimizer, such as `md.nesterov`. None: the average.
         fragments: parts of the model, of about equal bytes, that take turns: each is synchronized every k
             steps, k / fragments steps after the one before. At most k.
@@ -157,12 +156,6 @@ class LocalSGD(nn.Module):
         if self._begun > self.outer_steps:
             self._finish()
         self._exchange.average()
-
-    def held(self) -> list[Tensor]:
-        """Return what this keeps beside the module: buckets, anchors and the outer optimizer's state."""
-        states = self.outer.state.values() if self.outer is not None else ()
-        state = [value for each in states for value in each.values() if isinstance(value, Tensor)]
-        return [*self._exchange.held(), *state]
 
     def leave(self) -> None:
         """Leave the coordinator, which waits for this worker no longer. Ending the process does the same."""

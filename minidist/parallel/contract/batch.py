@@ -109,6 +109,13 @@ def rows_of(batch: Any) -> int:
     return next((len(x) for _, x in tensors(batch) if x.dim()), 0)
 
 
+def with_a_row(batch: Any) -> Any:
+    """The batch; one without rows gets a row of zeros, for models that cannot compute without any."""
+    if rows_of(batch):
+        return batch
+    return mapped(lambda x: x.new_zeros((1, *x.shape[1:])) if x.dim() else x, batch)
+
+
 def split(batch: Any, parts: int) -> Sequence[Any]:
     """The batch's rows in `parts` parts; the first ones have a row more if `parts` does not divide them."""
     if isinstance(batch, Tensor):

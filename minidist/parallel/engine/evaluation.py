@@ -23,6 +23,7 @@ from minidist.parallel.contract.batch import (
     rows_of,
     tensors,
     to_device,
+    with_a_row,
 )
 from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.user_functions import Loss
@@ -67,8 +68,9 @@ class Evaluation:
             for batch, is_padding in aligned(inputs, self.strategy.group) if loads else [(inputs, False)]:
                 for pair in pairs_of(batch, targets, is_one):
                     require_batch(*pair)
-                    if rows_of(pair[0]) or self.executor.meets:
-                        own = self.executor.own_batch(pair, is_padding)
+                    is_empty = not rows_of(pair[0])
+                    if self.executor.meets or not is_empty:
+                        own = self.executor.own_batch(with_a_row(pair), is_padding or is_empty)
                         total += self.executor.evaluate(own, [*named.values()])
         comm.all_reduce(total, group=self.strategy.group)
         if self.mesh.size("pp") > 1:
@@ -82,7 +84,7 @@ class Evaluation:
         average_statistics(self.model, self.strategy.group)
         found = None
         if rows_of(inputs) or self.executor.meets:
-            own = self.executor.own_batch((inputs, inputs))
+            own = self.executor.own_batch((with_a_row(inputs),) * 2)
             with evaluating([self.model]):
                 found = self.executor.predict(own.inputs)
         found = mapped(Tensor.cpu, found) if rows_of(inputs) else None

@@ -121,7 +121,7 @@ def _require_two_arguments(loss: Loss) -> None:
 
 
 REPLACED = (
-    *("forward", "attend", "positions", "config", "token_share", "product"),
+    *("forward", "attend", "positions", "config", "token_share", "rounding"),
     *("activation_relu_or_gelu", "use_nested_tensor", "num_experts", *COUNTS),
 )
 """The attributes that recomputation and each way to share a model override on a module."""

@@ -232,7 +232,7 @@ class WholePasses(StepExecutor):
             else:
                 outputs = self._forward(inputs) if outputs is None else outputs
                 mean, weight = self.score(metric, outputs, inputs, targets, batch.weight)
-            weight = 0.0 if batch.is_padding or not batch.rows else weight
+            weight = 0.0 if batch.is_padding else weight
             row[0] += times(mean.double(), weight)
             row[1] += weight
         return table

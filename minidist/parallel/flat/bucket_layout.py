@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:  # a browser counts with these functions, and has no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class ParameterRange:
         return self.stop - self.start
 
 
-Deal = Callable[[Sequence[Tensor], int], tuple[list[int], int]]
+Deal: TypeAlias = "Callable[[Sequence[Tensor], int], tuple[list[int], int]]"
 """From the tensors of a bucket and the number of shares to where each tensor begins, and a share's length."""
 
 
@@ -34,11 +37,22 @@ def evenly(tensors: Sequence[Tensor], ranks: int) -> tuple[list[int], int]:
 
 def longest_first(sizes: Sequence[float], bins: list[float]) -> list[int]:
     """Deal tensors, the largest first, each to the emptiest of the bins, which fill; returns each one's."""
-    chosen = [0] * len(sizes)
+    chosen, emptiest = [0] * len(sizes), [(filled, number) for number, filled in enumerate(bins)]
+    heapify(emptiest)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        chosen[i] = min(range(len(bins)), key=bins.__getitem__)
-        bins[chosen[i]] += sizes[i]
+        filled, chosen[i] = emptiest[0]
+        bins[chosen[i]] = filled + sizes[i]
+        heapreplace(emptiest, (bins[chosen[i]], chosen[i]))
     return chosen
+
+
+def matrix_work(shape: tuple[int, ...]) -> float:
+    """The work of a Newton-Schulz iteration (training/muon.py) on a matrix, or on each of a stack.
+
+    Two products of (m, m) and (m, n) or their like, and one of (m, m) and (m, m); m <= n.
+    """
+    m, n = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def consolidated(shared: WholeParameters, to: int) -> dict[str, Any] | None:
     return {"state": dict(sorted(whole.items())), "param_groups": groups}
 
 
-def load(shared: WholeParameters, state_dict: Mapping[str, Any]) -> None:
+def load_consolidated(shared: WholeParameters, state_dict: Mapping[str, Any]) -> None:
     """Take the state of a plain optimizer. A collective; see `ZeroOptimizer.load_state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"

@@ -11,7 +11,7 @@ Source: Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.3 (gathe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,57 +52,47 @@ class WholeOnOwners(BucketLayout):
         self.shard = memory.zeros(self.filled, self.dtype, self.device)
         self.take_values(self.shard)
 
-    def _pieces(self, flat: Callable[[Bucket], Tensor], whole: Tensor) -> tuple[Pieces, Pieces]:
-        """Parts of this rank's shards, by their owners; and parts of its whole parameters, by the shards'
-        ranks."""
+    def _pieces(self, flats: Sequence[Tensor], whole: Tensor) -> tuple[Pieces, Pieces]:
+        """Parts of this rank's shares in `flats`, by their owners; and of what it owns, by the shares' ranks.
+
+        flats: for each parameter, this rank's share of its bucket.
+        """
         shards: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         wholes: list[list[Tensor]] = [[] for _ in range(self.ranks)]
-        for (bucket, at), (lies, _) in zip(self._homes, self.spans, strict=True):
+        for (bucket, at), flat, (lies, _) in zip(self._homes, flats, self.spans, strict=True):
             owner, (start, stop) = lies // self.share if self.share else 0, bucket.spans[at]
             for rank in range(self.ranks) if owner == self._rank else (self._rank,):
                 begin, end = max(start, rank * bucket.share), min(stop, (rank + 1) * bucket.share)
-                if begin >= end:
-                    continue
-                if rank == self._rank:
-                    shards[owner].append(flat(bucket)[begin - bucket.own.start : end - bucket.own.start])
-                if owner == self._rank:
+                if begin < end and rank == self._rank:
+                    shards[owner].append(flat[begin - bucket.own.start : end - bucket.own.start])
+                if begin < end and owner == self._rank:
                     there = lies - self.own.start - start
                     wholes[rank].append(whole[begin + there : end + there])
         return shards, wholes
 
     def take_gradients(self) -> None:
         """Bring the summed gradients to the owners. A collective."""
-        sums = [bucket.reduced for bucket, _ in self._homes if bucket.reduced is not None]
-        self.reduced = self._memory.zeros(self.filled, sums[0].dtype, self.device)
-        shards, wholes = self._pieces(_reduced, self.reduced)
-        exchange(shards, wholes, sums[0].new_empty(0, device=self.device), self.gradient_comm.share_group)
+        flats = [bucket.reduced for bucket, _ in self._homes if bucket.reduced is not None]
+        self.reduced = self._memory.zeros(self.filled, flats[0].dtype, self.device)
+        self._exchange(*self._pieces(flats, self.reduced), self.reduced.dtype)
 
     def take_values(self, whole: Tensor) -> None:
         """Bring the values in the shards to the owners, which write them to `whole`. A collective."""
-        shards, wholes = self._pieces(_shard, whole)
-        exchange(shards, wholes, self._message(), self.gradient_comm.share_group)
+        self._exchange(*self._pieces([bucket.shard for bucket, _ in self._homes], whole), self.dtype)
 
     def give_values(self) -> None:
         """Take the owners' values to the shards. A collective."""
-        shards, wholes = self._pieces(_shard, self.shard)
-        exchange(wholes, shards, self._message(), self.gradient_comm.share_group)
+        shards, wholes = self._pieces([bucket.shard for bucket, _ in self._homes], self.shard)
+        self._exchange(wholes, shards, self.dtype)
 
-    def _message(self) -> Tensor:
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+    def _exchange(self, sent: Pieces, received: Pieces, dtype: torch.dtype) -> None:
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        exchange(sent, received, like, self.gradient_comm.share_group)
 
     def bytes_sent(self) -> int:
         """Bytes that this rank sends in a step: parts of its shards, and of its whole parameters."""
-        shards, wholes = self._pieces(_shard, self.shard)
-        going, back = (sum(x.numel() for each in p for x in each) for p in (shards, wholes))
-        kept = sum(x.numel() for x in shards[self._rank])
+        pieces = self._pieces([bucket.shard for bucket, _ in self._homes], self.shard)
+        going, back = (sum(x.numel() for each in p for x in each) for p in pieces)
+        kept = sum(x.numel() for x in pieces[0][self._rank])
         reduced = next(bucket.reduced for bucket, _ in self._homes if bucket.reduced is not None)
         return (going - kept) * reduced.dtype.itemsize + (back - kept) * self.dtype.itemsize
-
-
-def _shard(bucket: Bucket) -> Tensor:
-    return bucket.shard
-
-
-def _reduced(bucket: Bucket) -> Tensor:
-    assert bucket.reduced is not None
-    return bucket.reduced

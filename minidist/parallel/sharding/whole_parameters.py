@@ -84,7 +84,8 @@ class WholeParameters(SharedParameters):
         self._bucket_bytes, self._overlap, self._leaves_grad = int(bucket_mb * MB), overlap, leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
         for own in self.sets:
-            own.leaves_grad, own.compression = leaves_grad, compression
+            is_sent = own.names is None or own.gradient_comm.ranks > 1  # experts may be on one rank alone
+            own.leaves_grad, own.compression = leaves_grad, compression if is_sent else None
             if average and own.residency.state:
                 own.scale = 1 / own.gradient_comm.ranks
             elif average:  # a reduction to owners takes the mean itself
@@ -131,7 +132,7 @@ class WholeParameters(SharedParameters):
         else:
             self.parameters, self.orders = [], []
         claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
-        self._list(trained)
+        self._number(trained)
         if all(own.residency.state and own.gradient_comm.ranks == 1 for own in self.sets):
             self.orders = None
             return
@@ -146,7 +147,7 @@ class WholeParameters(SharedParameters):
                 self.reducers.append(Reducer(listed, sets, overlap, deal))
         self._accumulate(self._accumulates)
 
-    def _list(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def _number(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Number parameters that have no index yet; returns whether there are any."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         count, placed = len(numbers), {index for own in self.sets for index in own.indices}
@@ -305,7 +306,7 @@ class WholeParameters(SharedParameters):
         self.follow_changes()
         had = {*saved, *(name for each in order or () for name in each)}
         frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
-        if self._list(frozen):  # the optimizer has state of them, although they get no gradients now
+        if self._number(frozen):  # the optimizer has state of them, although they get no gradients now
             self.reattach()
         if self.value_buckets():
             return
@@ -538,7 +539,7 @@ def named_in(groups: Iterable[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]
     return [(str(index), parameter) for index, parameter in enumerate(parameters)]
 
 
-def take_new(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> None:
+def start_new_equal(named: Sequence[tuple[str, nn.Parameter]], own: ParameterSet) -> None:
     """Give parameters that a loop adds to a set rank 0's values, if they may be shared. A collective."""
     for _, parameter in named:
         if parameter.layout is not torch.strided:

@@ -21,12 +21,12 @@ from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
-from minidist.parallel.sharding.consolidated_state import consolidated, load
+from minidist.parallel.sharding.consolidated_state import consolidated, load_consolidated
 from minidist.parallel.sharding.loop_arguments import check_zero_arguments
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import copy_options
 from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.whole_parameters import WholeParameters, named_in, take_new
+from minidist.parallel.sharding.whole_parameters import WholeParameters, named_in, start_new_equal
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute
 
@@ -89,7 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         own = ParameterSet(ROWS[stage], GradientComm.over(group))
         self.stage, self.group = stage, own.gradient_comm.group
         super().__init__([{**group} for group in self.inner.param_groups], self.inner.defaults)
-        take_new(named_in(self.param_groups), own)
+        start_new_equal(named_in(self.param_groups), own)
         self.shared = WholeParameters(
             partial(named_in, self.param_groups),  # not a method: hooks would keep this alive
             [own],
@@ -106,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if hasattr(self, "shared"):  # torch's own __init__ calls this too
             self.inner.add_param_group({**self.param_groups[-1]})
             added = len(self.param_groups[-1]["params"])
-            take_new(named_in(self.param_groups)[-added:], self.shared.sets[0])
+            start_new_equal(named_in(self.param_groups)[-added:], self.shared.sets[0])
             self.shared.reattach()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -189,5 +189,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         state_dict: the same on all ranks; it may come from another number of ranks.
         """
-        load(self.shared, state_dict)
+        load_consolidated(self.shared, state_dict)
         self._consolidated = None

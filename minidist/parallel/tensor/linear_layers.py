@@ -17,7 +17,7 @@ n ranks; shapes: x (..., T, K); a weight (M, K), where M is the rank's features,
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -40,6 +40,7 @@ from minidist.parallel.tensor.operators import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from minidist.parallel.training.fp8 import Rounding, rounded_linear
 
 SEQUENCE = -2
 Layer = TypeVar("Layer", bound="ParallelLinear")
@@ -52,6 +53,7 @@ def column_linear(
     group: Group = None,
     sequence_parallel: bool = False,
     overlap: bool = True,
+    roundings: Sequence[Rounding | None] = (),
 ) -> list[Tensor]:
     """Map x by every weight: `copy_to_ranks` or `gather_sequence`, followed by the linear maps.
 
@@ -60,8 +62,14 @@ def column_linear(
     gradient, also (n - 1) S. S is the bytes of x. If x needs no gradient, nothing is summed.
 
     overlap: compute the gradients of the weights while that of x is under way.
+    roundings: what rounds the operands of each weight's products.
     """
-    return list(_ColumnLinear.apply(x, group, sequence_parallel, overlap, *weights, *biases))
+    of = [_as_it_is if each is None else each.for_call().of for each in roundings or [None] * len(weights)]
+    return list(_ColumnLinear.apply(x, group, sequence_parallel, overlap, of, *weights, *biases))
+
+
+def _as_it_is(name: str, x: Tensor, along: int = 1) -> Tensor:
+    return x
 
 
 class _ColumnLinear(SharedFunction):
@@ -72,18 +80,22 @@ class _ColumnLinear(SharedFunction):
         group: Group,
         sequence_parallel: bool,
         overlap: bool,
+        of: Sequence[Callable[..., Tensor]],
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.sequence_parallel, ctx.overlap = group, sequence_parallel, overlap
+        ctx.group, ctx.sequence_parallel, ctx.overlap, ctx.of = group, sequence_parallel, overlap, of
         whole = start_all_gather(x, SEQUENCE, group)() if sequence_parallel else x
-        return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(
+            functional.linear(low("x", whole), low("w", w), b)
+            for low, w, b in zip(of, weights, biases, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         needs_w, needs_b = needs[: len(grads)], needs[len(grads) :]
         rows = [grad.reshape(-1, w.shape[0]) for grad, w in zip(grads, weights, strict=True)]  # (N, M)
 
@@ -98,8 +110,9 @@ class _ColumnLinear(SharedFunction):
 
         # Compute the gradient by the input, and launch its sum.
         if needs_x:
-            x_grad = rows[0] @ weights[0]
-            for g, w in zip(rows[1:], weights[1:], strict=True):
+            low = [(of("g", g), of("w", w, 0)) for of, g, w in zip(ctx.of, rows, weights, strict=True)]
+            x_grad = torch.mm(*low[0])
+            for g, w in low[1:]:
                 x_grad.addmm_(g, w)
             x_grad = x_grad.view(*grads[0].shape[:-1], x.shape[-1])
             if torch.is_grad_enabled():
@@ -111,11 +124,14 @@ class _ColumnLinear(SharedFunction):
 
         # Compute the gradients by the parameters.
         inputs = (x if again is None else again()).reshape(-1, x.shape[-1])  # (N, K)
-        w_grads = [g.t() @ inputs if need else None for g, need in zip(rows, needs_w, strict=True)]
+        w_grads = [
+            of("g", g, 0).t() @ of("x", inputs, 0) if need else None
+            for of, g, need in zip(ctx.of, rows, needs_w, strict=True)
+        ]
         b_grads = [g.sum(0) if need else None for g, need in zip(rows, needs_b, strict=True)]
 
         # Wait.
-        return None if summed is None else summed(), None, None, None, *w_grads, *b_grads
+        return None if summed is None else summed(), None, None, None, None, *w_grads, *b_grads
 
 
 class ParallelLinear(TensorParallel):
@@ -127,7 +143,7 @@ class ParallelLinear(TensorParallel):
     out_features: int
     transposed = False
     cut_operands = ""  # which of a product's x and w, and of the gradient g of its result, ranks share
-    product = staticmethod(functional.linear)  # or one that rounds, see training/fp8.py
+    rounding: Rounding | None = None  # of a product's operands, with FP8
 
     @classmethod
     def from_linear(cls: type[Layer], linear: nn.Module, *arguments: Any, **options: Any) -> Layer:
@@ -291,7 +307,8 @@ class RowParallelLinear(ParallelLinear):
         """Return the sum over the ranks, plus the bias."""
         if not self.input_is_parallel:
             x = split_to_ranks(x, -1, self.group)
-        y = self.product(x, self.matrix)
+        w, rounding = self.matrix, self.rounding
+        y = functional.linear(x, w) if rounding is None else rounded_linear(x, w, rounding)
         bias: Tensor | None = self.bias
         if not self.sequence_parallel:
             y = reduce_from_ranks(y, self.group)
@@ -337,12 +354,8 @@ def map_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> list[Tens
     """Return the outputs of layers that differ only in size; the gradient of x is summed in one message."""
     first = layers[0]
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
-    if first.product is not functional.linear:
-        enter, _ = OPERATORS[first.sequence_parallel]
-        whole = enter(x, group=first.group)
-        mapped = [layer.product(whole, weight) for layer, weight in zip(layers, weights, strict=True)]
-        return [y if bias is None else y + bias for y, bias in zip(mapped, biases, strict=True)]
-    return column_linear(x, weights, biases, first.group, first.sequence_parallel, first.overlap)
+    options = first.group, first.sequence_parallel, first.overlap
+    return column_linear(x, weights, biases, *options, [layer.rounding for layer in layers])
 
 
 # Which layers can be cut

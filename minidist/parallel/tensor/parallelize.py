@@ -59,7 +59,6 @@ from minidist.parallel.tensor.sequence_parallel import (
     wrap,
 )
 from minidist.parallel.tensor.styles import (
-    ROW_STYLES,
     StyledModule,
     check_gradients_are_summed,
     check_ties,
@@ -68,8 +67,13 @@ from minidist.parallel.tensor.styles import (
 from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding
 from minidist.parallel.training.random_state import share_random_state
 
-_WRAPPERS = {"sequence": on_own_tokens, "split": split_after}
-"""The wrapper of a module under sequence parallelism."""
+_WRAPPERS = {
+    "per_head": (on_own_tokens, True),
+    "random": (with_own_random_numbers, True),
+    "sequence": (on_own_tokens, False),
+    "split": (split_after, False),
+}
+"""What wraps a module of a style, and whether it does so without sequence parallelism, too."""
 
 
 def parallelize(
@@ -125,12 +129,10 @@ def parallelize(
     for part in parts.values():
         if part.style == "attention":
             work_on_own_heads(part.module, group)
-        elif part.style == "per_head":
-            wrap(part.module, on_own_tokens, group)
-        elif part.style == "random":
-            wrap(part.module, with_own_random_numbers, group)
-        elif part.style in _WRAPPERS and sequence_parallel:
-            wrap(part.module, _WRAPPERS[part.style], group)
+        if part.style in _WRAPPERS:
+            wrapper, always = _WRAPPERS[part.style]
+            if always or sequence_parallel:
+                wrap(part.module, wrapper, group)
     _switch_fast_paths_off(module)
     for names in together:
         layers = [made[parts[name].module] for name in names]
@@ -159,7 +161,7 @@ def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: boo
     try:
         if isinstance(module, nn.Embedding):
             return VocabParallelEmbedding.from_embedding(module, group, sequence_parallel)
-        if style in ROW_STYLES:
+        if part.dimension == 1:
             return RowParallelLinear.from_linear(
                 module, style == "row", group, sequence_parallel, unit=part.unit
             )

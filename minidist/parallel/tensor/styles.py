@@ -18,20 +18,20 @@ from minidist.parallel.tensor.cuts import TensorParallel, base_of
 from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.vocabulary import check_embedding
 
-STYLES = (
-    "column",
-    "column_gathered",
-    "column_packed=3",
-    "row",
-    "row_split",
-    "vocabulary",
-    "sequence",
-    "split",
-    "random",
-    "attention",
-    "per_head",
-)
-ROW_STYLES = ("row", "row_split")
+STYLES: dict[str, int | None] = {
+    "column": 0,
+    "column_gathered": 0,
+    "column_packed=3": 0,
+    "row": 1,
+    "row_split": 1,
+    "vocabulary": 0,
+    "sequence": None,
+    "split": None,
+    "random": None,
+    "attention": None,
+    "per_head": None,
+}
+"""The styles, and the dimension in which each cuts a weight; None for one that leaves weights whole."""
 
 
 @dataclass
@@ -48,9 +48,7 @@ class StyledModule:
     @property
     def dimension(self) -> int | None:
         """The dimension in which the weight is cut; None if it stays whole."""
-        if self.style in ("sequence", "split", "random", "attention", "per_head"):
-            return None
-        return 1 if self.style in ROW_STYLES else 0
+        return STYLES[self.style]
 
     @property
     def size(self) -> int:

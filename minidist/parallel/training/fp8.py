@@ -83,23 +83,20 @@ def linears_of(model: nn.Module) -> list[str]:
 
     A MultiheadAttention multiplies by itself, and experts in groups; they are not among them.
     """
-    packed = nn.modules.linear.NonDynamicallyQuantizableLinear
-    found = [
-        name
-        for name, module in model.named_modules()
-        if (type(module).forward is nn.Linear.forward and not isinstance(module, packed))
-        or type(module).__qualname__ == "Conv1D"
-    ]
+    packed, found = nn.modules.linear.NonDynamicallyQuantizableLinear, []
+    module: Any
+    for name, module in model.named_modules():
+        is_linear = type(module).forward is nn.Linear.forward and not isinstance(module, packed)
+        if is_linear or type(module).__qualname__ == "Conv1D":
+            found.append(name)
+            if (dtype := module.weight.dtype) not in _EXPONENT:
+                raise ValueError(
+                    f"FP8 rounds numbers in float32 or float64, and {name} has {dtype}; call model.float()"
+                )
     if not found:
         raise TypeError(
             f"a {type(model).__name__} has no torch.nn.Linear for FP8 to round; use precision='fp32'"
         )
-    for name in found:
-        dtype = model.get_submodule(name).weight.dtype
-        if dtype not in _EXPONENT:
-            raise ValueError(
-                f"FP8 rounds numbers in float32 or float64, and {name} has {dtype}; call model.float()"
-            )
     return found
 
 
@@ -114,6 +111,7 @@ class Fp8:
         # The largest numbers of x, w and g in the past steps, the newest first, and in this one.
         self.past = torch.zeros(recipe.history, len(names), 3, dtype=torch.float64)
         self.now = torch.zeros(len(names), 3, dtype=torch.float64)
+        self.begun = False  # whether there is a past
 
     def wrap(self, model: nn.Module) -> None:
         """Make those Linears round that this rank has."""
@@ -121,25 +119,11 @@ class Fp8:
         for index, name in enumerate(self.names):
             module: Any = modules.get(name)
             if hasattr(module, "cut_operands"):  # a layer of tensor parallelism
-                module.product = partial(self.linear, index, module.cut_operands, module.group)
+                module.rounding = Rounding(self, index, module.cut_operands, module.group)
             elif module is not None and hasattr(module, "weight"):  # and not another stage's
-                module.forward = partial(self._forward, index, module)
+                module.forward = partial(_forward, module, Rounding(self, index))
         device = next((p.device for p in model.parameters()), self.now.device)
         self.past, self.now = self.past.to(device), self.now.to(device)
-
-    def _forward(self, index: int, module: Any, x: Tensor) -> Tensor:
-        weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
-        y = self.linear(index, "", None, x, weight)
-        return y if module.bias is None else y + module.bias
-
-    @opaque
-    def linear(self, index: int, cut: str, group: Group, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x W^T of rounded operands: (..., K), (M, K) -> (..., M).
-
-        cut: which of x, w and g the ranks of the group share.
-        """
-        y: Tensor = _Linear.apply(x, weight, _Rounding(self, index, cut, group, torch.is_grad_enabled()))  # type: ignore[no-untyped-call]
-        return y
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -147,7 +131,7 @@ class Fp8:
         if self.recipe.history:
             comm.all_reduce(self.now, "max")
             self.past = torch.cat((self.now[None], self.past[:-1]))
-            self.now = torch.zeros_like(self.now)
+            self.now, self.begun = torch.zeros_like(self.now), True
 
     def settings(self) -> dict[str, Any]:
         """The history by the Linears' names, the same on all ranks."""
@@ -160,26 +144,30 @@ class Fp8:
         for index, name in enumerate(self.names if self.recipe.history else ()):
             if name in settings:
                 self.past[:, index] = torch.tensor(settings[name])
-        self.now = torch.zeros_like(self.now)
+        self.now, self.begun = torch.zeros_like(self.now), bool(self.past.any())
 
 
-class _Rounding(NamedTuple):
-    """Rounds the operands of one call's products."""
+class Rounding(NamedTuple):
+    """Rounds the operands of one Linear's products."""
 
     fp8: Fp8
-    linear: int
-    cut: str
-    group: Group
-    trains: bool
+    linear: int  # its place among the names
+    cut: str = ""  # which of x, w and g the ranks of the group have parts of
+    group: Group = None
+    trains: bool = True  # whether a step's maxima count
+
+    def for_call(self) -> Rounding:
+        """The same for a call in which gradients are wanted, or not."""
+        return self._replace(trains=torch.is_grad_enabled())
 
     def of(self, name: str, x: Tensor, along: int = 1) -> Tensor:
-        """The operand x, w or g, whose products sum along a dimension."""
+        """Round the operand x, w or g, a matrix whose products sum along a dimension; x may be (..., K)."""
         recipe, to, column = self.fp8.recipe, E5M2 if name == "g" else E4M3, "xwg".index(name)
         largest = None
         if not recipe.block:
             largest = x.abs().amax() if x.numel() else x.new_zeros(())
             past = self.fp8.past[:, self.linear, column].amax().to(x) if recipe.history else largest
-            if name in self.cut and not (recipe.history and self.fp8.past.any()):
+            if name in self.cut and not self.fp8.begun:
                 comm.all_reduce(largest, "max", group=self.group)
             if recipe.history:
                 if self.trains:
@@ -189,26 +177,36 @@ class _Rounding(NamedTuple):
         rows = recipe.weight_rows if name == "w" else 1
         if along == 0:
             return scaled(x.t(), to, recipe, rows, largest).t()
-        return scaled(x, to, recipe, rows, largest)
+        return scaled(x.reshape(-1, x.shape[-1]), to, recipe, rows, largest).view(x.shape)
+
+
+@opaque
+def rounded_linear(x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:  # (..., K), (M, K)
+    """Return x W^T of rounded operands: (..., M)."""
+    y: Tensor = _Linear.apply(x, weight, rounding.for_call())  # type: ignore[no-untyped-call]
+    return y
+
+
+def _forward(module: Any, rounding: Rounding, x: Tensor) -> Tensor:
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+    y = rounded_linear(x, weight, rounding)
+    return y if module.bias is None else y + module.bias
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: _Rounding) -> Tensor:  # (..., K), (M, K)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rounding = rounding
-        rows = rounding.of("x", x.reshape(-1, x.shape[-1]))  # (n, K)
-        return (rows @ rounding.of("w", weight).t()).view(*x.shape[:-1], -1)
+        ctx.of = rounding.of
+        return functional.linear(ctx.of("x", x), ctx.of("w", weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # (..., M)
         refuse_recorded("an FP8 product", "use precision='fp32'")
-        x, weight = ctx.saved_tensors
-        rounding, rows = ctx.rounding, grad.reshape(-1, grad.shape[-1])  # (n, M)
+        (x, weight), of, rows = ctx.saved_tensors, ctx.of, grad.reshape(-1, grad.shape[-1])  # (n, M)
         x_grad = w_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = (rounding.of("g", rows) @ rounding.of("w", weight, along=0)).view(x.shape)
+            x_grad = (of("g", rows) @ of("w", weight, along=0)).view(x.shape)
         if ctx.needs_input_grad[1]:
-            inputs = rounding.of("x", x.reshape(-1, x.shape[-1]), along=0)
-            w_grad = rounding.of("g", rows, along=0).t() @ inputs
+            w_grad = of("g", rows, along=0).t() @ of("x", x.reshape(-1, x.shape[-1]), along=0)
         return x_grad, w_grad, None

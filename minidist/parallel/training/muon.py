@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.flat.bucket_layout import longest_first, whole_shape
+from minidist.parallel.flat.bucket_layout import longest_first, matrix_work, whole_shape
 from minidist.parallel.flat.exchange import exchange
 from minidist.parallel.flat.ranges import narrowed
 
@@ -54,7 +54,7 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 def is_hidden(name: str, parameter: Tensor, others: str = NOT_HIDDEN) -> bool:
     """Whether Muon takes a parameter: a matrix, or a stack of some, whose name `others` does not find."""
-    return 2 <= parameter.dim() <= 3 and not re.search(others, name)
+    return 2 <= parameter.dim() <= 3 and parameter.numel() > 0 and not re.search(others, name)
 
 
 class Muon(torch.optim.Optimizer):
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
             faster, where the momentum is float32, and otherwise for the momentum's own.
     """
 
-    joins_cuts = True
+    joins_cuts, work = True, staticmethod(matrix_work)
     tp_group: Group = None  # the ranks that have parts of the same matrices; set by the engine
 
     def __init__(
@@ -111,12 +111,6 @@ class Muon(torch.optim.Optimizer):
         defaults |= {"eps": eps, "weight_decay": weight_decay, "elementwise": False}
         self.dtype, self._cuts = dtype, dict[tuple[Any, ...], list[list[Any]]]()
         super().__init__(groups, defaults)
-
-    @staticmethod
-    def work(shape: tuple[int, ...]) -> float:
-        """Products of an iteration: two of a (m, n) and its transpose, and a square, for each of a stack."""
-        m, n = sorted(shape[-2:])
-        return math.prod(shape[:-2]) * m * m * (2.0 * n + m)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

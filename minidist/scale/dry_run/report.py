@@ -24,7 +24,7 @@ HELD = (
     "memory: tensors after a step, as torch makes them on a CPU; a device's own context, its allocator's "
     "losses and temporaries within an operation come on top"
 )
-NO_TIME = "The time of a step is not predicted where tp, pp or cp cut a model of your own."
+NO_TIME = "No time is predicted for emulated FP8, or where tp, pp or cp cut a model of your own."
 
 
 def heading(found: DryRun) -> str:

@@ -22,6 +22,7 @@ import torch
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout, check_available
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.user_functions import MakeOptimizer
@@ -91,8 +92,8 @@ class DryRun:
 
     @property
     def has_time(self) -> bool:
-        """Whether `predict` can predict the time of a step: not where a layout cuts a model of your own."""
-        return subject_of(self.config).has_time(self.layout)
+        """Whether `predict` can predict a step's time: not of emulated FP8 or a part of your own model."""
+        return self.layout.precision not in FP8_RECIPES and subject_of(self.config).has_time(self.layout)
 
     def predict(self, hardware: str | Hardware = "h100") -> StepTime:
         """Predict the time of a step on a machine; see `predict_step`.

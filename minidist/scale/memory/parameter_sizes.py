@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
-from minidist.parallel.flat.bucket_layout import longest_first
+from minidist.parallel.flat.bucket_layout import longest_first, matrix_work
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
 from minidist.parallel.tensor.shares import share_of
-from minidist.parallel.training.muon import Muon
 
 BUCKET = 25 * 2**20
 """The most bytes of a bucket, unless a single parameter is larger."""
@@ -38,7 +37,7 @@ def share(count: int, ranks: int, rank: int = 0) -> int:
 
 
 class Hidden(NamedTuple):
-    """A matrix that Muon orthogonalizes: a rank's elements of it, and its share of `Muon.work`."""
+    """A matrix that Muon orthogonalizes: a rank's elements of it, and its share of `matrix_work`."""
 
     elements: int
     work: float
@@ -80,7 +79,7 @@ class RankParameters:
 
 def fullest(sizes: Sequence[float], owners: int) -> float:
     """What the owner with the most has, where tensors are dealt whole, the largest first."""
-    longest_first(sizes, bins := [0.0] * owners)
+    longest_first(sizes, bins := [0.0] * max(1, min(owners, len(sizes))))
     return max(bins)
 
 
@@ -170,16 +169,16 @@ def on_rank(config: TransformerConfig, part: ModelPart = ALONE) -> RankParameter
 def hidden(config: TransformerConfig, part: ModelPart = ALONE) -> tuple[tuple[Hidden, ...], ...]:
     """The matrices of a rank's blocks, and that of BERT's pooler or map; and the stacks of its experts."""
     width, own = config.width, part.own(config.heads) * config.head_size
-    square, wide = (Muon.work((rows, width)) / part.tp for rows in (width, config.middle))
+    square, wide = (matrix_work((rows, width)) / part.tp for rows in (width, config.middle))
     of_block, stacks = [Hidden(width * own, square)] * 4, [Hidden(width * part.own(config.middle), wide)] * 2
     if config.experts:
         stack = config.experts // part.ep, width, config.middle
-        of_block += [Hidden(config.experts * width, Muon.work((config.experts, width)))]
-        stacks = [Hidden(math.prod(stack), Muon.work(stack))] * 2
+        of_block += [Hidden(config.experts * width, matrix_work((config.experts, width)))]
+        stacks = [Hidden(math.prod(stack), matrix_work(stack))] * 2
     layers = [i for chunk in own_parts(config, part) for i in chunk]
     blocks = sum(1 <= i <= config.layers for i in layers)
     has_map = config.layers + 1 in layers and not isinstance(config, GPTConfig)
-    of_map = [Hidden(width * width, Muon.work((width, width)))] * has_map
+    of_map = [Hidden(width * width, matrix_work((width, width)))] * has_map
     if part.ep > 1:
         return tuple(of_block * blocks), tuple(stacks * blocks)
     return (*(of_block + stacks) * blocks, *of_map), ()

@@ -116,7 +116,7 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
             continue
         planned = [name for name, kind in SCHEDULES.items() if kind.planned] if pp > 1 else [DEFAULT_SCHEDULE]
         sequence = (False, True) if tp > 1 else (False,)
-        kinds = ("ring", "ulysses") if cp > 1 else ("ring",)
+        kinds = _cp_kinds(question, cp, tp)
         sharings = [(0, 0, 0), *_sharings(question, dp * cp, tp)]
         forms = product(sharings, sequence, planned, kinds, question.expert_ranks(dp * cp))
         for (zero, shard, secondary), shared, schedule, kind, ep in forms:
@@ -135,6 +135,13 @@ def candidates(question: Question) -> Iterator[Candidate | Refused]:
                 "ep": ep,
             }
             yield from _of_one_form(question, fields, secondary)
+
+
+def _cp_kinds(question: Question, cp: int, tp: int) -> list[str]:
+    """A ring, and as many neighbours that trade heads as there are heads: all, or groups in a ring."""
+    heads = (question.subject.divided or (1,))[0] // tp
+    trading = max(size for size in range(1, cp + 1) if cp % size == 0 and size <= max(heads, 1))
+    return ["ring", "ulysses" if trading == cp else f"{trading}x{cp // trading}"][: 1 + (trading > 1)]
 
 
 def _sharings(question: Question, ranks: int, tp: int) -> Iterator[tuple[int, int, int]]:

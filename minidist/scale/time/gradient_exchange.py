@@ -31,7 +31,7 @@ from minidist.scale.time.traffic import Wires
 MATRIX_PASSES = 11
 """Tensors that Muon's update of a matrix reads and writes: momentum 3, Nesterov 3, decay 2, update 3."""
 PRODUCTS = 2 * 5
-"""Operations for each unit of `Muon.work`: a product and a sum in each of five iterations."""
+"""Operations for each unit of `matrix_work`: a product and a sum in each of five iterations."""
 UPDATED = {4: "fp32", 8: "fp64"}
 """Precisions of an update by their bytes."""
 HOOK = 3

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,34 +55,32 @@ def work(
     before_step: Callable[[md.LocalSGD], object] = lambda model: None,
     **options: Any,
 ) -> tuple[int, nn.Module]:
-    """A worker's training, which ends with the coordinator at the latest; its slot and its model."""
+    """Train, at most until the coordinator ends; return the slot, and the model after the last exchange."""
     model = md.LocalSGD(mlp(99), EVERY, coordinator=address, timeout=HANG, **options)
     optimizer = ADAMW(model.parameters())
     try:
         while model.outer_steps < outer_steps:
             before_step(model)
             inner_step(model, optimizer, model.slot, model.steps)
-            model.synchronize()
+            if model.synchronize():
+                met = copy.deepcopy(model.module)
     except comm.CollectiveError as error:
         assert "has ended, or has left this process out" in str(error)  # noqa: PT017
     model.leave()
-    return model.slot, model.module
+    return model.slot, met
 
 
-@contextmanager
-def together(*functions: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Run functions in threads; their results are there after the `with`."""
-    results: list[Any] = [None] * len(functions)
-
-    def run(number: int) -> None:
-        results[number] = functions[number]()
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    yield results
-    for thread in threads:
-        thread.join(HANG)
+def serve(
+    coordinator: md.Coordinator,
+    outer_steps: int,
+    *workers: Callable[[], Any],
+    after_step: Callable[[int], object] | None = None,
+) -> list[Any]:
+    """Serve workers that run in threads, and return what they returned."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        running = [pool.submit(worker) for worker in workers]
+        coordinator.serve(outer_steps, after_step)
+        return [each.result(HANG) for each in running]
 
 
 # Workers as processes, which are killed.
@@ -108,21 +107,15 @@ def die_while_sending(model: md.LocalSGD) -> None:
 
 
 def test_killed_workers_are_left_out_and_a_new_one_joins(tmp_path: Path) -> None:
-    coordinator, may_come, came = (
-        md.Coordinator(mlp(0), workers=3, timeout=HANG),
-        tmp_path / "1",
-        tmp_path / "2",
-    )
+    may_come, came, coordinator = tmp_path / "1", tmp_path / "2", md.Coordinator(mlp(0), workers=3)
     address = coordinator.address
 
-    def come_late() -> None:
-        assert until(may_come.exists)
-        send = Connection.send
-
+    def come_late(send: Any = Connection.send) -> None:
         def send_and_tell(self: Connection, message: memoryview) -> None:
             send(self, message)
             came.touch()
 
+        assert until(may_come.exists)
         Connection.send = send_and_tell  # type: ignore[method-assign, assignment]
 
     def one_of_four() -> tuple[int, nn.Module]:
@@ -131,15 +124,16 @@ def test_killed_workers_are_left_out_and_a_new_one_joins(tmp_path: Path) -> None
 
         if md.rank() == 3:
             come_late()
-        hooks: list[Any] = [die_in_the_first_step, die_while_sending, survive, survive]
-        return work(address, 8, hooks[md.rank()])
+        return work(address, 8, (die_in_the_first_step, die_while_sending, survive, survive)[md.rank()])
 
-    with (
-        md.Cluster(4, timeout=HANG, threads=1, may_fail=range(4)) as cluster,
-        together(lambda: cluster.run(one_of_four)) as results,
-    ):
-        log = coordinator.serve(8, lambda number: may_come.touch() if number == 4 else None)
-    first, second, *living = results[0]
+    with md.Cluster(4, timeout=HANG, threads=1, may_fail=range(4)) as cluster:
+        [results] = serve(
+            coordinator,
+            8,
+            lambda: cluster.run(one_of_four),
+            after_step=lambda number: may_come.touch() if number == 4 else None,
+        )
+    log, (first, second, *living) = coordinator.log, results
     assert isinstance(first, md.RankDied)
     assert isinstance(second, md.RankDied)
     assert [len(took_part) for took_part in (*log[:4], log[-1])] == [2, 1, 1, 1, 2]
@@ -149,42 +143,28 @@ def test_killed_workers_are_left_out_and_a_new_one_joins(tmp_path: Path) -> None
         assert_same(coordinator.model, replay([*log[:2], log[0], *log[3:]], EVERY)[0])
 
 
+class Over(Exception): ...
+
+
 @pytest.mark.deep
 def test_twenty_kills_at_random_moments() -> None:
     """Nobody is restarted, nobody waits for the dead, and the weights are those of the same membership."""
-    draw, times, killed = random.Random(0), [], []
-    coordinator = md.Coordinator(mlp(0), workers=3, timeout=HANG)
+    draw, times, killed, over = random.Random(0), [], [], threading.Event()
+    coordinator = md.Coordinator(mlp(0), workers=3)
     clusters: list[md.Cluster] = []
-    threads: list[threading.Thread] = []
-    ended: dict[int, Any] = {}
-
-    class Over(Exception): ...
-
-    over = threading.Event()
+    running: list[Future[Any]] = []
 
     def after_step(number: int) -> None:
         times.append(time.monotonic())
         if over.is_set():
             raise Over
 
-    def serve() -> None:
-        with pytest.raises(Over):
-            coordinator.serve(10**6, after_step)
-
     def start() -> None:
-        number, cluster = len(clusters), md.Cluster(1, timeout=None, threads=1)
-        clusters.append(cluster)
+        clusters.append(cluster := md.Cluster(1, timeout=None, threads=1))
+        running.append(pool.submit(cluster.run, work, coordinator.address, 10**6))
 
-        def run() -> None:
-            try:
-                ended[number] = cluster.run(work, coordinator.address, 10**6)
-            except md.RankError as error:
-                ended[number] = error
-
-        threads.append(threading.Thread(target=run))
-        threads[-1].start()
-
-    with together(serve):
+    with ThreadPoolExecutor(24) as pool:
+        served = pool.submit(coordinator.serve, 10**6, after_step)
         for _ in range(3):
             start()
         alive = [0, 1, 2]
@@ -198,15 +178,15 @@ def test_twenty_kills_at_random_moments() -> None:
             start()
         assert until(lambda: len(coordinator._slots) == 3)
         over.set()
-    for thread in threads:
-        thread.join(HANG)
+    assert isinstance(served.exception(), Over)
+    died = [number for number, each in enumerate(running) if isinstance(each.exception(), md.RankDied)]
+    assert len(died) == 20
+    assert_replayed(coordinator, [running[number].result()[0] for number in alive])
     for cluster in clusters:
         cluster.close()
     waits = [min(time for time in times if time > when) - when for when in killed]
-    print("longest wait after a kill", max(waits), "outer steps", len(times))
+    print(f"{len(times)} outer steps; the next one after a kill came within {max(waits):.2f} s")
     assert max(waits) < 2
-    assert sum(isinstance(each, md.RankDied) for each in ended.values()) == 20
-    assert_replayed(coordinator, [each for each in ended.values() if isinstance(each, tuple)])
 
 
 # Workers as threads of this process.
@@ -216,15 +196,14 @@ def test_twenty_kills_at_random_moments() -> None:
 def test_fragments_in_turns_with_a_coordinator(fragments: int, delay: int) -> None:
     coordinator = md.Coordinator(mlp(0), workers=2, fragments=fragments)
     arguments: dict[str, int] = {"fragments": fragments, "delay": delay}
-    with together(*[lambda: work(coordinator.address, 6, **arguments)] * 2) as workers:
-        coordinator.serve(6)
+    workers = serve(coordinator, 6, *[lambda: work(coordinator.address, 6, **arguments)] * 2)
     assert_replayed(coordinator, workers, **arguments)
 
 
 def test_an_outer_step_of_rate_1_is_the_average_and_bytes_are_those_of_the_formula() -> None:
     coordinator = md.Coordinator(mlp(0), AVERAGE, workers=2)
-    with comm.ledger() as ledger, together(*[lambda: work(coordinator.address, 3)] * 2) as workers:
-        coordinator.serve(3)
+    with comm.ledger() as ledger:
+        workers = serve(coordinator, 3, *[lambda: work(coordinator.address, 3)] * 2)
     assert_replayed(coordinator, workers, outer=AVERAGE)
     size = sum(8 * p.numel() for p in mlp(0).parameters())
     sent = {name: sum(c.bytes_sent for c in ledger.calls if c.name == name) for name in ("exchange", "send")}
@@ -245,19 +224,16 @@ def test_what_is_no_worker_of_this_model_is_refused_and_hurts_nobody() -> None:
             ):
                 md.LocalSGD(model, EVERY, coordinator=coordinator.address, **options)
 
-    def a_worker_that_sends_the_wrong_thing() -> None:
+    def wrong_message() -> None:
+        strangers()
         member = Membership(coordinator.address, HANG)
         member.exchange(hello(mlp(0), 1))
         with pytest.raises(comm.CollectiveError, match="has ended, or has left this process out"):
             member.exchange(torch.zeros(24, dtype=torch.uint8))
 
-    strangers_first = threading.Thread(target=strangers)
-    strangers_first.start()
-    with together(a_worker_that_sends_the_wrong_thing, lambda: work(coordinator.address, 3)) as workers:
-        coordinator.serve(3)
-    strangers_first.join(HANG)
+    _, *others = serve(coordinator, 3, wrong_message, lambda: work(coordinator.address, 3))
     assert [len(took_part) for took_part in coordinator.log] == [1, 1, 1]
-    assert_replayed(coordinator, workers[1:])
+    assert_replayed(coordinator, others)
 
 
 def test_a_worker_that_takes_too_long_is_left_out() -> None:
@@ -281,11 +257,8 @@ def test_a_worker_that_takes_too_long_is_left_out() -> None:
         exchange.finish()
         exchange.close()
 
-    with (
-        together(send_nothing, send_once),
-        pytest.raises(TimeoutError, match=r"0 workers have come to .* within 0 s, and 1 are needed"),
-    ):
-        coordinator.serve(2)
+    with pytest.raises(TimeoutError, match=r"0 workers have come to .* within 0 s, and 1 are needed"):
+        serve(coordinator, 2, send_nothing, send_once)
     assert [len(took_part) for took_part in coordinator.log] == [1]
 
 
@@ -297,14 +270,12 @@ def test_a_worker_notices_that_the_coordinator_ends_or_is_silent() -> None:
         ):
             md.LocalSGD(mlp(0), EVERY, coordinator=address, timeout=0.01)
 
-        def end() -> None:
-            listener.accept()[0].close()
-            listener.accept()[0].close()
-
-        with together(end):
+        listener.accept()[0].close()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(lambda: listener.accept()[0].close())
             with pytest.raises(comm.CollectiveError, match="has ended") as caught:
                 md.LocalSGD(mlp(0), EVERY, coordinator=address, timeout=HANG)
-            assert caught.value.peer_ended
+        assert caught.value.peer_ended
     with pytest.raises(ConnectionRefusedError):
         md.LocalSGD(mlp(0), EVERY, coordinator=address)
 

@@ -154,6 +154,8 @@ def held_out_loss(diloco: dict[str, Any] | None) -> float:
         optimizer.step()
         if diloco is not None:
             parallel.synchronize()
+    if diloco is not None:
+        parallel.average()
     with torch.no_grad():
         inputs, targets = data.test[torch.arange(1024)]
         return float(md.cross_entropy(model(inputs), targets))

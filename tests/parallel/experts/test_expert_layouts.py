@@ -149,6 +149,23 @@ def test_tokens_of_a_skipped_step_do_not_count() -> None:
         assert torch.equal(after_none, after_many)
 
 
+def compressed(layout: md.Layout) -> tuple[bool, bool]:
+    """Whether a set of parameters is compressed: all others, and the experts."""
+    engine = md.prepare(gpt(0), SGD, layout, data_parallel={"compression": "powersgd"})
+    inputs, targets = CASE.global_batches()[0]
+    engine.step(inputs[md.rank() :: md.size()], targets[md.rank() :: md.size()])
+    sets: Any = engine.strategy.shared.sets  # type: ignore[attr-defined]
+    return bool(sets[0].reductions), bool(sets[1].reductions)
+
+
+@pytest.mark.parametrize(("layout", "sent"), [("dp=2,ep=2", False), ("dp=4,ep=2", True)])
+def test_gradients_that_no_rank_sends_are_not_compressed(
+    layout: str, sent: bool, cluster_of: Clusters
+) -> None:
+    chosen = md.Layout.parse(layout)
+    assert {*cluster_of(chosen.ranks).run(compressed, chosen)} == {(True, sent)}
+
+
 def averaged_over_all(patch: pytest.MonkeyPatch) -> None:
     """The experts' gradients are summed over all ranks, of which each pair has other experts."""
     patch.setattr(prepare, "GradientComm", lambda group: GradientComm(None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ def differing(rows: Sequence[int], found: Any, **options: Any) -> list[str]:
         ((3, 4), {"skew": 10.0, "experts_per_token": 1}),  # one expert for all
         ((2, 5), {"skew": 10.0}),
         ((4, 3, 0, 1), {"experts_per_token": 3}),
+        ((4, 1), {"experts_per_token": 4}),  # every expert for every token
     ],
 )
 def test_ranks_equal_one_process(
@@ -185,7 +187,7 @@ def test_tokens_that_a_full_expert_drops_count_for_the_balance() -> None:
     assert made.router.counts.tolist() == [6, 6, 0, 0]  # type: ignore[union-attr]
 
 
-def moe_of_transformers(name: str) -> Any:
+def of_transformers(name: str) -> Any:
     transformers = pytest.importorskip("transformers", reason="the layers are those of transformers")
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"), 2)
     sizes |= {"num_hidden_layers": 1, "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12}
@@ -195,7 +197,11 @@ def moe_of_transformers(name: str) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return model.model.layers[0].mlp
+    return model
+
+
+def moe_of_transformers(name: str) -> Any:
+    return of_transformers(name).model.layers[0].mlp
 
 
 def run_transformers(name: str, ranks: int) -> tuple[Tensor, Gradients]:
@@ -218,6 +224,25 @@ def test_layers_of_transformers_equal_one_process(name: str, cluster_of: Cluster
         parts = [each[1][key] for each in found]
         joined = torch.cat(parts) if ".experts." in f".{key}" else torch.stack(parts).sum(0)
         torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
+
+
+def next_token(outputs: Any, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+
+def evaluated(ranks: int) -> tuple[float, Tensor]:
+    """The loss and the logits of three rows, all on the first rank; this attention cannot take 0 rows."""
+    sgd: Any = partial(torch.optim.SGD, lr=0.1)
+    engine = md.prepare(of_transformers("Mixtral"), sgd, md.Layout(dp=ranks, ep=ranks), next_token)
+    text = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))[: 3 * (not md.rank())]
+    return engine.evaluate(text, text), engine.predict(text).logits
+
+
+def test_a_model_of_transformers_is_evaluated_where_a_rank_has_no_rows(cluster_of: Clusters) -> None:
+    loss, logits = evaluated(1)
+    for own_loss, own_logits in cluster_of(2).run(evaluated, 2):
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-6)
 
 
 def without_guests() -> list[Tensor]:

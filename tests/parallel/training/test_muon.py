@@ -21,7 +21,7 @@ from minidist.parallel.flat.joined_messages import deal_to_buckets
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training import muon
 from tests.helpers import contract
-from tests.helpers.models import tokens
+from tests.helpers.models import Logits, tokens
 from tests.parallel.sharding.cases import CASES, own_loop
 
 Clusters = Callable[[int], md.Cluster]
@@ -60,6 +60,12 @@ EXPERTS = contract.Case(partial(gpt, experts=4), tokens, MUON, batches=(6, 7), c
 def test_every_layout_equals_one_process(cluster_of: Clusters, text: str) -> None:
     layout = md.Layout.parse(text)
     contract.check(cluster_of(layout.ranks), CASE, layout)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Phi-3"])
+def test_matrices_packed_in_one_are_joined(cluster_of: Clusters, name: str) -> None:
+    case = contract.Case(partial(Logits, name), partial(tokens, vocabulary=13), MUON, batches=(4, 5))
+    contract.check(cluster_of(2), case, md.Layout(tp=2))
 
 
 @pytest.mark.parametrize("text", ["dp=2,ep=2,zero=3", "dp=2,ep=2,tp=2,zero=1"])

@@ -42,6 +42,8 @@ SHORT = [
     Case("dp=2,tp=2,zero=3", optimizer="muon"),
     Case("dp=2,cp=2,zero=3,shard=2,micro_batches=2"),
     Case("cp=4,cp_kind=2x2", tokens=13),
+    Case("tp=2,sequence_parallel=true,micro_batches=2,precision=fp8"),
+    Case("dp=2,tp=2,zero=3,recompute=true,precision=fp8_delayed"),
     Case("dp=4,zero=3,micro_batches=2", secondary=2, way="shared_memory"),
     Case("dp=4,ep=2,zero=1,recompute=true", experts=4),
     Case("dp=4,ep=4,zero=3", experts=4, way="shared_memory"),

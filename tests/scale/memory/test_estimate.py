@@ -26,6 +26,7 @@ from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activa
 from minidist.scale.memory.__main__ import main
 from minidist.scale.memory.estimates import Estimate, estimate
 from minidist.scale.memory.largest_batch import fits, heading, parse_bytes, standard_layouts, table
+from minidist.scale.memory.training_setup import TrainingSetup
 from tests.helpers.dry_measured import experts_in_turns
 
 Clusters = Callable[[int], md.Cluster]
@@ -244,12 +245,14 @@ def test_other_optimizers(cluster_of: Clusters, name: str, options: dict[str, fl
         ("dp=2,zero=3", 0.06),  # the last rank has the vectors, and AdamW's state of them
         ("dp=2,tp=2,zero=1", 0.01),
         ("pp=2,micro_batches=2", 0.01),
+        ("dp=2,ep=2,zero=1", 0.01),
     ],
 )
 def test_muon(cluster_of: Clusters, text: str, close: float) -> None:
     layout, optimizer = md.Layout.parse(text), partial(md.Muon, lr=0.1)
-    for rank, found in enumerate(cluster_of(layout.ranks).run(trained, TINY, layout, 8, 0, optimizer)):
-        expected = estimate(TINY, layout, batch=(8, 24), optimizer="muon", rank=rank)
+    shape = EXPERTS if layout.ep > 1 else TINY
+    for rank, found in enumerate(cluster_of(layout.ranks).run(trained, shape, layout, 8, 0, optimizer)):
+        expected = estimate(shape, layout, batch=(8, 24), optimizer="muon", rank=rank)
         for part in ("parameters", "gradients", "optimizer"):
             assert getattr(found, part) == pytest.approx(getattr(expected, part), rel=close), part
 
@@ -326,6 +329,32 @@ def test_activations_left_out_are_caught(
     if part in ("block", "head"):  # the others save less than the tolerance of this comparison
         assert measured.activations != pytest.approx(expected, rel=0.1 if part == "block" else 0.01)
     assert saved_by(GPT(TINY), TINY, 5) != estimate(TINY, batch=(5, 24)).activations
+
+
+def with_others(setup: TrainingSetup) -> tuple[TrainingSetup, ...]:
+    return setup, setup
+
+
+EXPERT_FAULTS = {
+    "as many ranks share the experts": (TrainingSetup, "sets", property(with_others)),
+    "a row for each token": (GPTConfig, "rows_of_mlps", lambda _, tokens: tokens),
+}
+
+
+def test_a_planted_fault_in_the_experts_is_caught(
+    cluster_of: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = md.Layout(dp=4, ep=2, zero=1)
+    found = cluster_of(4).run(trained, EXPERTS, layout, 8)[0]
+    expected = partial(estimate, EXPERTS, layout, batch=(8, 24), rank=0)
+    check(found, expected(), 0.01)
+    monkeypatch.setattr(estimates, "activations", estimates.activations.__wrapped__)  # which keeps nothing
+    for fault in EXPERT_FAULTS.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            wrong = expected()
+        with pytest.raises(AssertionError):
+            check(found, wrong, 0.01)
 
 
 # Arguments.

@@ -97,6 +97,17 @@ def test_experts_are_shared_where_they_do_not_fit_otherwise() -> None:
     assert found.least("experts")[1].peak < found.least("plain")[1].peak / 5  # type: ignore[index]
 
 
+def test_as_many_ranks_trade_heads_as_there_are_heads_and_the_others_form_a_ring() -> None:
+    """Attention between trades is fused, which a ring's is not, so on long rows the planner prefers it."""
+    shape = GPTConfig(context=2048, layers=2, heads=4, width=64)
+    found = plan(shape, ranks=8, hardware="h100", batch=(1, 2048))
+    alone = [md.Layout(cp=8, precision="bf16", cp_kind=kind) for kind in ("ring", "4x2", "2x4")]
+    times = {each.layout.cp_kind: seconds(each) for each in found.fitting if each.layout in alone}
+    assert times.keys() == {"ring", "4x2"}
+    assert times["4x2"] < times["ring"]
+    assert not any("trade" in each.reason for each in found.refused)
+
+
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the optimizer's state plain data parallelism would seem enough.
     from minidist.scale.planning.candidates import Question

@@ -253,3 +253,64 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert output_of(code) == "7"
+
+
+def test_work_is_done_together_and_an_error_of_a_worker_is_the_callers():
+    met, ran = threading.Barrier(3), []
+
+    def work():
+        met.wait(HANG)
+        ran.append(threading.get_ident())
+
+    thread_pool.together(work, 3)
+    assert len({*ran}) == 3
+    assert until(lambda: len(thread_pool._asleep) == 2)
+    mine = threading.get_ident()
+
+    def fails_elsewhere():
+        met.wait(HANG)
+        if threading.get_ident() != mine:
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        thread_pool.together(fails_elsewhere, 3)
+    assert until(lambda: len(thread_pool._asleep) == 2)
+
+
+def test_work_waits_for_no_worker_that_comes_late_nor_for_another_threads_product():
+    ran, go = [], threading.Event()
+    post(1, go.set)  # starts a worker
+    thread_pool._asleep.clear()  # it watches the board, as after a product
+    thread_pool._inbox.put(lambda: go.wait(HANG))
+    go.clear()
+    thread_pool.together(lambda: ran.append(threading.get_ident()), 2)
+    assert ran == [threading.get_ident()]
+    go.set()  # now it finds the work, which has ended, and lies down
+    assert until(lambda: thread_pool._inbox.empty() and len(thread_pool._asleep) == 1)
+    assert ran == [threading.get_ident()]
+    assert thread_pool.begin(0)
+    try:
+        thread_pool.together(lambda: ran.append(0), 2)  # alone: this thread's own product is on the board
+    finally:
+        thread_pool.end()
+    assert ran[1:] == [0]
+
+
+def test_a_worker_that_has_worked_serves_products_again(monkeypatch):
+    """It calls what it was woken with once more, if a product is there before it was seen to sleep."""
+    put, calls = [], []
+    stand_ins = {
+        "_inbox": SimpleNamespace(put=put.append),
+        "_workers": {1: frozenset()},
+        "begin": lambda helpers: True,
+        "end": lambda: None,
+        "serve": lambda: calls.append("board"),
+    }
+    with monkeypatch.context() as patch:
+        for name, stand_in in stand_ins.items():
+            patch.setattr(thread_pool, name, stand_in)
+        thread_pool.together(lambda: calls.append("work"), 2)
+        (woken,) = put
+        for _ in range(3):
+            woken()
+    assert calls == ["work", "board", "board"]

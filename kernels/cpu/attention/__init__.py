@@ -1,0 +1,44 @@
+"""The attention ladder on a CPU: seven ways to compute softmax(q k^T / sqrt(width)) v.
+
+| File | The one idea |
+|---|---|
+| s1_three_passes | the definition: all scores, a softmax in three passes |
+| s2_one_pass | largest score and sum in one pass: a row of scores is enough |
+| s3_key_blocks | sums of values are rescaled, too: no row of scores |
+| s4_register_tile | both products in the matmul ladder's register tile |
+| s5_threads | all cores share the work |
+| s6_causal | blocks that the mask hides are skipped |
+| s7_backward | the backward pass computes the weights again |
+
+What the upper rungs share with each other, and with the matmul ladder, is in `../support`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...attention_rung import AttentionRung
+
+    ATTENTION_LADDER: tuple[AttentionRung, ...]
+    """The seven rungs of attention on a CPU: from the definition to a backward pass on all cores."""
+
+RUNGS = (
+    "s1_three_passes",
+    "s2_one_pass",
+    "s3_key_blocks",
+    "s4_register_tile",
+    "s5_threads",
+    "s6_causal",
+    "s7_backward",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the rungs when the ladder is first asked for."""
+    if name != "ATTENTION_LADDER":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    global ATTENTION_LADDER
+    ATTENTION_LADDER = tuple(importlib.import_module(f".{rung}", __name__).RUNG for rung in RUNGS)
+    return ATTENTION_LADDER

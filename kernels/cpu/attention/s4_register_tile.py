@@ -1,0 +1,30 @@
+"""Attention, rung 4: both products in the register tile of the matmul ladder.
+
+The idea: scores are a product, q k^T, and so are weights times values. Rung 3 makes them one number at a
+time. Here a group of queries multiplies a block of keys, and then of values, in the tile of matmul's rung 6,
+from packed panels (`support/attention_forward.py`). What is left is exp, which the C library takes longer for
+than the tile for both products of a score. `support/vector_softmax.py` makes a vector of powers of 2 in a
+dozen instructions. The mask saves nothing yet: what it hides is computed, and then set to zero.
+"""
+
+from __future__ import annotations
+
+from ...attention_rung import AttentionRung
+from ...rung import Array
+from ..support.attention import forward
+
+
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
+    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=False, cores=1)
+
+
+RUNG = AttentionRung(
+    number=4,
+    name="s4_register_tile",
+    device="cpu",
+    idea="Both products in the matmul ladder's register tile, and vectors of powers for the softmax.",
+    dtypes=("float32",),
+    compute=compute,
+    cores="one",
+)

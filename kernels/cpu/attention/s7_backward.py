@@ -1,0 +1,33 @@
+"""Attention, rung 7: the backward pass, which computes the weights again.
+
+The idea: backward needs the weights, which forward never had in one place. To keep them would be queries x
+keys numbers again. Computing them a second time costs one more product than the four that the gradients need,
+and no memory but the logarithm of each query's sum. `support/attention_backward.py` does that block by block,
+with all five products in the register tile. The forward pass is rung 6.
+
+Source: Dao, Fu, Ermon, Rudra and Re, FlashAttention, 2022, section 3.1, "Recomputation".
+"""
+
+from __future__ import annotations
+
+from ...attention_rung import AttentionRung
+from ...rung import Array
+from ..support import thread_pool
+from ..support.attention import backward, forward
+
+
+def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:
+    """Fill out with softmax(q k^T / sqrt(width)) v, and logs."""
+    forward(q, k, v, out, logs, heads=heads, causal=causal, skip=True, cores=thread_pool.threads())
+
+
+RUNG = AttentionRung(
+    number=7,
+    name="s7_backward",
+    device="cpu",
+    idea="Backward computes the weights again, block by block, so nothing of queries x keys is ever kept.",
+    dtypes=("float32",),
+    compute=compute,
+    cores="all",
+    gradients=backward,
+)

@@ -1,0 +1,82 @@
+"""Attention in parts, some queries of one head each, which one thread or all cores take from a counter."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...rung import Array
+from . import thread_pool
+from .attention_sizes import QUERIES, backward_memory, forward_memory, most_queries, padded
+from .block_sizes import memory
+from .compiling import compiled
+
+if TYPE_CHECKING:
+    from . import atomic, attention_backward, attention_forward
+
+
+@compiled("CCCCCC", uses=("attention_forward", "atomic"), nogil=True, boundscheck=False)
+def _forward(
+    q: Array, k: Array, v: Array, out: Array, logs: Array, space: Array, counter: int,
+    heads: int, parts: int, causal: int, skip: int,
+) -> None:  # fmt: skip
+    part = atomic.fetch_add(counter, 1)
+    while part < heads * parts:
+        own, seen, first, _ = attention_forward.place(part, heads, parts, q.shape[0], k.shape[0])
+        attention_forward.attend(q[own], k[seen], v[seen], out[own], logs[own], space, first, causal, skip)
+        part = atomic.fetch_add(counter, 1)
+
+
+def forward(
+    q: Array, k: Array, v: Array, out: Array, logs: Array,
+    *, heads: int, causal: int, skip: bool, cores: int,
+) -> None:  # fmt: skip
+    """Fill out and logs; with `skip`, leave out the blocks that the mask hides."""
+    parts, size = -(-q.shape[0] // (heads * most_queries())), forward_memory(q.shape[1])
+
+    counter = np.zeros(1, np.int64)
+
+    def work() -> None:
+        space = memory("attention", "f", size)
+        _forward(q, k, v, out, logs, space, counter.ctypes.data, heads, parts, causal, int(skip))
+
+    thread_pool.together(work, min(cores, parts * heads))
+
+
+@compiled(
+    "CCCCCCCCCC", uses=("attention_backward", "attention_forward", "atomic"), nogil=True, boundscheck=False
+)
+def _backward(
+    q: Array, k: Array, v: Array, out: Array, d_out: Array, logs: Array, dq: Array, dk: Array, dv: Array,
+    space: Array, counter: int, heads: int, parts: int, causal: int,
+) -> None:  # fmt: skip
+    part = atomic.fetch_add(counter, 1)
+    while part < heads * parts:
+        own, seen, first, sums = attention_forward.place(part, heads, parts, q.shape[0], k.shape[0])
+        inputs, results = (q[own], k[seen], v[seen]), (dq[own], dk[sums], dv[sums])
+        attention_backward.attend(inputs, (out[own], d_out[own], logs[own]), results, space, first, causal)
+        part = atomic.fetch_add(counter, 1)
+
+
+def backward(
+    q: Array, k: Array, v: Array, out: Array, logs: Array, d_out: Array, dq: Array, dk: Array, dv: Array,
+    heads: int, causal: int,
+) -> None:  # fmt: skip
+    """Fill dq, dk and dv on all cores; each of a head's parts has sums of its own for dk and dv."""
+    width, cores = q.shape[1], thread_pool.threads()
+    wide, size = padded(width), backward_memory(width)
+    parts = min(-(-cores // heads), -(-q.shape[0] // (heads * QUERIES)))
+    dk_sums, dv_sums = (np.zeros((parts * k.shape[0], wide), k.dtype) for _ in range(2))
+
+    counter = np.zeros(1, np.int64)
+
+    def work() -> None:
+        given, at = memory("attention", "f", size), counter.ctypes.data
+        _backward(q, k, v, out, d_out, logs, dq, dk_sums, dv_sums, given, at, heads, parts, causal)
+
+    thread_pool.together(work, min(cores, parts * heads))
+    np.sum(dv_sums.reshape(parts, -1, wide)[:, :, :width], 0, out=dv)
+    np.sum(dk_sums.reshape(parts, -1, wide)[:, :, :width], 0, out=dk)
+    dk *= np.float32(1 / math.sqrt(width))
