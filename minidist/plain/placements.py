@@ -32,8 +32,10 @@ SHARED = {15, 7, 210, 12, 48, 8, 112, 98}  # rows, tokens, both; width, 4 widths
 LINEAR = re.compile(
     "_?(unsafe_)?view|t|transpose|permute|expand|slice|split.*|select|detach|(un)?squeeze|clone|_to_copy|copy|"
     "cat|stack|sum|constant_pad_nd|neg|add|sub"
-)
-PRODUCTS = re.compile("mul|mm|bmm|div|embedding_dense_backward|native_layer_norm_backward")  # of the first
+)  # what may be done to a partial sum
+PRODUCTS = re.compile(
+    "mul|mm|bmm|div|embedding_dense_backward|native_layer_norm_backward"
+)  # linear in the first
 SUMS = re.compile("mm|bmm|sum|mean|nll_loss_forward|embedding_dense_backward|native_layer_norm_backward")
 TAKES_NOT = {
     "all_reduce": {"replicated": "the sum is n times too large", "shard": "different parts are added up"},
@@ -113,12 +115,12 @@ class Placements(TorchDispatchMode):
         if not kinds or name == "ones_like":
             return "zero" if name != "ones_like" and inputs and LINEAR.fullmatch(name) else "replicated"
         if "partial" in kinds:
-            once = found.count("partial") == 1 and "partial" in (found[0], name == "mul" and "partial")
+            linear = LINEAR.fullmatch(name) and len(kinds) == 1
+            of_one = found.count("partial") == 1 and (found[0] == "partial" or name == "mul")
+            product = PRODUCTS.fullmatch(name) and of_one and kinds <= {"partial", "replicated"}
             if name in ("add", "sub") and len(kinds) > 1:
                 self.wrong(f"a partial sum and a tensor that is {min(kinds - {'partial'})} are added up")
-            elif not (LINEAR.fullmatch(name) and len(kinds) == 1) and not (
-                PRODUCTS.fullmatch(name) and once and kinds <= {"partial", "replicated"}
-            ):
+            elif not linear and not product:
                 self.wrong(f"{name} takes a partial sum, {[*inputs[0].shape]}, as a whole")
             return "partial"
         if "shard" not in kinds:
@@ -127,10 +129,6 @@ class Placements(TorchDispatchMode):
         gone = (sizes & SHARED) - {*out.shape} or (not out.dim() and any(x.dim() == 1 for x in inputs))
         if gone and name.endswith("vector_norm"):
             self.wrong("the norm of a shard is used as the norm of the whole")
-        return (
-            "partial"
-            if gone and SUMS.fullmatch(name)
-            else "varying"
-            if re.match("index|bincount", name)
-            else "shard"
-        )
+        if gone and SUMS.fullmatch(name):
+            return "partial"
+        return "varying" if re.match("index|bincount", name) else "shard"

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minidist.comm.errors import RankError
 from minidist.comm.launching.cluster import Cluster
 
 EXACT, LONG, SHORT = 1e-10, 100, 4
@@ -124,19 +126,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
 
-class Trainings(Protocol):
-    """Runs by the names of RUNS, each made when a detector asks for it first."""
-
-    def __getitem__(self, name: str, /) -> Run:
-        """Return a run."""
-
-
 class Subject(NamedTuple):
-    """What detectors are given."""
+    """What detectors are given: runs by the names of RUNS, each made when a detector asks for it first."""
 
-    found: Trainings  # on n ranks
-    whole: Trainings  # what it has to equal, on one
-    right: Trainings | None  # a right training on n ranks: its bytes, its work, its memory
+    found: Any  # on n ranks
+    whole: Any  # what it has to equal, on one
+    right: Any | None  # a right training on n ranks: its bytes, its work, its memory
 
 
 def loss(it: Subject) -> str:
@@ -189,7 +184,7 @@ def norm(it: Subject) -> str:
 
 
 def sent(it: Subject) -> str:
-    """Every rank sends the bytes of the rung's formula."""
+    """Every rank sends the bytes of the formula, which a right training sends."""
     return _unequal(
         it, lambda run: [sum(call.sent for call in calls) for calls in run.calls], "sends {:,} bytes"
     )
@@ -198,8 +193,14 @@ def sent(it: Subject) -> str:
 def order(it: Subject) -> str:
     """All ranks make their calls in one order, and every message is received."""
     run = it.found["short"]
-    unread = f"nobody receives {run.unread} of the messages" if run.unread else ""
-    return run.failed.partition("Stuck: ")[2] or unread
+    if run.failed or run.unread:
+        return run.failed.partition("Stuck: ")[2] or f"nobody receives {run.unread} of the messages"
+    made = [[call.name for call in calls if call.name not in ("send", "recv")] for calls in run.calls]
+    for rank, calls in enumerate(made):
+        for own, first in zip_longest(calls, made[0], fillvalue="nothing"):
+            if own != first:
+                return f"rank {rank} calls {own} where rank 0 calls {first}"
+    return ""
 
 
 def work(it: Subject) -> str:
@@ -266,7 +267,11 @@ class _Library:
     def __getitem__(self, name: str, /) -> Run:
         if name not in self.runs:
             given = partial(_observed, self.train, **RUNS[name])
-            ranks = self.cluster.run(given) if self.cluster else [given()]
+            try:
+                ranks = self.cluster.run(given) if self.cluster else [given()]
+            except RankError as error:
+                self.runs[name] = Run([], [], [], [], [], failed=error.summary)
+                return self.runs[name]
             losses, values, calls, works, held = (list(each) for each in zip(*ranks, strict=True))
             self.runs[name] = Run(losses[0], values, calls, works, held)
         return self.runs[name]

@@ -19,7 +19,6 @@ from minidist.plain.mistakes.trainings import Trainings, alone, load, model_of, 
 
 def resume(it: Subject) -> str:
     """A training that goes on from a checkpoint ends as the one that was not stopped, bit for bit."""
-    assert isinstance(it.found, Trainings)
     if it.found.rung.rung != "recipe":
         return ""  # the rungs save nothing
     pairs = zip(it.found["resumed"].parameters, it.found["whole"].parameters, strict=True)
@@ -32,7 +31,6 @@ def resume(it: Subject) -> str:
 
 def placements(it: Subject) -> str:
     """Every use of a tensor takes its placement, before anything is sent."""
-    assert isinstance(it.found, Trainings)
     rung = it.found.rung
     bound = lambda comm: load(rung, comm).train  # noqa: E731
     return lone_rank.check(bound, partial(model_of, rung.model, 0), **dict(rung.options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,3 +100,25 @@ def test_a_mistake_in_another_library_is_found(
         said = detect(partial(train, mistake), alone, right=right, detectors=CHEAP, cluster=cluster_of(2))
         assert expected <= {name for name, one in said.items() if one.sentence}, said
         assert mistake or not any(one.sentence for one in said.values()), said
+
+
+def uneven(what: str, make: MakeOptimizer, steps: int) -> Trained:
+    """Planted: rank 0 calls once more what all have to call, in a group of its own; or it fails."""
+    if dist.get_rank() == 0 and what == "fail":
+        raise ValueError("out of luck")
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1), group=groups[0])
+    dist.destroy_process_group(groups[dist.get_rank()])
+    return ddp(False, make, steps)
+
+
+def test_a_training_that_stops_or_calls_in_another_order(cluster_of: Callable[[int], md.Cluster]) -> None:
+    orders = {"order": DETECTORS["order"]}
+    said = detect(partial(uneven, "call"), alone, detectors=orders, cluster=cluster_of(2))["order"].sentence
+    assert re.fullmatch(r"rank 1 calls \w+ where rank 0 calls allreduce_", said)
+    losses = {"first loss": DETECTORS["first loss"]}
+    said = detect(partial(uneven, "fail"), alone, detectors=losses, cluster=cluster_of(2))[
+        "first loss"
+    ].sentence
+    assert said == "the training stops: rank 0 raised ValueError: out of luck"
