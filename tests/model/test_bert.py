@@ -72,7 +72,7 @@ def test_each_token_sees_the_whole_row() -> None:
 
 
 def test_minidist_train_teaches_it_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minidist.cli import train as command
+    from minidist.cli import train_config as command
 
     whole = command.dataset
     monkeypatch.setattr(command, "dataset", lambda name, length: whole(name, length=length, limit=64))
