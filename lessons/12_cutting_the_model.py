@@ -536,7 +536,7 @@ cluster.close()
 # | `gpipe`, `one_f_one_b` | plain/pipeline.py: [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | parallel/pipeline/schedules.py: [`gpipe`](../minidist/parallel/pipeline/schedules.py), [`one_f_one_b`](../minidist/parallel/pipeline/schedules.py) |
 # | `bubble` | – | parallel/pipeline/simulation.py: [`simulate`](../minidist/parallel/pipeline/simulation.py) |
 # | `my_schedule` | – | parallel/pipeline/schedules.py: [`zero_bubble`](../minidist/parallel/pipeline/schedules.py) |
-# | what runs a schedule | plain/pipeline.py: [`run`](../minidist/plain/pipeline.py) | parallel/pipeline/execution.py: [`StagePasses.execute`](../minidist/parallel/pipeline/execution.py) |
+# | what runs a schedule | plain/pipeline.py: [`run`](../minidist/plain/pipeline.py) | parallel/pipeline/execution.py: [`ScheduleRun.execute`](../minidist/parallel/pipeline/execution.py) |
 #
 # The rungs send the same messages as your `step`, and their schedules are your lists, with `("F", 3)` for
 # `Instruction("forward", 3)`. They cut the layers by number and not by weight. The engine also writes the sends

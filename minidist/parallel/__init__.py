@@ -25,7 +25,7 @@ To add a strategy:
 
 1. Implement `Strategy` (contract/strategy.py) in a package of floor 4. It communicates through
    `minidist.comm` alone, and imports no other strategy.
-2. Give `Layout` (contract/layout.py) a field or a value that selects it. Pick it in `_strategy`
+2. Give `Layout` (contract/layout.py) a field or a value that selects it. Make it in `prepare`
    (engine/prepare.py), and refuse the axes that it does not work with in `check_available`
    (contract/layout.py).
 3. Add it to the models of memory (scale/memory/state_bytes.py) and time (scale/time/gradient_exchange.py),

@@ -1,10 +1,11 @@
-"""The process that starts ranks, and kills them when the caller is gone.
+"""The process that starts ranks, notices their deaths, and kills them when the caller is gone.
 
 The caller starts one supervisor. The supervisor imports torch once and then forks each rank in milliseconds;
 a fresh interpreter would need a second of both cores. Forking is safe here and not in the caller, because
 this process runs nothing: it has no thread pool, no CUDA context, and one thread.
 
-It keeps two promises. It reports the exit status of each rank, signals included. And when the caller is gone,
+It keeps two promises. It reports the exit status of each rank, signals included; collect_results.py words
+the error. And when the caller is gone,
 however that came about, it kills every rank and the processes that the rank started: it sees the end of its
 control socket. If the supervisor itself is killed, the kernel kills its ranks (`prctl(PR_SET_PDEATHSIG)`;
 elsewhere a thread in each rank watches).

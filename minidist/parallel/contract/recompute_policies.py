@@ -3,7 +3,8 @@
 A policy chooses parts of a model that keep only their inputs in the forward pass, and compute the rest again
 in the backward pass. To add one, write the function that chooses, and its record. training/recompute.py makes
 a model's parts recompute; the models of memory and time ask the same function about the parts of a
-transformer; planner, docs, playground and tests read the record.
+transformer (`BLOCK`: a finer choice trains, and is not predicted); planner, docs, playground and tests read
+the record.
 
 Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4; Korthikanti et al.
 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5 (attention alone).

@@ -74,7 +74,7 @@ ZERO_2 = Residency(parameters=True, gradients=False, state=False)
 ZERO_3 = Residency(parameters=False, gradients=False, state=False)
 
 ROWS = {0: DATA_PARALLEL, 1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
-"""The rows by the number that `Layout.zero` and the paper give them. No other file knows these numbers."""
+"""The rows by the number that `Layout.zero` and the paper give them. No other code compares these numbers."""
 SHARING = [zero for zero, row in ROWS.items() if not row.state]
 """The numbers of the rows in which ranks share something."""
 

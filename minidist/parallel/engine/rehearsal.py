@@ -158,7 +158,7 @@ class Rehearsal:
         hearing = recorded(engine.model, outputs) if is_first_cut and start else nullcontext()
         try:
             with held_back() as calls, hearing:
-                loss = engine._counted(batches)
+                loss = engine._train_and_measure(batches)
         except BaseException as error:
             kept.attributes.restore()
             where = failed_layer(engine.model, error) if is_first_cut else None
@@ -203,7 +203,7 @@ class Rehearsal:
         if not (again or elsewhere):
             return loss
         with held_back():
-            return engine._counted(batches)
+            return engine._train_and_measure(batches)
 
     def _compared(self, of_cpu: float, start: TrainingState, *others: Any) -> tuple[str, str]:
         """How the step differs from one process's, or why that cannot be told; on rank 0."""

@@ -170,7 +170,7 @@ class WholePasses(StepExecutor):
     """A forward and a backward pass through all layers for each micro-batch."""
 
     def train(self, batches: Sequence[RankBatch], factor: Factor) -> None:
-        """Run all micro-batches; gradients are sent while the last backward pass runs."""
+        """Run all micro-batches. Whole gradients are sent in the last backward pass, shares in each."""
         pieces, parts = list[RankBatch](), self.layout.micro_batches
         for batch in batches:
             pieces += (own := batch.split(parts))

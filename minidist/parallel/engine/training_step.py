@@ -158,7 +158,7 @@ class Engine:
             loss = self.rehearsal.step(self, pairs, batches)
             if loss is not None:
                 return float(loss)
-        return self._counted(batches)
+        return self._train_and_measure(batches)
 
     def _padding(self, batches: Sequence[RankBatch]) -> list[RankBatch]:
         """Batches that do not count, up to the longest list of all ranks: passes may be collectives."""
@@ -166,7 +166,7 @@ class Engine:
         comm.all_reduce(most, "max", group=self.strategy.group)
         return [batches[-1]._replace(is_padding=True)] * (int(most) - len(batches))
 
-    def _counted(self, batches: Sequence[RankBatch]) -> float:
+    def _train_and_measure(self, batches: Sequence[RankBatch]) -> float:
         """Train, and count the activations of the first batch of its kind."""
         kind = *((*shapes(each.inputs), *shapes(each.targets)) for each in batches), self.model.training
         if kind in self._activations:

@@ -6,5 +6,5 @@ Start with `share_experts` in expert_parallel.py, which makes a model work on th
 |---|---|
 | expert_parallel.py | `share_experts`: a model with the rank's own experts; the all-to-alls of a layer |
 | load_balance.py | `balance_experts`: moves the routers' biases after a step |
-| expert_replicas.py | `place_experts`: which experts to hold more than once, where the load is not even |
+| replica_advice.py | `place_experts`: which experts to hold more than once, where the load is not even |
 """

@@ -55,7 +55,8 @@ def share_experts(model: nn.Module, group: Group = None) -> dict[str, tuple[torc
     Rank r of n keeps experts r E / n to (r + 1) E / n. Every rank passes the same whole model, with the same
     weights. Returns by name the shape that each parameter of the experts had, and the first expert of this
     rank. After backward their gradients are complete for the tokens of this group, and the ranks with the
-    same experts have yet to sum them (engine/prepare.py); all others' are of this rank's tokens.
+    same experts sum them as a `ParameterSet` of their own (engine/prepare.py makes it); all others' are of
+    this rank's tokens.
 
     Raises:
         ValueError: the model has no layer with several experts, or n does not divide their number.

@@ -263,7 +263,8 @@ class Bucket(BucketLayout):
     def give_back(self) -> None:
         """Let go of the whole gradients: what other ranks own of them is with their owners now.
 
-        A bucket that takes turns in lent memory lets go of it. Any other keeps the memory of `hold`.
+        With ZeRO 2 and 3 the bucket's memory is lent, and goes to the next bucket. Where whole gradients stay
+        (`hold`), this does nothing.
         """
         if self._memory is not None:
             self.gradients, self.views, self.holds = self._lent[0], [], False

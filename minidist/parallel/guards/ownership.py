@@ -37,7 +37,7 @@ def claim(owner: object, kind: str, parameters: Iterable[Tensor], takes_values: 
         _claims[parameter] = [new, *others]
 
 
-def owners(parameters: Iterable[Tensor], kind: str) -> list[Any]:
+def trainers(parameters: Iterable[Tensor], kind: str) -> list[Any]:
     """The living objects of this kind that train any of the parameters, each once."""
     alive = [each.owner() for p in parameters for each in _claims_on(p) if each.kind == kind]
     return [*{id(owner): owner for owner in alive if owner is not None}.values()]
@@ -60,7 +60,7 @@ def release(parameters: Iterable[Tensor]) -> None:
     """End the claims on parameters whose owner's constructor failed: a traceback may keep the owner alive."""
     released = [*parameters]
     for kind in (BY_DATA_PARALLEL, BY_ZERO):
-        for owner in owners(released, kind):
+        for owner in trainers(released, kind):
             owner.detach()
     for parameter in released:
         _claims[parameter] = [each for each in _claims_on(parameter) if each.takes_values]

@@ -197,7 +197,7 @@ class Pipeline:
         xs, ys = [*split(inputs, with_rows)], [*split(targets, with_rows)]
         xs += xs[-1:] * (parts - with_rows)
         ys += [some_rows(targets, slice(0))] * (parts - with_rows)
-        passes = StagePasses(self, xs, ys, loss or self.loss, total, weight, by_rows)
+        passes = ScheduleRun(self, xs, ys, loss or self.loss, total, weight, by_rows)
         plan = self._plan(parts, train)
         last = next((e for e in reversed(plan.instructions) if e.kind in COMPLETE), None)
         with nullcontext() if train else evaluating(self.stages):
@@ -297,7 +297,7 @@ class StagePass:
 
 
 @dataclass
-class StagePasses:
+class ScheduleRun:
     """One execution of a schedule on this rank: the batch, and the tensors that wait between two passes."""
 
     pipeline: Pipeline

@@ -29,7 +29,7 @@ Where memory is given back:
 | ../contract/residency.py | the table, and what follows from a row |
 | sharded.py | `Sharded`: the strategy for an engine |
 | parameter_set.py | `ParameterSet`: parameters shared in one way, and the rounds of their gradients |
-| shared_parameters.py | `SharedParameters`: all sets together: the norm of their gradients, clipping |
+| all_parameters.py | `AllParameters`: all sets together: the norm of their gradients, clipping |
 | whole_parameters.py | `WholeParameters`: whole on every rank; dealt to buckets as gradients come |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
 | whole_on_owners.py | `WholeOnOwners`: those of them that the optimizer needs whole, on an owner each |

@@ -15,7 +15,7 @@ from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.ownership import require_free
 from minidist.parallel.guards.refusals import refuse_renormed, require_trained
 
-WHOLE_PARAMETERS = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
+ZERO_OPTIMIZER_STAGES = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
 """The stages of `ZeroOptimizer`."""
 
 
@@ -62,7 +62,7 @@ def check_fully_shard_arguments(
 
 def check_zero_arguments(stage: Any, optimizer_class: Any, bucket_mb: Any, master: Any) -> None:
     """TypeError or ValueError where an argument of `ZeroOptimizer` is wrong."""
-    if stage not in WHOLE_PARAMETERS or isinstance(stage, bool):
+    if stage not in ZERO_OPTIMIZER_STAGES or isinstance(stage, bool):
         raise ValueError(f"stage is {stage!r}; give 1 or 2, or use FullyShard for stage 3")
     _check_class(optimizer_class)
     check_bucket_mb(bucket_mb)

@@ -1,7 +1,7 @@
-"""A set of parameters: what each rank keeps of them, which ranks average them, and which of them own a share.
+"""A set of parameters: what each rank keeps of them, which ranks sum their gradients, and which of these own a share.
 
-A model has one such set, or several: experts, say, are averaged over fewer ranks than the rest. A set's
-gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
+A model has one such set, or several: experts' gradients, say, are summed over fewer ranks than the rest. A
+set's gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
 (flat/buckets.py) lets go of what the set's row does not keep (contract/residency.py). Two events complete a
 bucket: its last gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has
 left a unit (unit_runtime.py).
@@ -42,7 +42,7 @@ TAIL_DTYPES = (torch.float32, torch.float64)
 class ParameterSet:
     """Parameters that the same ranks share in the same way, and the rounds of their gradients.
 
-    residency: what every rank keeps whole. gradient_comm: its `group` averages the gradients, and its
+    residency: what every rank keeps whole. gradient_comm: its `group` sums the gradients, and its
     `share_group` are the owners of a share each. names: of the parameters; None for all that are in no other
     set.
 
@@ -51,7 +51,7 @@ class ParameterSet:
         buckets: hold their gradients, in the order in which they are sent.
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
             gradients before they are summed. compression: of reductions to all ranks.
-        leaves_grad: `grad` stays as the backward pass left it. in_buckets: gradients stay in their buckets
+        leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay in their buckets
             between backward passes.
         total_count: how many numbers are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.
@@ -64,7 +64,7 @@ class ParameterSet:
 
     op, scale = "sum", 1.0
     compression: Compression | None = None
-    leaves_grad = in_buckets = tail_in_bucket = False
+    leaves_grad = stay_in_buckets = tail_in_bucket = False
     total_count = 2
 
     def __init__(
@@ -140,8 +140,8 @@ class ParameterSet:
         carries = self.residency.state and self.compression is None and bool(self.buckets)
         self.tail_in_bucket = carries and self.buckets[-1].dtype in TAIL_DTYPES
         tail_length = len(self.indices) + self.total_count
-        self.in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
-        if self.in_buckets:
+        self.stay_in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
+        if self.stay_in_buckets:
             self._hold(tail_length)
         else:
             for bucket in self.buckets:
@@ -204,7 +204,7 @@ class ParameterSet:
         elif grad is not view:
             view.copy_(grad)
         if grad is not view and not self.leaves_grad:
-            parameter.grad = view if self.in_buckets else None
+            parameter.grad = view if self.stay_in_buckets else None
 
     # The end of a round: who used what, and the totals.
 

@@ -117,7 +117,7 @@ class Reducer:
             self._order.setdefault(param_index)
             return
         if not reducing:  # the gradient waits in its bucket for a later round
-            if own.in_buckets:
+            if own.stay_in_buckets:
                 own.place(param_index, parameter, 1.0)
             return
         if self._ready[param_index]:

@@ -28,6 +28,7 @@ from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.ownership import BY_FULLY_SHARD, claim
+from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.cut_into_units import Units, build
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
@@ -37,7 +38,6 @@ from minidist.parallel.sharding.parameter_set import (
     set_for,
     shared_tensors,
 )
-from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
@@ -46,7 +46,7 @@ from minidist.parallel.training.elementwise_optimizers import is_elementwise, re
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(SharedParameters):
+class ShardedParameters(AllParameters):
     """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are

@@ -28,8 +28,9 @@ from minidist import comm
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
-from minidist.parallel.guards.ownership import BY_DATA_PARALLEL, BY_ZERO, claim, owners, require_free
+from minidist.parallel.guards.ownership import BY_DATA_PARALLEL, BY_ZERO, claim, require_free, trainers
 from minidist.parallel.guards.refusals import refuse_meta
+from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import (
     ParameterSet,
@@ -37,7 +38,6 @@ from minidist.parallel.sharding.parameter_set import (
     shared_tensors,
 )
 from minidist.parallel.sharding.reducer import Reducer
-from minidist.parallel.sharding.shared_parameters import SharedParameters
 from minidist.parallel.sharding.units import weakly
 from minidist.parallel.training.clipping import guard
 from minidist.parallel.training.elementwise_optimizers import work_of
@@ -53,7 +53,7 @@ class Gradients(Enum):
     GIVEN = "sums, and the optimizer's slices have this rank's part"
 
 
-class WholeParameters(SharedParameters):
+class WholeParameters(AllParameters):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
@@ -167,7 +167,7 @@ class WholeParameters(SharedParameters):
 
     def _replace_others(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters from an object with shared state that this one replaces."""
-        for other in owners(parameters, BY_ZERO):
+        for other in trainers(parameters, BY_ZERO):
             if other is not self:
                 other.detach()
                 other.replaced = True

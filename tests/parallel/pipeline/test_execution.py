@@ -18,7 +18,7 @@ from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
 from minidist.parallel.pipeline import execution as pipelines
 from minidist.parallel.pipeline import schedules, stage_messages
-from minidist.parallel.pipeline.execution import Pipeline, StagePasses
+from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
 from minidist.parallel.pipeline.instructions import Instruction
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
@@ -193,7 +193,7 @@ def without_weights(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
     """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
-    run = StagePasses._leave
+    run = ScheduleRun._leave
     kept: list[Tensor] = []
 
     def wrong(self: Any, kind: str, micro_batch: int, chunk: int, xs: list[Tensor]) -> None:
@@ -203,7 +203,7 @@ def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
             xs = [kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)]
         run(self, kind, micro_batch, chunk, xs)
 
-    patch.setattr(StagePasses, "_leave", wrong)
+    patch.setattr(ScheduleRun, "_leave", wrong)
 
 
 def weights_only_once(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training import clipping
 
 
-class SharedParameters(ABC):
+class AllParameters(ABC):
     """The parameters that ranks train together, and what all of them have in common once sums are complete.
 
     Attributes:

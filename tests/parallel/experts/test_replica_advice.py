@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.parallel.experts.expert_replicas import place_experts
+from minidist.parallel.experts.replica_advice import place_experts
 
 
 def fullest(load: list[float], placed: list[list[int]]) -> float:
