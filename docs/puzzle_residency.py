@@ -173,7 +173,7 @@ def needed(room: Room, table: Table) -> Estimate:
         found = held_for(of_layers(shape, [*chain(*own)]), sharing)
         total = States(*(getattr(total, each) + getattr(found, each) for each in States.__dataclass_fields__))
     saved = Saved(shape, 1, room.tokens, BYTES[room.precision])
-    return Estimate.of(total, *activations(saved, 1, True))
+    return Estimate.of(total, *activations(saved, 1, True)[0])
 
 
 def sent_by(room: Room, table: Table) -> list[float]:

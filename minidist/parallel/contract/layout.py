@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 from minidist._arguments import is_whole
 from minidist._names import unknown
@@ -70,10 +71,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.recompute == EVERY_LAYER:
             object.__setattr__(self, "recompute", True)
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            if type(value) is not kind and not (field.name == "recompute" and isinstance(value, str)):
-                raise TypeError(f"{field.name} is {value!r}; give {_KINDS[kind]}")
+        for name, kind in _types().items():
+            value = getattr(self, name)
+            if type(value) is not kind and not (name == "recompute" and isinstance(value, str)):
+                raise TypeError(f"{name} is {value!r}; give {_KINDS[kind]}")
         if isinstance(self.recompute, str) and self.recompute not in POLICIES:
             raise ValueError(
                 f"recompute is {self.recompute!r}; give True or False, or the name of a policy: "
@@ -166,7 +167,7 @@ class Layout:
         """
         if not isinstance(text, str):
             raise TypeError(f"the layout is {text!r}; give text such as 'dp=2,tp=2', or a Layout itself")
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        kinds = _types()
         values: dict[str, int | str | bool] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, sign, value = (piece.strip() for piece in part.partition("="))
@@ -205,6 +206,12 @@ def check_secondary(layout: Layout, ranks: object) -> None:
             "with zero=3, a smaller divisor of the ranks that share the parameters, from 2 on, such as the "
             "number of ranks on a host; or leave it out"
         )
+
+
+@cache
+def _types() -> dict[str, type]:
+    """The type of each field of a layout."""
+    return {field.name: type(field.default) for field in fields(Layout)}
 
 
 _KINDS = {int: "a whole number", str: "a name", bool: "True or False"}

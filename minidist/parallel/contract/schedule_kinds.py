@@ -9,7 +9,7 @@ pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from minidist._names import unknown
@@ -43,6 +43,7 @@ class StagePlacement:
         return tuple(held[stage] for stage in range(len(held)))
 
 
+@lru_cache(maxsize=256)
 def round_robin(ranks: int, chunks: int) -> StagePlacement:
     """Stage s is chunk s // ranks of rank s % ranks: a micro-batch goes round the ranks once for each chunk.
 
@@ -51,6 +52,7 @@ def round_robin(ranks: int, chunks: int) -> StagePlacement:
     return StagePlacement([range(rank, ranks * chunks, ranks) for rank in range(ranks)])
 
 
+@lru_cache(maxsize=256)
 def v_shape(ranks: int, chunks: int) -> StagePlacement:
     """Rank r has stages r and 2 p - 1 - r: a micro-batch goes down the ranks and up again.
 

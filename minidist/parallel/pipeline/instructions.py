@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from minidist._arguments import check_whole
@@ -63,6 +64,8 @@ class Instruction:
         return self.kind in COMPUTE
 
 
+instruction = lru_cache(maxsize=2**16)(Instruction)
+"""An instruction as several ranks have it, made and checked once."""
 Schedule = Sequence[Sequence[Instruction]]
 """For each rank its instructions, in order."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from functools import cache
 
 from minidist._arguments import check_whole
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, StagePlacement, schedule_kind
@@ -21,6 +20,7 @@ from minidist.parallel.pipeline.instructions import (
     Instruction,
     PlacedSchedule,
     Schedule,
+    instruction,
     only,
     placement_of,
     require_schedule,
@@ -56,7 +56,7 @@ def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruct
     _check_sizes(ranks, micro_batches, chunks)
     passes = [("forward", chunk) for chunk in range(chunks)]
     passes += [("backward", chunk) for chunk in reversed(range(chunks))]
-    order = [Instruction(kind, i, chunk) for kind, chunk in passes for i in range(micro_batches)]
+    order = [instruction(kind, i, chunk) for kind, chunk in passes for i in range(micro_batches)]
     return with_messages([order] * ranks)
 
 
@@ -111,11 +111,11 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
             if each.kind == "forward":
                 order.append(each)
                 continue
-            order.append(Instruction("backward_input", each.micro_batch))
+            order.append(instruction("backward_input", each.micro_batch))
             if each.micro_batch >= rank:
-                order.append(Instruction("backward_weight", each.micro_batch - rank))
+                order.append(instruction("backward_weight", each.micro_batch - rank))
         left = range(max(0, micro_batches - rank), micro_batches)
-        compute.append([*order, *(Instruction("backward_weight", i) for i in left)])
+        compute.append([*order, *(instruction("backward_weight", i) for i in left)])
     return with_messages(compute)
 
 
@@ -142,7 +142,6 @@ def with_messages(compute: Schedule, placement: StagePlacement | None = None) ->
     if placement is not None:
         compute = PlacedSchedule(map(list, compute), placement)
     where = placement_of(compute)
-    instruction = cache(Instruction)  # several ranks have equal messages: make each once
     schedule: list[list[Instruction]] = []
     for rank, own in enumerate(compute):
         kinds = [messages_of(rank, chunk, where) for chunk in range(len(where.stages[rank]))]
@@ -171,10 +170,10 @@ def _alternating(
 ) -> list[Instruction]:
     """`warm_up` forward passes, then one forward and one backward in turn, then the other backward passes."""
     warm_up = min(warm_up, len(forwards))
-    order = [Instruction("forward", *each) for each in forwards[:warm_up]]
+    order = [instruction("forward", *each) for each in forwards[:warm_up]]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [Instruction("forward", *forward), Instruction("backward", *backward)]
-    return order + [Instruction("backward", *each) for each in backwards[len(forwards) - warm_up :]]
+        order += [instruction("forward", *forward), instruction("backward", *backward)]
+    return order + [instruction("backward", *each) for each in backwards[len(forwards) - warm_up :]]
 
 
 def _check_sizes(ranks: int, micro_batches: int, chunks: int, most_chunks: int | None = None) -> None:

@@ -12,7 +12,7 @@ section 3.2.1 (DualPipe; with a V, half of its ranks have the same schedule and 
 from __future__ import annotations
 
 from minidist._arguments import check_whole
-from minidist.parallel.pipeline.instructions import Instruction
+from minidist.parallel.pipeline.instructions import Instruction, instruction
 
 INPUT, WEIGHT = "backward_input", "backward_weight"
 
@@ -51,7 +51,7 @@ def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[
             gradients = [(kind, stage) for stage in (first, second) for kind in (INPUT, WEIGHT)]
             for kind, stage in [("forward", second), ("forward", first), *gradients]:
                 if ready(kind, stage, rank):
-                    order.append(Instruction(kind, begun[kind][stage], int(stage == second)))
+                    order.append(instruction(kind, begun[kind][stage], int(stage == second)))
                     ends[kind, stage, begun[kind][stage]] = now + 1
                     begun[kind][stage] += 1
                     live[rank] += {"forward": 1, WEIGHT: -1}.get(kind, 0)
@@ -109,10 +109,10 @@ class _Order:
                 self.passes += self._postponed[:1]
                 del self._postponed[:1]
             elif kind == "F" and self._forwards[chunk] < self._micro_batches:
-                self.passes.append(Instruction("forward", self._forwards[chunk], chunk))
+                self.passes.append(instruction("forward", self._forwards[chunk], chunk))
                 self._forwards[chunk] += 1
             elif kind != "F" and self._backwards[chunk] < self._forwards[chunk]:
-                both = [Instruction(each, self._backwards[chunk], chunk) for each in (INPUT, WEIGHT)]
+                both = [instruction(each, self._backwards[chunk], chunk) for each in (INPUT, WEIGHT)]
                 self._backwards[chunk] += 1
                 self.passes += both if kind == "B" else both[:1]
                 self._postponed += [] if kind == "B" else both[1:]

@@ -1,4 +1,4 @@
-"""A set of parameters: what each rank keeps of them, which ranks sum their gradients, and which of these own a share.
+"""A set of parameters: what each rank keeps of them, which ranks sum their gradients, and who owns a share.
 
 A model has one such set, or several: experts' gradients, say, are summed over fewer ranks than the rest. A
 set's gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
@@ -51,7 +51,7 @@ class ParameterSet:
         buckets: hold their gradients, in the order in which they are sent.
         op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
             gradients before they are summed. compression: of reductions to all ranks.
-        leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay in their buckets
+        leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay there
             between backward passes.
         total_count: how many numbers are summed along with a round.
         unused: indices of the parameters without a gradient on this rank, in the round that runs.

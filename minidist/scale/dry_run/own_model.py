@@ -163,12 +163,16 @@ class OwnModel:
         self._check(setup)
         states, residency = held_for(self.trained, setup.sharing), setup.sharing.residency
         frozen = (self.parameters() - sum(self.trained.sizes)) * setup.sharing.element
-        kept = round(self.passes(setup.layout, setup.micro_rows[0]).activations)
+        kept = round(self.passes(setup.layout, max(setup.micro_rows)).activations)
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in self.module.buffers())
         return Estimate.of(states, kept, frozen=frozen if residency.parameters else 0, buffers=buffers)
 
     def predict(
-        self, setup: TrainingSetup, hardware: Hardware, simulated: Simulated | None = None
+        self,
+        setup: TrainingSetup,
+        hardware: Hardware,
+        simulated: Simulated | None = None,
+        bound: bool = False,
     ) -> StepTime:
         """Predict the time of a step, as `predict_step` does for a transformer."""
         self._check(setup)
@@ -176,13 +180,13 @@ class OwnModel:
         wires, precision = Wires(hardware, setup), setup.precision
         rates, plain = wires.crowd.rates, replace(setup.layout, recompute=False)
         compute = again = last = 0.0
-        for count in setup.micro_rows:
-            passes = self.passes(plain, count)
+        for rows, count in setup.micro_rows.items():
+            passes = self.passes(plain, rows)
             backward = rates.seconds(passes.backward, precision, backward=True)
-            last = rates.seconds(self.passes(setup.layout, count).backward, precision, backward=True)
-            compute += rates.seconds(passes.forward, precision) + backward
-            again += last - backward
-        exchange = GradientTime(self.trained, wires).parts(last, compute + again)
+            last = rates.seconds(self.passes(setup.layout, rows).backward, precision, backward=True)
+            compute += count * (rates.seconds(passes.forward, precision) + backward)
+            again += count * (last - backward)
+        exchange = GradientTime(self.trained, wires).parts(last, compute + again, setup.micro_batches)
         parts = {"compute": compute, "recompute": again, **exchange, "step": rates.step}
         whole = self.passes(plain, setup.rows)
         said = [

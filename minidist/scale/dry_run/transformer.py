@@ -71,20 +71,23 @@ class Transformer:
         refuse_cut_rows(self.shape, layout)
         check_divisible(self.shape, layout)
         check_fits(self.shape, setup, hardware)
-        if isinstance(self.shape, GPTConfig) and layout.pp * layout.tp > 1:
-            _check_parts(
-                self.shape, Layout(pp=layout.pp, chunks=layout.chunks, schedule=layout.schedule), layout.tp
-            )
+        if isinstance(self.shape, GPTConfig):
+            _check_stages(self.shape, layout.pp, layout.chunks, layout.schedule)
+            _check_matrices(self.shape, layout.tp)
 
     def estimate(self, setup: TrainingSetup) -> Estimate:
         """Estimate the bytes on the fullest rank."""
         return estimate_setup(self.shape, setup)
 
     def predict(
-        self, setup: TrainingSetup, hardware: Hardware, simulated: Simulated | None = None
+        self,
+        setup: TrainingSetup,
+        hardware: Hardware,
+        simulated: Simulated | None = None,
+        bound: bool = False,
     ) -> StepTime:
-        """Predict the time of a step."""
-        return predict_setup(self.shape, setup, hardware, simulated)
+        """Predict the time of a step, or a bound below it without simulating a pipeline."""
+        return predict_setup(self.shape, setup, hardware, simulated, bound)
 
     # A dry run.
 
@@ -147,13 +150,18 @@ def _on_meta(shape: TransformerConfig) -> nn.Module:
 _model = lru_cache(maxsize=2)(_on_meta)
 
 
-@lru_cache(maxsize=1024)
-def _check_parts(shape: GPTConfig, pipeline: Layout, tp: int) -> None:
-    """ValueError if the layers cannot be cut into stages, or the matrices over ranks."""
-    model = _model(shape)
-    if pipeline.pp > 1:
-        check_layers(model, pipeline)
+@lru_cache(maxsize=256)
+def _check_stages(shape: GPTConfig, pp: int, chunks: int, schedule: str) -> None:
+    """ValueError if the layers cannot be cut into stages."""
+    if pp > 1:
+        check_layers(_model(shape), Layout(pp=pp, chunks=chunks, schedule=schedule))
+
+
+@lru_cache(maxsize=256)
+def _check_matrices(shape: GPTConfig, tp: int) -> None:
+    """ValueError if the matrices cannot be cut over ranks."""
     if tp > 1:
+        model = _model(shape)
         parts, together = resolve(model, plan_for(model))
         check_ties(model, parts)
         cut_between_heads(model, parts, together, tp)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import le, mul
 
 from minidist._names import unknown
 from minidist.model.configs import TransformerConfig
@@ -15,10 +16,11 @@ from minidist.model.configs import config as config_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.recompute_policies import recomputed_parts
+from minidist.parallel.contract.schedule_kinds import schedule_kind
 from minidist.parallel.pipeline.schedules import Schedule, by_name
-from minidist.scale.memory.parameter_sizes import ModelPart, own_parts, share
+from minidist.scale.memory.parameter_sizes import ModelPart, alike, own_parts, parts, share
 from minidist.scale.memory.saved_activations import ATTENTIONS, Saved
-from minidist.scale.memory.state_bytes import States, by_formula, held
+from minidist.scale.memory.state_bytes import States, by_formula, stage_states
 from minidist.scale.memory.training_setup import (
     BatchSize,
     TrainingSetup,
@@ -33,6 +35,8 @@ ModelShape = TransformerConfig | str | int | float
 Moment = tuple[tuple[int, ...], int]
 """How many micro-batches of each kind are live on a stage, and which kind computes. A kind is a chunk of the
 model and whether the micro-batch has an additional row; those with the row come first."""
+WINDOW = 3
+"""A pipeline is full, and has no fuller moment later, after this number of micro-batches for each rank."""
 
 
 @dataclass(frozen=True)
@@ -118,69 +122,87 @@ def estimate_setup(
     if not isinstance(shape, TransformerConfig):
         return Estimate.of(by_formula(round(shape), setup.sharing))
     rows_and_tokens(shape, (setup.rows, setup.tokens), 0)
-    if rank is not None:
-        return _on_rank(shape, setup, attention, coordinates(layout, rank))
     # Ranks of one stage differ by at most a row, some tokens and a slice of the matrices.
-    fullest = {"dp": 0, "cp": max(range(layout.cp), key=setup.own_tokens), "tp": layout.tp - 1}
-    ranks = ({"pp": stage, **fullest} for stage in range(layout.pp))
-    return max((_on_rank(shape, setup, attention, each) for each in ranks), key=lambda found: found.peak)
-
-
-def _on_rank(
-    shape: TransformerConfig, setup: TrainingSetup, attention: str | None, place: dict[str, int]
-) -> Estimate:
-    """Estimate for the rank at this place in the mesh."""
-    layout = setup.layout
-    stage = place["tp"], place["pp"]
-    part = ModelPart(layout.tp, layout.pp, layout.chunks, *stage, layout.schedule, layout.ep)
-    states = held(shape, part, tuple(each.sharing for each in setup.sets))
+    fullest = {"dp": 0, "cp": setup.context_rank, "tp": layout.tp - 1}
+    place = fullest if rank is None else coordinates(layout, rank)
+    part = ModelPart(layout.tp, layout.pp, layout.chunks, place["tp"], 0, layout.schedule, layout.ep)
+    states = stage_states(shape, part, tuple(each.sharing for each in setup.sets))
     rows, tokens = setup.own_rows(place["dp"]), setup.own_tokens(place["cp"])
-    blocks = sum(0 < i <= shape.layers for layers in own_parts(shape, part) for i in layers)
-    buffers = blocks * shape.experts * max(setup.sharing.element, 4)  # the routers' biases
-    if not rows:
-        return Estimate.of(states, buffers=buffers)
     options = setup.sharing.element, attention, part, layout.sequence_parallel, layout.cp > 1
     whole, count = Saved(shape, rows, tokens, *options), min(layout.micro_batches, rows)
-    return Estimate.of(states, *activations(whole, count, layout.recompute), buffers=buffers)
+    saved = activations(whole, count, layout.recompute) if rows else [(0, 0)] * layout.pp
+
+    buffers = [0] * layout.pp  # the biases of the routers
+    if shape.experts:
+        for stage in range(layout.pp):
+            numbers = [i for layers in own_parts(shape, replace(part, stage=stage)) for i in layers]
+            blocks = sum(0 < i <= shape.layers for i in numbers)
+            buffers[stage] = blocks * shape.experts * max(setup.sharing.element, 4)
+    peaks = [
+        own.held + max(between + logits + own.gathered, own.update) + more
+        for own, (between, logits), more in zip(states, saved, buffers, strict=True)
+    ]
+    stage = peaks.index(max(peaks)) if rank is None else place["pp"]
+    return Estimate.of(states[stage], *saved[stage], buffers=buffers[stage])
 
 
 @lru_cache(maxsize=16384)
-def activations(whole: Saved, count: int, recompute: bool | str) -> tuple[int, int]:
-    """Peak bytes that `count` micro-batches of the `whole` rows save on a stage, and the transient logits.
+def activations(whole: Saved, count: int, recompute: bool | str) -> list[tuple[int, int]]:
+    """For each stage the peak bytes that `count` micro-batches of the `whole` rows save, and its logits.
 
     The result does not depend on ZeRO's stage, so a planner asks for each four times.
     """
     part = whole.part
     longer = whole.rows % count  # so many micro-batches, the first ones, have an additional row
     saved = [replace(whole, rows=share(whole.rows, count, each)) for each in sorted({0, longer})]
-    chunks = own_parts(whole.config, part)
-    last = whole.config.layers + 1
-    logits = saved[0].transient_logits if any(last in chunk for chunk in chunks) else 0
-    kept = [_kept(each, layers, recompute) for each in saved for layers in chunks]
+    form = whole.config, part.pp, part.chunks
+    layers, like = parts(*form), alike(*form, recompute)
+    kinds = [{i: _kept(each, layers[i], recompute) for i in {*like}} for each in saved]
+    kept = [[own[i] for i in like] for own in kinds]
     if part.pp == 1:  # each backward pass follows its forward pass
-        return max(map(max, kept)), logits
-    peak = 0
-    for live, computing in _moments(part.schedule, part.pp, count, part.chunks, longer)[part.stage]:
-        waiting = sum(number * each for number, (each, _) in zip(live, kept, strict=False))
-        between, at_most = kept[computing]
-        peak = max(peak, waiting, waiting - between + at_most)
-    return peak, logits
+        return [(max(most for ((_, most),) in kept), saved[0].transient_logits)]
+    found, moments = [], moments_of(part.schedule, part.pp, count, longer, part.chunks)
+    stages = schedule_kind(part.schedule).placement(part.pp, part.chunks).stages
+    for own, states in zip(stages, moments, strict=True):
+        between, most = zip(*(each[stage] for each in kept for stage in own), strict=True)
+        # What the other passes have saved, and the most during the pass that computes.
+        peaks = [sum(map(mul, live, between)) + most[now] - between[now] for live, now in states]
+        found.append((max(peaks), saved[0].transient_logits if len(layers) - 1 in own else 0))
+    return found
+
+
+def moments_of(name: str, ranks: int, micro_batches: int, longer: int, chunks: int) -> list[list[Moment]]:
+    """For each stage of a schedule the moments at which it computes with the most that is live.
+
+    Most schedules repeat themselves with each group of as many micro-batches as ranks, once the pipeline is
+    full. So a few groups have all moments, unless one group more has others.
+    """
+    window = WINDOW * ranks
+    early, late = (max(0, each - window) // ranks * ranks for each in (longer, micro_batches - longer))
+    sizes = micro_batches - early - late, longer - early
+    if early + late:
+        few = _moments(name, ranks, *sizes, chunks)
+        if few == _moments(name, ranks, sizes[0] + ranks, sizes[1], chunks):
+            return few
+    return _moments(name, ranks, micro_batches, longer, chunks)
 
 
 @lru_cache(maxsize=1024)
-def _moments(name: str, ranks: int, micro_batches: int, chunks: int, longer: int) -> list[set[Moment]]:
-    """For each stage of a schedule the distinct moments at which it computes."""
-    found: list[set[Moment]] = []
+def _moments(name: str, ranks: int, micro_batches: int, longer: int, chunks: int) -> list[list[Moment]]:
+    found: list[list[Moment]] = []
     for own in schedule_of(name, ranks, micro_batches, chunks):
-        live = [0] * 2 * chunks
-        found.append(set())
+        live, seen = [0] * 2 * chunks, set[Moment]()
         for each in own:
             if not each.computes:
                 continue
             kind = each.chunk + (chunks if 0 < longer <= each.micro_batch else 0)
             live[kind] += each.kind == "forward"
-            found[-1].add((tuple(live), kind))
+            seen.add((tuple(live), kind))
             live[kind] -= each.kind in ("backward", "backward_weight")
+        found.append([])
+        for live_then, kind in sorted(seen, reverse=True):
+            if not any(kind == other and all(map(le, live_then, most)) for most, other in found[-1]):
+                found[-1].append((live_then, kind))
     return found
 
 

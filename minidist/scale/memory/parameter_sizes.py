@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
+from minidist.parallel.contract.recompute_policies import recomputed_parts
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
 from minidist.parallel.flat.bucket_layout import longest_first, matrix_work
 from minidist.parallel.pipeline.balanced_cut import cut_by_weights
@@ -193,6 +194,17 @@ def parts(config: TransformerConfig, pp: int, chunks: int) -> list[range]:
     block_size, whole = sum(block(config)), [sum(embeddings(config))]
     whole += [block_size] * config.layers + [sum(head(config, owns_matrix=True))]
     return cut_by_weights(whole, pp * chunks)
+
+
+@lru_cache(maxsize=1024)
+def alike(config: TransformerConfig, pp: int, chunks: int, recompute: bool | str) -> list[int]:
+    """For each part of a pipeline the first part that has the same layers, recomputed in the same way."""
+    again, last = recomputed_parts(recompute, config.layers), config.layers + 1
+    first: dict[Hashable, int] = {}
+    return [
+        first.setdefault((0 in layers, last in layers, *(again[i] for i in layers)), number)
+        for number, layers in enumerate(parts(config, pp, chunks))
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import starmap
+from operator import add
 
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
@@ -132,6 +133,11 @@ class States:
     def __add__(self, other: States) -> States:
         return States(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
+    @cached_property
+    def held(self) -> int:
+        """Bytes of all that is there between steps."""
+        return self.parameters + self.gradients + self.optimizer
+
 
 def by_formula(parameters: int, sharing: StateSharing) -> States:
     """The ZeRO paper's formulas, for a number of parameters, and ZeRO++'s for a second copy."""
@@ -141,13 +147,16 @@ def by_formula(parameters: int, sharing: StateSharing) -> States:
 
 
 @lru_cache(maxsize=4096)
-def held(config: TransformerConfig, part: ModelPart, sharings: Sequence[StateSharing]) -> States:
-    """The states that minidist's strategies hold on a rank with one `part` of a transformer.
+def stage_states(
+    config: TransformerConfig, part: ModelPart, sharings: Sequence[StateSharing]
+) -> list[States]:
+    """The states that minidist's strategies hold on a rank of each stage, cut as `part` says.
 
     sharings: how ranks keep each set of its parameters.
     """
-    sets = zip(on_rank(config, part).sets, sharings, strict=True)
-    return sum(starmap(held_for, sets), States(0, 0, 0))
+    stages = (on_rank(config, replace(part, stage=stage)) for stage in range(part.pp))
+    sets = (zip(own.sets, sharings, strict=True) for own in stages)
+    return [reduce(add, starmap(held_for, own)) for own in sets]
 
 
 def held_for(parameters: RankParameters, sharing: StateSharing) -> States:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 from minidist._arguments import is_number, is_whole
 from minidist._names import unknown
@@ -60,15 +60,30 @@ class TrainingSetup:
         return share(self.rows, self.layout.dp, data_rank)
 
     @property
-    def micro_rows(self) -> list[int]:
-        """The rows of each micro-batch, on the rank with the most rows."""
-        own = self.own_rows()
-        count = min(self.layout.micro_batches, own)
-        return [share(own, count, part) for part in range(count)]
+    def micro_batches(self) -> int:
+        """How many micro-batches have rows, on the rank with the most rows."""
+        return min(self.layout.micro_batches, self.own_rows())
+
+    @property
+    def micro_rows(self) -> dict[int, int]:
+        """How many of these micro-batches have so many rows; the first ones have the most."""
+        count = self.micro_batches
+        rows, longer = divmod(self.own_rows(), count)
+        return {rows + 1: longer, rows: count - longer} if longer else {rows: count}
+
+    @property
+    def context_rank(self) -> int:
+        """The context-parallel rank with the most tokens."""
+        return _with_most_tokens(self.tokens, self.layout.cp)
 
     def own_tokens(self, context_rank: int) -> int:
         """How many tokens of each row a context-parallel rank has."""
         return zigzag_order.size(self.tokens, self.layout.cp, context_rank)
+
+
+@lru_cache(maxsize=1024)
+def _with_most_tokens(tokens: int, ranks: int) -> int:
+    return max(range(ranks), key=partial(zigzag_order.size, tokens, ranks))
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 
 from minidist.parallel.contract.layout import Layout
@@ -67,9 +68,16 @@ class Question:
         """Memory of the fullest rank."""
         return self.subject.estimate(self._setup(layout, secondary))
 
-    def predict(self, layout: Layout, secondary: int = 0) -> StepTime:
-        """Time of a step."""
-        return self.subject.predict(self._setup(layout, secondary), self.hardware, self.simulated)
+    def fits_empty(self, layout: Layout, secondary: int = 0) -> bool:
+        """Whether the fullest rank has memory for the model's state, without activations."""
+        if self.subject.divided is None:  # a model of your own has no estimate without rows
+            return True
+        setup = TrainingSetup(layout, 0, self.tokens, self.optimizer, secondary)
+        return self.subject.estimate(setup).peak <= self.memory
+
+    def predict(self, layout: Layout, secondary: int = 0, bound: bool = False) -> StepTime:
+        """Time of a step, or with `bound` a time below it that takes no simulation."""
+        return self.subject.predict(self._setup(layout, secondary), self.hardware, self.simulated, bound)
 
     @property
     def grids(self) -> Iterator[tuple[int, int, int, int]]:
@@ -92,8 +100,15 @@ class Candidate:
 
     layout: Layout
     memory: Estimate
-    step: StepTime | None  # None if it does not fit
+    question: Question = field(repr=False)
+    bound: float = math.inf  # a step takes at least so many seconds; infinite if it does not fit
     secondary: int = 0  # ranks that share a second copy of the parameters, an option of `prepare`
+
+    @cached_property
+    def step(self) -> StepTime | None:
+        """The predicted time of a step; None if it does not fit."""
+        fits = self.bound < math.inf
+        return self.question.predict(self.layout, self.secondary) if fits else None
 
     def __str__(self) -> str:
         """The layout, as `Layout.parse` reads it, and the option."""
@@ -194,9 +209,11 @@ def _of_one_form(
         planned = [name for name, policy in POLICIES.items() if policy.planned and recomputes(name)]
         forms += [replace(layout, recompute=name) for name in planned]
     most, too_large, found = share(question.rows, layout.dp), list[Candidate](), False
-    for form in forms:
+    hopeful = question.fits_empty(layout, secondary)  # else only the smallest is estimated, to be reported
+    for form in forms if hopeful else forms[-1:]:
         least = 0  # the fewest micro-batches that fit
-        for micro in [*(2**power for power in range((most - 1).bit_length())), most]:
+        powers = (most - 1).bit_length() if hopeful else 0
+        for micro in [*(2**power for power in range(powers)), most]:
             if micro < min(layout.pp, most):
                 continue
             if least and (layout.pp == 1 or micro > A_STAGE * layout.pp):
@@ -204,10 +221,11 @@ def _of_one_form(
             tried = replace(form, micro_batches=micro)
             memory = question.estimate(tried, secondary)
             if memory.peak > question.memory:
-                too_large.append(Candidate(tried, memory, None, secondary))
+                too_large.append(Candidate(tried, memory, question, secondary=secondary))
                 continue
             least, found = least or micro, True
-            yield Candidate(tried, memory, question.predict(tried, secondary), secondary)
+            least_time = question.predict(tried, secondary, bound=True).seconds
+            yield Candidate(tried, memory, question, least_time, secondary)
         if least:
             most = least // 2  # recomputed activations pay if fewer micro-batches fit then
         if not most:

@@ -12,8 +12,12 @@ Source: Narayanan et al. 2021, section 3; Rajbhandari et al. 2020, section 2, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import groupby
+from typing import overload
 
 from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
@@ -35,23 +39,64 @@ ROWS_A_RANK = {True: 8, False: 32}
 """Rows per rank of the default batch: on a machine that was measured, and on others."""
 
 
+class Ranked(Sequence[Candidate]):
+    """Candidates by predicted time, the answer first if one is given, predicted as far as somebody reads.
+
+    A heap has a bound of each candidate's time. The least is replaced by the time itself, until the least is
+    a time: no other candidate is faster.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate], answer: Candidate | None = None) -> None:
+        self._ranked = [] if answer is None else [answer]
+        given = enumerate(each for each in candidates if each is not answer)
+        self._waiting = [(each.bound, i, each) for i, each in given]
+        self._count = len(self._waiting) + len(self._ranked)
+        heapify(self._waiting)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
+        wanted = range(len(self))[index]
+        last = max(wanted, default=-1) if isinstance(wanted, range) else wanted
+        while len(self._ranked) <= last:
+            bound, i, each = self._waiting[0]
+            if bound == seconds(each):
+                self._ranked.append(heappop(self._waiting)[2])
+            else:
+                heapreplace(self._waiting, (seconds(each), i, each))
+        return self._ranked[index]
+
+
 @dataclass(frozen=True)
 class Plan:
     """All layouts for a question."""
 
     question: Question
-    fitting: list[Candidate]  # the answer, then the others by time
+    fitting: Sequence[Candidate]  # the answer, then the others by time
     too_large: list[Candidate]  # by memory
     refused: list[Refused]
+    families: dict[str, Ranked]  # the layouts that fit by family
 
     @property
     def answer(self) -> Candidate | None:
         """The layout to use; None if nothing fits."""
         return self.fitting[0] if self.fitting else None
 
+    @property
+    def fastest(self) -> Candidate:
+        """The layout with the least predicted time."""
+        return min((own[0] for own in self.families.values()), key=seconds)
+
     def best(self, family: str) -> Candidate | None:
         """The fastest layout of a family that fits; None if none does."""
-        return min((c for c in self.fitting if family_of(c.layout) == family), key=seconds, default=None)
+        return self.families[family][0] if family in self.families else None
 
     def least(self, *families: str) -> tuple[Layout, Estimate] | None:
         """The layout of these families that takes the least memory, or None."""
@@ -91,25 +136,33 @@ def plan(
         TypeError, ValueError: an argument is unknown or out of range.
     """
     question = question_of(model, ranks, memory, hardware, batch, precision, optimizer)
-    fitting, too_large, refused = [], [], []
+    fitting, too_large, refused = list[Candidate](), list[Candidate](), list[Refused]()
+    families = defaultdict[str, list[Candidate]](list)
     for each in candidates(question):
         if progress is not None:
             progress()
         if isinstance(each, Refused):
             refused.append(each)
-        elif each.step is None:
+        elif each.bound == math.inf:
             too_large.append(each)
         else:
             fitting.append(each)
-    fitting.sort(key=seconds)
-    if fitting:
-        enough = seconds(fitting[0]) / (1 - MEANINGFUL)
-        near = [each for each in fitting if seconds(each) <= enough]
-        chosen = min(near, key=lambda each: (effort(each), seconds(each)))
-        fitting.remove(chosen)
-        fitting.insert(0, chosen)
+            families[family_of(each.layout)].append(each)
     too_large.sort(key=lambda c: c.memory.peak)
-    return Plan(question, fitting, too_large, refused)
+    ranked = {family: Ranked(own) for family, own in families.items()}
+    return Plan(question, Ranked(fitting, _simplest(fitting)), too_large, refused, ranked)
+
+
+def _simplest(fitting: Sequence[Candidate]) -> Candidate | None:
+    """The simplest layout that no other beats by more than a prediction can tell."""
+    if not fitting:
+        return None
+    enough = seconds(Ranked(fitting)[0]) / (1 - MEANINGFUL)
+    near = sorted((each for each in fitting if each.bound <= enough), key=effort)
+    for _, alike in groupby(near, key=effort):
+        if found := [each for each in alike if seconds(each) <= enough]:
+            return min(found, key=seconds)
+    raise AssertionError("the fastest layout is near itself")
 
 
 def seconds(candidate: Candidate) -> float:

@@ -76,7 +76,7 @@ def reasons(plan: Plan) -> list[str]:
     chosen = plan.answer
     if chosen is None or plan.question.ranks == 1:
         return []
-    own, fastest = family_of(chosen.layout), min(plan.fitting, key=seconds)
+    own, fastest = family_of(chosen.layout), plan.fastest
     found = ["No other layout is predicted to be faster."]
     if fastest is not chosen:
         found = [

@@ -46,24 +46,22 @@ class GradientTime:
     def __init__(self, parameters: RankParameters, wires: Wires) -> None:
         self.parameters, self.wires, self.sharing = parameters, wires, wires.setup.sharing
         self.residency, self.element = self.sharing.residency, self.sharing.element
-        self.rates, self.ranks = wires.crowd.rates, wires.size("dp")
-        self.micro_batches = len(wires.setup.micro_rows)
-        self.reductions = self.residency.reductions(self.micro_batches)  # of each gradient in a step
+        self.rates, self.ranks = wires.crowd.rates, wires.sizes["dp"]
         self.elements, self.tensors = sum(parameters.sizes), len(parameters.sizes)
 
-    def parts(self, last_backward: float, passes: float) -> dict[str, float]:
-        """Seconds by purpose.
+    def parts(self, last_backward: float, passes: float, micro_batches: int) -> dict[str, float]:
+        """Seconds by purpose, in a step of so many micro-batches.
 
         `last_backward` is the seconds of the last backward pass, which may hide messages; `passes` of all
         passes.
         """
-        sent, may_hide = self._sent(last_backward, passes) if self.ranks > 1 else (0.0, 0.0)
+        sent, may_hide = self._sent(last_backward, passes, micro_batches) if self.ranks > 1 else (0.0, 0.0)
         hidden = min(may_hide, sent) if self.wires.hardware.overlaps else 0.0
         return {
-            "gradients": self._handling(),
+            "gradients": self._handling(micro_batches),
             "dp": sent - hidden,
             "dp hidden": hidden,
-            "optimizer": self._update(),
+            "optimizer": self._update,
         }
 
     @cached_property
@@ -71,33 +69,54 @@ class GradientTime:
         """Elements of each bucket, in the order in which gradients arrive."""
         return self.parameters.buckets(self.element, self.sharing.owners)
 
-    def _sent(self, last_backward: float, passes: float) -> tuple[float, float]:
+    def _sent(self, last_backward: float, passes: float, micro_batches: int) -> tuple[float, float]:
         """Seconds of messages between data-parallel ranks, and how many of them computation may hide."""
-        tail = self.wires.collective("all_reduce", (self.tensors + TAIL) * 8.0, "dp")
+        reductions = self.residency.reductions(micro_batches)  # of each gradient in a step
         if not self.residency.parameters:
-            sent, may_hide = self._sent_in_units(passes)
-            return sent + tail, may_hide
+            sent, may_hide = self._sent_in_units(passes, micro_batches)
+            return sent + self._tail, may_hide
         layout, whole = self.wires.layout, self.residency.state
-        sizes = [float(size * self.element) for size in self.buckets]
-        reduced, gathered = self._reductions(sizes), 0.0 if whole else sum(self._gathers(sizes, "shares"))
-        hidden = self.reductions * min(sum(reduced[:-1]), last_backward)
+        reduced, last = self._reduced
+        hidden = reductions * min(reduced - last, last_backward)
         if layout.pp > 1 and (layout.chunks > 1 or (self.parameters.tied and not whole)):
             hidden = 0.0  # sent only once the schedule is done
-        return self.reductions * sum(reduced) + tail * self.reductions + gathered, hidden
+        return reductions * (reduced + self._tail) + self._gathered, hidden
 
-    def _sent_in_units(self, passes: float) -> tuple[float, float]:
+    def _sent_in_units(self, passes: float, micro: int) -> tuple[float, float]:
         """Do the same, without the tail, where each pass gathers the parameters unit by unit."""
-        units, micro = [float(unit * self.element) for unit in self.parameters.units], self.micro_batches
-        first, again = (self._gathers(units, axis) for axis in ("shares", "secondary"))
-        reduced = self._reductions(units)
-        sent = sum(first) - sum(again) + micro * (2 * sum(again) - again[0] + sum(reduced))
+        first, again, reduced = self._in_units
+        times = self.residency.reductions(micro)  # that each gradient is reduced
+        sent = sum(first) - sum(again) + micro * (2 * sum(again) - again[0]) + times * sum(reduced)
         # Nothing runs at the same time as a pass's first gathers and its last reduction.
-        bare = sum(first[:2]) + (micro - 1) * sum(again[:2]) + micro * reduced[0]
+        bare = sum(first[:2]) + (micro - 1) * sum(again[:2]) + times * reduced[0]
         return sent, min(max(0.0, sent - bare), passes)
+
+    # These do not depend on the micro-batches, so a planner asks for them once.
+
+    @cached_property
+    def _tail(self) -> float:
+        return self.wires.collective("all_reduce", (self.tensors + TAIL) * 8.0, "dp")
+
+    @cached_property
+    def _reduced(self) -> tuple[float, float]:
+        """Seconds to reduce all buckets, and the last one."""
+        reduced = self._reductions([float(size * self.element) for size in self.buckets])
+        return sum(reduced), reduced[-1] if reduced else 0.0
+
+    @cached_property
+    def _gathered(self) -> float:
+        sizes = [float(size * self.element) for size in self.buckets]
+        return 0.0 if self.residency.state else sum(self._gathers(sizes, "shares"))
+
+    @cached_property
+    def _in_units(self) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of each unit's first gather, its later ones, and its reduction."""
+        units = [float(unit * self.element) for unit in self.parameters.units]
+        return self._gathers(units, "shares"), self._gathers(units, "secondary"), self._reductions(units)
 
     def _gathers(self, sizes: Sequence[float], axis: str) -> list[float]:
         """Seconds of an all-gather of each flat tensor of so many bytes."""
-        return [self.wires.collective("all_gather", size / self.wires.size(axis), axis) for size in sizes]
+        return [self.wires.collective("all_gather", size / self.wires.sizes[axis], axis) for size in sizes]
 
     def _reductions(self, sizes: Sequence[float]) -> list[float]:
         """Seconds of bringing the sums to each rank, or to each rank its share of them."""
@@ -109,14 +128,14 @@ class GradientTime:
             for size in sizes
         ]
 
-    def _handling(self) -> float:
+    def _handling(self, micro: int) -> float:
         """Seconds of adding gradients up over micro-batches, and of copying them to their buckets."""
-        micro = self.micro_batches
         added = (micro - 1) * (3 if self.residency.gradients else 0) * self.elements * self.element
         if self.ranks == 1:
             return added / self.rates.memory
-        moved = added + self.reductions * 2 * self.elements * self.element
-        calls = self.reductions * HOOK * self.tensors
+        reductions = self.residency.reductions(micro)
+        moved = added + reductions * 2 * self.elements * self.element
+        calls = reductions * HOOK * self.tensors
         if not self.residency.parameters:
             calls = micro * 2 * UNIT * len(self.parameters.units)
         called = self.rates.seconds(Computation(calls=calls), self.sharing.precision)
@@ -129,6 +148,7 @@ class GradientTime:
             return 0.0
         return 2 * self.wires.message(float(self.parameters.tied * self.element), "pp")
 
+    @cached_property
     def _update(self) -> float:
         """Seconds of the optimizer's step on this rank's share."""
         residency, updated = self.residency, self.sharing.updated

@@ -8,17 +8,33 @@ line.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.instructions import StageMessage, placement_of
-from minidist.parallel.pipeline.schedule_proof import replay
-from minidist.scale.memory.estimates import schedule_of
+from minidist.parallel.contract.schedule_kinds import schedule_kind
+from minidist.scale.memory.estimates import moments_of, schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
 """By kind of pass, stage and micro-batch."""
 NONE = -1
+
+
+class StageTimes(NamedTuple):
+    """Seconds of one micro-batch's passes through one part of the model, on one rank."""
+
+    forward: float  # computation and messages of the forward pass
+    backward: float  # the same of the backward pass, with recomputation
+    weights: float  # the part of the backward pass that computes gradients of weights
+    parts: dict[str, float]  # both passes by purpose
+
+    @property
+    def whole(self) -> float:
+        """Both passes."""
+        return self.forward + self.backward
 
 
 class TimedPass(NamedTuple):
@@ -33,25 +49,29 @@ class TimedPass(NamedTuple):
 
 @lru_cache(maxsize=256)
 def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[TimedPass]:
-    """The passes of a schedule, in an order in which they can run; do not change the list.
-
-    Relies on `with_messages`, which puts each message next to the pass that it belongs to.
-    """
-    schedule = schedule_of(name, ranks, micro_batches, chunks)
-    stages = placement_of(schedule).stages
-    waits, latest = [NONE] * ranks, [NONE] * ranks  # each rank's message to wait for; its last pass
-    made: dict[StageMessage, int] = {}
+    """The passes of a schedule, in an order in which they can run; do not change the list."""
+    placement = schedule_kind(name).placement(ranks, chunks)
+    left = [
+        deque(each for each in own if each.computes)
+        for own in schedule_of(name, ranks, micro_batches, chunks)
+    ]
+    done: dict[tuple[bool, int, int], int] = {}  # by direction, stage and micro-batch, the index of a pass
     found: list[TimedPass] = []
-    for rank, each, message in replay(schedule):
-        if message is None:
-            stage = stages[rank][each.chunk]
-            latest[rank] = len(found)
-            found.append(TimedPass(rank, each.kind, stage, each.micro_batch, waits[rank]))
-            waits[rank] = NONE
-        elif each.kind.startswith("send"):
-            made[message] = latest[rank]
-        else:
-            waits[rank] = made[message]
+    while any(left):
+        for rank, own in enumerate(left):
+            while own:
+                kind, i, stage = own[0].kind, own[0].micro_batch, placement.stages[rank][own[0].chunk]
+                forward = kind == "forward"
+                before = stage - 1 if forward else stage + 1  # the stage whose message it needs
+                needs = kind != "backward_weight" and 0 <= before < len(placement.ranks)
+                if needs and (forward, before, i) not in done:
+                    break
+                message = needs and placement.ranks[before] != rank
+                waits = done[forward, before, i] if message else NONE
+                if kind != "backward_weight":
+                    done[forward, stage, i] = len(found)
+                found.append(TimedPass(rank, kind, stage, i, waits))
+                own.popleft()
     return found
 
 
@@ -68,6 +88,50 @@ def seconds_of(passes: Sequence[TimedPass], ranks: int, seconds: Seconds, messag
         clocks[rank] = end = start + seconds[kind][stage][micro_batch]
         ends.append(end)
     return max(clocks)
+
+
+def least_seconds(
+    form: tuple[str, int, int, int],
+    stages: Sequence[StageTimes],
+    busy: Sequence[float],
+    weights: Sequence[float],
+    message: float,
+) -> float:
+    """A bound below `seconds_of`, without a simulation. `form`: name, ranks, micro-batches and chunks.
+
+    A rank cannot begin before the first micro-batch has come through the stages before it, and cannot end
+    before the last one has gone back through them. In between it has its own passes, and where it holds at
+    most L micro-batches of a stage, micro-batch i + L begins after i has gone to the last stage and back.
+
+    stages: the least times of a micro-batch's passes, by stage. busy, weights: seconds of all
+    passes, and of the gradients of weights in them, by rank.
+    """
+    name, ranks, micro_batches, chunks = form
+    kind = schedule_kind(name)
+    placement, splits = kind.placement(ranks, chunks), kind.splits_backward
+    hops = [message * (a != b) for a, b in pairwise(placement.ranks)]
+    down = [*accumulate(map(add, (each.forward for each in stages), hops), initial=0.0)]
+    back = [each.backward - splits * each.weights for each in stages]
+    up = [*accumulate(map(add, back, hops), initial=0.0)]
+    last = splits * stages[0].weights  # after the last micro-batch has gone back
+    live = most_live(name, ranks, micro_batches, chunks)
+    found = 0.0
+    for rank, own in enumerate(placement.stages):
+        first = min(own)
+        found = max(found, down[first] + busy[rank] + max(0.0, up[first] + last - splits * weights[rank]))
+        for stage, held in zip(own, live[rank], strict=True):
+            rounds, rest = divmod(micro_batches - 1, held)
+            trip = down[-1] - down[stage] + up[-1] - up[stage] + stages[-1].forward + back[-1]
+            again = rounds * (trip + splits * stages[stage].weights) + rest * stages[stage].forward
+            found = max(found, down[stage] + again + trip + up[stage] + last)
+    return found * (1 - 1e-9)  # rounded down
+
+
+@lru_cache(maxsize=1024)
+def most_live(name: str, ranks: int, micro_batches: int, chunks: int) -> list[list[int]]:
+    """For each rank and chunk, how many micro-batches are live at a time at most."""
+    moments = moments_of(name, ranks, micro_batches, 0, chunks)
+    return [[max(1, *(live[chunk] for live, _ in own)) for chunk in range(chunks)] for own in moments]
 
 
 def seconds_on_shared_cores(

@@ -17,10 +17,10 @@ overlap); Williams et al. 2009 (roofline).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from minidist.model.configs import TransformerConfig
 from minidist.model.configs import config as config_of
@@ -29,7 +29,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.recompute_policies import EVERY_LAYER, WHOLE, share_recomputed
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, schedule_kind
 from minidist.scale.memory.estimates import ModelShape
-from minidist.scale.memory.parameter_sizes import ModelPart, RankParameters, on_rank, parts
+from minidist.scale.memory.parameter_sizes import ModelPart, alike, on_rank, parts
 from minidist.scale.memory.training_setup import (
     BatchSize,
     TrainingSetup,
@@ -42,6 +42,7 @@ from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.layer_work import Computation, LayerWork, model_flops
+from minidist.scale.time.pipeline_time import StageTimes
 from minidist.scale.time.traffic import Wires
 
 OVERLAPPED = 7 / 24
@@ -59,20 +60,6 @@ Simulated = dict[Hashable, Any]
 """A cache of predicted seconds of passes and pipelines, for one model on one machine."""
 
 
-class StageTimes(NamedTuple):
-    """Seconds of one micro-batch's passes through one part of the model, on one rank."""
-
-    forward: float  # computation and messages of the forward pass
-    backward: float  # the same of the backward pass, with recomputation
-    weights: float  # the part of the backward pass that computes gradients of weights
-    parts: dict[str, float]  # both passes by purpose
-
-    @property
-    def whole(self) -> float:
-        """Both passes."""
-        return self.forward + self.backward
-
-
 class StepStages:
     """Predicts the parts of a step; `predict_step` documents the arguments."""
 
@@ -85,29 +72,37 @@ class StepStages:
     ) -> None:
         self.shape, self.setup, self.hardware, layout = shape, setup, hardware, setup.layout
         self.layout, self.element, self.micro_rows = layout, setup.sharing.element, setup.micro_rows
-        self.own_tokens = max(map(setup.own_tokens, range(layout.cp)))
+        self.own_tokens = setup.own_tokens(setup.context_rank)
         self.wires = Wires(hardware, setup)
         self.rates = self.wires.crowd.rates
         self.chunks = parts(shape, layout.pp, layout.chunks)
+        self.alike = alike(shape, layout.pp, layout.chunks, layout.recompute)
         self.placement = schedule_kind(layout.schedule).placement(layout.pp, layout.chunks)
+        self._works: dict[int, LayerWork] = {}
         self.simulated = {} if simulated is None else simulated
         # Passes and pipelines do not depend on ZeRO.
         self._form = replace(layout, zero=0, shard=0), setup.tokens
         self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
 
-    def parts(self) -> dict[str, float]:
-        """Seconds by purpose."""
-        layout = self.layout
-        stage = max(range(layout.pp), key=lambda stage: sum(each.whole for each in self._on(stage)))
-        done = self._on(stage)
-        passes: float = sum(each.whole for each in done)
-        found = {name: sum(each.parts[name] for each in done) for name in done[0].parts}
+    def _once(self, what: str, *key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for all layouts with the same key."""
+        found = self.simulated.setdefault(what, {})
+        if key not in found:
+            found[key] = make()
+        return found[key]
+
+    def parts(self, bound: bool = False) -> dict[str, float]:
+        """Seconds by purpose. With `bound`, a pipeline takes the least that it may, without a simulation."""
+        layout, setup = self.layout, self.setup
+        busy = self._busy("whole")
+        passes = max(busy)
+        stages = self.placement.stages[busy.index(passes)]
+        done = [(count, self.times(i, rows)) for rows, count in self.micro_rows.items() for i in stages]
+        found = {name: sum(count * each.parts[name] for count, each in done) for name in done[0][1].parts}
         found |= {"pp": 0.0, "bubble": 0.0}
         if layout.pp > 1:
-            key = *self._form, tuple(self.micro_rows)
-            if key not in self.simulated:
-                self.simulated[key] = self._pipeline()
-            whole = float(self.simulated[key])
+            simulated = self._pipeline if not bound or self.hardware.cores else self._least
+            whole = float(self._once(simulated.__name__, *self._form, setup.own_rows(), make=simulated))
             # Where ranks share cores, passes run faster while other ranks wait, so whole may be below passes.
             faster = min(1.0, whole / passes)
             for name in ("compute", "recompute", "tp", "cp", "ep"):
@@ -115,21 +110,26 @@ class StepStages:
             waits = whole - faster * passes
             found["pp"] = min(waits, 2 * (layout.pp - 1) * self._message)  # to fill and drain the pipeline
             found["bubble"] = waits - found["pp"]
-        fullest = max(
-            map(self._parameters, range(layout.pp)), key=lambda rank: sum(sum(own.sizes) for own in rank.sets)
-        )
+        axes = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.shard
+        key = *axes, layout.schedule, layout.chunks, setup.secondary, setup.optimizer, setup.precision
         hidden = 0.0  # behind the passes
-        for own, setup in zip(fullest.sets, self.setup.sets, strict=True):
-            gradients = GradientTime(own, self.wires if setup is self.setup else Wires(self.hardware, setup))
-            for name, value in gradients.parts(done[-1].backward - hidden, passes - hidden).items():
+        for gradients in self._once("gradients", *key, make=self._gradients):
+            own = gradients.parts(done[-1][1].backward - hidden, passes - hidden, setup.micro_batches)
+            for name, value in own.items():
                 found[name] = found.get(name, 0.0) + value
             hidden = found["dp hidden"]
             found["pp"] += gradients.tied
         found["step"] = self.rates.step
         return found
 
-    def _parameters(self, stage: int) -> RankParameters:
-        return on_rank(self.shape, self.part(stage))
+    def _gradients(self) -> list[GradientTime]:
+        """The exchange and update of each set of parameters, on the rank with the most."""
+        each = (on_rank(self.shape, self.part(stage)) for stage in range(self.layout.pp))
+        fullest = max(each, key=lambda rank: sum(sum(own.sizes) for own in rank.sets))
+        return [
+            GradientTime(own, self.wires if setup is self.setup else Wires(self.hardware, setup))
+            for own, setup in zip(fullest.sets, self.setup.sets, strict=True)
+        ]
 
     def part(self, stage: int = 0) -> ModelPart:
         """The part of the model of the rank that has the most work on a stage."""
@@ -137,21 +137,28 @@ class StepStages:
         own = layout.tp - 1, stage
         return ModelPart(layout.tp, layout.pp, layout.chunks, *own, layout.schedule, layout.ep)
 
-    def _on(self, stage: int) -> list[StageTimes]:
-        """Times of each micro-batch through each chunk of a stage's rank."""
-        own = self.placement.stages[stage]
-        return [self.times(chunk, rows) for rows in self.micro_rows for chunk in own]
+    def _busy(self, what: str) -> list[float]:
+        """For each rank of the pipeline, seconds of all its passes, or of a part of them."""
+        kinds = {
+            i: sum(count * getattr(self.times(i, rows), what) for rows, count in self.micro_rows.items())
+            for i in {*self.alike}
+        }
+        return [sum(kinds[self.alike[stage]] for stage in own) for own in self.placement.stages]
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
-        tokens, cut = (self.own_tokens, self.setup.tokens), self.layout.sequence_parallel
-        return LayerWork(self.shape, rows, *tokens, self.element, self.part(), cut, self.layout.trading)
+        if rows not in self._works:
+            tokens, of = (self.own_tokens, self.setup.tokens), (self.element, self.part())
+            forms = self.layout.sequence_parallel, self.layout.trading
+            self._works[rows] = LayerWork(self.shape, rows, *tokens, *of, *forms)
+        return self._works[rows]
 
     def times(self, chunk: int, rows: int) -> StageTimes:
         """Times of a micro-batch of so many rows through a part of the model."""
-        if (chunk, rows) not in self._times:
-            self._times[chunk, rows] = self._predict(self.chunks[chunk], rows)
-        return self._times[chunk, rows]
+        like = self.alike[chunk]
+        if (like, rows) not in self._times:
+            self._times[like, rows] = self._predict(self.chunks[like], rows)
+        return self._times[like, rows]
 
     def _predict(self, layers: range, rows: int) -> StageTimes:
         layout, precision, rates, overlaps = (
@@ -231,13 +238,16 @@ class StepStages:
     @cached_property
     def _message(self) -> float:
         """Seconds of a message from one stage to the next."""
-        return self.wires.message(self.work(self.micro_rows[0]).outside, "pp")
+        return self.wires.message(self.work(max(self.micro_rows)).outside, "pp")
 
     def _pipeline(self) -> float:
         """Seconds of the schedule."""
         layout, message = self.layout, self._message
-        form = layout.schedule, layout.pp, len(self.micro_rows), layout.chunks
-        each = [[self.times(chunk, rows) for rows in self.micro_rows] for chunk in range(len(self.chunks))]
+        form = layout.schedule, layout.pp, self.setup.micro_batches, layout.chunks
+        each = [
+            [times for rows, count in self.micro_rows.items() for times in [self.times(chunk, rows)] * count]
+            for chunk in range(len(self.chunks))
+        ]
         seconds = {
             "forward": [[times.forward for times in stage] for stage in each],
             "backward": [[times.backward for times in stage] for stage in each],
@@ -251,6 +261,19 @@ class StepStages:
         return pipeline_time.seconds_on_shared_cores(
             passes, layout.pp, seconds, message, lambda working: crowd.pace(working * together, cores)
         )
+
+    def _least(self) -> float:
+        """Seconds that the schedule takes at the least."""
+        layout = self.layout
+        form = layout.schedule, layout.pp, self.setup.micro_batches, layout.chunks
+        least = {}
+        for i in {*self.alike}:
+            kinds = [self.times(i, rows) for rows in self.micro_rows]
+            forward, weights = min(each.forward for each in kinds), min(each.weights for each in kinds)
+            inputs = min(each.backward - each.weights for each in kinds)
+            least[i] = StageTimes(forward, inputs + weights, weights, {})
+        busy = self._busy("whole"), self._busy("weights")
+        return pipeline_time.least_seconds(form, [least[i] for i in self.alike], *busy, self._message)
 
 
 PARTS = ("compute", "recompute", "bubble", "tp", "cp", "ep", "pp", "gradients", "dp", "optimizer", "step")
@@ -330,14 +353,18 @@ def predict_setup(
     setup: TrainingSetup,
     machine: Hardware,
     simulated: Simulated | None = None,
+    bound: bool = False,
 ) -> StepTime:
-    """Do what `predict_step` does, which documents the arguments and the errors."""
+    """Do what `predict_step` does, which documents the arguments and the errors.
+
+    With `bound` the step takes at least the time that is returned, and no pipeline is simulated.
+    """
     check_divisible(shape, setup.layout)
     check_sharing(setup)
     if not isinstance(shape, TransformerConfig):
         raise TypeError(f"config is {shape!r}; give a model's shape, whose layers can be timed")
     check_fits(shape, setup, machine)
-    parts = StepStages(shape, setup, machine, simulated).parts()
+    parts = StepStages(shape, setup, machine, simulated).parts(bound)
     flops = model_flops(shape, setup.rows, setup.tokens)
     return step_from_parts(parts, setup, machine, flops, assumptions(setup, machine, shape))
 

@@ -54,21 +54,21 @@ class Wires:
         # Gradients are summed over dp and cp together.
         return {"tp": 1, "pp": tp * cp * dp, "copies": tp * self.layout.owners}.get(axis, tp)
 
-    def size(self, axis: str) -> int:
-        """Ranks in each of the axis's groups; dp includes cp."""
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks in each of an axis's groups; dp includes cp."""
         ranks, shares = self.layout.dp * self.layout.cp, self.layout.owners
-        sizes = {
-            "trading": self.layout.trading,
+        return {
+            **{axis: getattr(self.layout, axis) for axis in ("tp", "pp", "cp", "ep", "trading")},
             "dp": ranks,
             "shares": shares,
             "copies": ranks // shares,
             "secondary": self.setup.secondary or shares,
         }
-        return sizes[axis] if axis in sizes else int(getattr(self.layout, axis))
 
     def collective(self, operation: str, bytes_: float, axis: str) -> float:
         """Seconds of a collective to which each rank gives a tensor of so many bytes."""
-        ranks, key = self.size(axis), (operation, bytes_, axis)
+        ranks, key = self.sizes[axis], (operation, bytes_, axis)
         if ranks == 1 or not bytes_:
             return 0.0
         if key not in self.known:
@@ -88,7 +88,7 @@ class Wires:
         inside = self._inside(axis)
         if inside is not None:
             return inside
-        size = self.size(axis)
+        size = self.sizes[axis]
         cards = max(1, min(size, self.hardware.ranks_per_host // self.stride(axis)))
         profile, hop = self.hardware.between, self.hardware.inside.links["messages"]
         link = profile.links["messages"]
@@ -101,7 +101,7 @@ class Wires:
 
     def _inside(self, axis: str) -> LinkProfile | None:
         """The host's links, if each of the axis's groups lies on one host."""
-        if self.stride(axis) * self.size(axis) > self.hardware.ranks_per_host:
+        if self.stride(axis) * self.sizes[axis] > self.hardware.ranks_per_host:
             return None
         return self.crowd.links or self.hardware.inside
 

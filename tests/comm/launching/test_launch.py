@@ -27,6 +27,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.errors import FOLLOWS
+from minidist.comm.launching import worker
 from minidist.comm.launching.cluster import available_cores
 from tests.comm.programs import run_as_users_do, written
 from tests.helpers import warm_python
@@ -738,3 +739,12 @@ def test_ranks_that_cannot_meet_are_not_started() -> None:
     done = subprocess.run([*inside, sys.executable, "-c", text], capture_output=True, text=True)
     *_, last = done.stderr.splitlines()
     assert re.match(r"ConnectionError: .* meet at 127.0.0.1, which cannot be reached .* lo up$", last)
+
+
+def test_the_store_is_not_told_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With 48 of them, each would wait up to 5 s before it connects.
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "TCPStore", lambda *given, **_: made.append(given))
+    monkeypatch.setattr(comm.world, "join", lambda *_: None)
+    worker._join(worker.Setup(1, 48, 5, 1, 9.0, False, None, {}, "", []), None)
+    assert made == [("127.0.0.1", 5, None)]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from minidist.model.configs import CONFIGS
 from minidist.model.sampler import Sampler
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.contract.recompute_policies import POLICIES, RecomputePolicy
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute, recompute_by
 from minidist.scale.memory import estimates, parameter_sizes, plot, saved_activations, state_bytes
@@ -311,10 +313,10 @@ def measured(cluster_of: Clusters) -> Memory:
 def test_a_planted_fault_in_the_states_is_caught(
     measured: Memory, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    whole = estimates.held
+    whole = estimates.stage_states
     expected = partial(estimate, TINY, md.Layout(dp=2, zero=1), batch=(5, 24), rank=0)
     check(measured, expected())
-    monkeypatch.setattr(estimates, "held", lambda *given: FAULTS[fault](whole(*given)))
+    monkeypatch.setattr(estimates, "stage_states", lambda *given: [*map(FAULTS[fault], whole(*given))])
     with pytest.raises(AssertionError):
         check(measured, expected())
 
@@ -373,6 +375,24 @@ def test_no_rank_is_the_fullest() -> None:
     assert estimate(shape, layout, batch=(8, 128)) == max(each, key=lambda found: found.peak)
     # 1F1B: the first stage holds three micro-batches, the middle one two.
     assert each[0].activations / each[2].activations == pytest.approx(3 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "micro_batches", "longer"), [(2, 23, 9), (3, 40, 0), (4, 36, 33)])
+def test_a_long_schedule_is_as_full_as_its_beginning(
+    name: str, ranks: int, micro_batches: int, longer: int
+) -> None:
+    chunks = SCHEDULES[name].least_chunks
+
+    def fullest(moments: Callable[..., list[list[estimates.Moment]]], *sizes: int) -> list[int]:
+        """For each stage the most that is live, where a longer micro-batch counts 7 and others 5."""
+        weights = [7] * chunks + [5] * chunks
+        found = moments(name, ranks, *sizes, chunks)
+        return [max(sum(map(mul, live, weights)) for live, _ in own) for own in found]
+
+    whole = fullest(estimates._moments, micro_batches, longer)
+    assert fullest(estimates.moments_of, micro_batches, longer) == whole
+    assert fullest(estimates._moments, ranks - 1, 0) != whole  # too short, so that it never fills
 
 
 def test_tensor_parallelism_divides_what_the_paper_says() -> None:

@@ -20,6 +20,7 @@ from minidist.comm.cost import predict
 from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
+from minidist.parallel.contract.residency import ROWS, Residency
 from minidist.parallel.experts.expert_parallel import expert_bytes
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import placement_of
@@ -239,26 +240,29 @@ SHARED = [
     ("dp=8,zero=3,shard=4,micro_batches=2", 0),
     ("dp=8,zero=3,micro_batches=2", 4),
     ("dp=8,zero=3,shard=4", 2),
+    ("dp=8,zero=4,micro_batches=2", 0),
     ("dp=8,ep=2", 0),
     ("dp=8,ep=4,zero=1", 0),
     ("dp=4,cp=2,ep=4,zero=2,micro_batches=2", 0),
     ("dp=8,ep=8,zero=3,micro_batches=2", 0),
 ]
-"""Hybrid sharding and experts, and the ranks of secondary shares."""
+"""Hybrid sharding, a row that nobody has and experts, and the ranks of secondary shares."""
 
 
 @pytest.mark.parametrize(("layout", "secondary"), SHARED)
 def test_gradients_and_parameters_send_what_a_dry_run_counts(
     monkeypatch: pytest.MonkeyPatch, layout: str, secondary: int
 ) -> None:
+    monkeypatch.setitem(ROWS, 4, Residency(parameters=False, gradients=True, state=False))
     chosen = md.Layout.parse(layout)
     options = {"secondary": secondary} if secondary else None
     shape = replace(EXPERTS, experts=8) if chosen.ep > 1 else SHAPE
     counted = dryrun(shape, chosen, (16, 24), fully_shard=options).by_axis["dp"]
-    monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
+    monkeypatch.setattr(Wires, "collective", lambda self, op, size, axis: SENT[op](size, self.sizes[axis]))
     step = StepStages(shape, TrainingSetup(chosen, 16, 24, secondary=secondary), HARDWARE["h100"])
     sets = zip(on_rank(shape, step.part()).sets, step.setup.sets, strict=True)
-    sent = [GradientTime(own, Wires(step.hardware, setup))._sent(0.0, 0.0)[0] for own, setup in sets]
+    times = ((GradientTime(own, Wires(step.hardware, setup)), setup) for own, setup in sets)
+    sent = [time._sent(0.0, 0.0, setup.micro_batches)[0] for time, setup in times]
     assert sum(sent) == pytest.approx(counted, rel=0.01)
 
 
@@ -266,7 +270,7 @@ def test_gradients_and_parameters_send_what_a_dry_run_counts(
 def test_experts_send_what_a_dry_run_counts(monkeypatch: pytest.MonkeyPatch, recompute: bool) -> None:
     chosen = md.Layout(dp=4, ep=4, micro_batches=2, precision="bf16", recompute=recompute)
     counted = dryrun(EXPERTS, chosen, (8, 24)).by_axis["ep"]
-    monkeypatch.setattr(Wires, "collective", lambda self, name, size, axis: SENT[name](size, self.size(axis)))
+    monkeypatch.setattr(Wires, "collective", lambda self, op, size, axis: SENT[op](size, self.sizes[axis]))
     sent = predict_step(EXPERTS, chosen, (8, 24), "h100").parts["ep"]
     counts, rows = 2 * 3 * 8 * 3, 3 * expert_bytes(48, 2, 32, 4, 2)  # of 3 blocks; two micro-batches
     assert sent == counted == (counts + rows / 2) * (1 + recompute) + rows / 2
