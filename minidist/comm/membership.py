@@ -96,7 +96,7 @@ class Members:
 class Membership:
     """A member's side: its connection to the coordinator at `address`, such as "127.0.0.1:29400".
 
-    timeout: seconds that `exchange` may take. Raises ConnectionError if nobody listens there.
+    timeout: seconds that an answer may take. Raises ConnectionError if nobody listens there.
     """
 
     def __init__(self, address: str, timeout: float) -> None:
@@ -113,8 +113,15 @@ class Membership:
 
         Raises CollectiveError if the coordinator has ended or left this member out, or does not answer.
         """
+        begun = time.perf_counter()
+        self._connection.send(message.numpy().data)
+        answer = self.receive()
+        _note("exchange", message, time.perf_counter() - begun)
+        return answer
+
+    def receive(self) -> Tensor:  # (m,) uint8
+        """Return the coordinator's next message; raises as `exchange` does."""
         connection, begun = self._connection, time.perf_counter()
-        connection.send(message.numpy().data)
         poll = select.poll()
         while not connection.ended:
             left = self.timeout - (time.perf_counter() - begun)
@@ -125,7 +132,6 @@ class Membership:
                 raise CollectiveError(text)
             connection.flush()
             for answer in connection.messages():
-                _note("exchange", message, time.perf_counter() - begun)
                 return torch.frombuffer(answer, dtype=torch.uint8)
         self.close()
         why = "has ended, or has left this process out because it took too long"

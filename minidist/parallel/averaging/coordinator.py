@@ -57,7 +57,7 @@ class Coordinator:
     `model` and `outer` in `after_step`: a new coordinator made from them goes on, with new workers.
 
     For S bytes of the parameters that get gradients, a worker sends (S + 16 F) / k bytes in a step, on
-    average, and the coordinator as many to each. A worker that joins sends 16 bytes, and gets 16 and all
+    average, and the coordinator as many to each. A worker that joins sends 16 bytes, and gets 24 and all
     parameters and buffers. The coordinator keeps n messages beside the model and the outer optimizer's state.
     Messages go through the CPU even if a model is on a GPU.
 
@@ -143,8 +143,9 @@ class Coordinator:
             self._updates.push(member)
         elif message == self._hello and member not in self._coming:
             self._coming.append(member)
+            self._members.send(member, _seconds(self.timeout))
         else:
-            self._members.send(member, torch.tensor([REFUSED, 0]).view(torch.uint8))
+            self._members.send(member, _seconds(REFUSED))
             self._drop(member)
 
     def _drop(self, member: int) -> None:
@@ -197,3 +198,8 @@ class Coordinator:
             self._members.send(member, part.pack_values(made, slot))
         self._wait_again()
         return {member: slot for member, (slot, _) in sent.items()}
+
+
+def _seconds(timeout: float) -> Tensor:  # (8,) uint8
+    """Return the first answer to a worker: how long this side may wait for others."""
+    return torch.tensor([timeout], dtype=torch.float64).view(torch.uint8)

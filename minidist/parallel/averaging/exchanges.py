@@ -27,8 +27,8 @@ from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, GradientComm
 from minidist.parallel.flat.joined_messages import deal_to_buckets, digest_of
 
-REFUSED = -1
-"""Opens a coordinator's answer to a worker whose model or number of fragments is another."""
+REFUSED = -1.0
+"""A coordinator's answer, in place of its timeout, if a worker's model or number of fragments is another."""
 
 
 def nesterov(
@@ -138,19 +138,25 @@ class AllReduceExchange:
 
 
 class CoordinatorExchange:
-    """A worker of a coordinator: its slot, and `joined_at`, the outer steps that the coordinator had made."""
+    """A worker of a coordinator: its slot, and `joined_at`, the outer steps that the coordinator had made.
+
+    The coordinator may wait for others for its own timeout, twice: for the first that sends, and then for the
+    rest. So an answer may take that much longer, or a worker that hangs would end those that do not.
+    """
 
     def __init__(self, model: nn.Module, address: str, fragments: int, timeout: float) -> None:
         self._parts = deal_parameters(trainable(model), fragments, "fragments")
         self._membership = Membership(address, timeout)
-        answer = self._membership.exchange(hello(model, fragments))
-        self.joined_at, self.slot = head_of(answer)
-        if self.joined_at == REFUSED:
+        theirs = self._membership.exchange(hello(model, fragments)).view(torch.float64).item()
+        if theirs == REFUSED:
             self._membership.close()
             raise ValueError(
                 f"fragments ({fragments}), or the model in a parameter's or buffer's name, shape, dtype or "
                 f"requires_grad, is not as on the coordinator at {address}; give both sides the same"
             )
+        self._membership.timeout += 2 * theirs
+        answer = self._membership.receive()
+        self.joined_at, self.slot = head_of(answer)
         whole_of(model).load_values(answer)
         self._thread = ThreadPoolExecutor(1, "coordinator")
         self._under_way: tuple[ServerPart, Future[Tensor]]

@@ -68,7 +68,8 @@ class LocalSGD(nn.Module):
         delay: steps from the start of a synchronization to its use, at most k // fragments. Half of a
             parameter's own value then stays.
         coordinator: the address of a `Coordinator`, which has the outer optimizer.
-        timeout: seconds that a coordinator may take to answer.
+        timeout: seconds that a coordinator may take to answer, beside twice its own timeout, in which it may
+            wait for other workers.
     """
 
     def __init__(

@@ -207,7 +207,7 @@ def test_an_outer_step_of_rate_1_is_the_average_and_bytes_are_those_of_the_formu
     assert_replayed(coordinator, workers, outer=AVERAGE)
     size = sum(8 * p.numel() for p in mlp(0).parameters())
     sent = {name: sum(c.bytes_sent for c in ledger.calls if c.name == name) for name in ("exchange", "send")}
-    assert sent == {"exchange": 2 * (16 + 3 * (size + 16)), "send": 2 * (size + 16) + 2 * 3 * (size + 16)}
+    assert sent == {"exchange": 2 * (16 + 3 * (size + 16)), "send": 2 * (8 + size + 16) + 2 * 3 * (size + 16)}
 
 
 def test_what_is_no_worker_of_this_model_is_refused_and_hurts_nobody() -> None:
@@ -228,6 +228,7 @@ def test_what_is_no_worker_of_this_model_is_refused_and_hurts_nobody() -> None:
         strangers()
         member = Membership(coordinator.address, HANG)
         member.exchange(hello(mlp(0), 1))
+        member.receive()
         with pytest.raises(comm.CollectiveError, match="has ended, or has left this process out"):
             member.exchange(torch.zeros(24, dtype=torch.uint8))
 
@@ -243,6 +244,7 @@ def test_a_worker_that_takes_too_long_is_left_out() -> None:
     def send_nothing() -> None:
         silent = Membership(coordinator.address, HANG)
         silent.exchange(hello(mlp(0), 1))
+        silent.receive()
         assert until(lambda: coordinator._sent)
         coordinator.timeout = 0.0
         coordinator._wait_again()
@@ -260,6 +262,26 @@ def test_a_worker_that_takes_too_long_is_left_out() -> None:
     with pytest.raises(TimeoutError, match=r"0 workers have come to .* within 0 s, and 1 are needed"):
         serve(coordinator, 2, send_nothing, send_once)
     assert [len(took_part) for took_part in coordinator.log] == [1]
+
+
+def test_a_worker_that_hangs_does_not_end_the_others() -> None:
+    """Though their own timeout is shorter than the coordinator's."""
+    coordinator = md.Coordinator(mlp(0), workers=2, timeout=0.5)
+
+    def hang() -> None:
+        exchange = CoordinatorExchange(mlp(0), coordinator.address, 1, 0.3)
+        assert until(lambda: len(coordinator.log) == 2)
+        exchange.close()
+
+    def send_twice() -> None:
+        exchange = CoordinatorExchange(mlp(0), coordinator.address, 1, 0.3)
+        for turn in range(2):
+            exchange.start(turn)
+            exchange.finish()
+        exchange.close()
+
+    serve(coordinator, 2, hang, send_twice)
+    assert [len(took_part) for took_part in coordinator.log] == [1, 1]
 
 
 def test_a_worker_notices_that_the_coordinator_ends_or_is_silent() -> None:
