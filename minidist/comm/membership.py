@@ -13,16 +13,34 @@ from __future__ import annotations
 import select
 import selectors
 import socket
+import threading
 import time
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from minidist._arguments import check_whole, is_number
 from minidist.comm import ledgers
 from minidist.comm.errors import CollectiveError
 from minidist.comm.launching.channel import Connection
 
 LOOPBACK = "127.0.0.1"
+
+
+def check_port(port: int) -> None:
+    """Refuse what is no port to listen on."""
+    check_whole("port", port, 0)
+    if port > 65535:
+        raise ValueError(f"port is {port}; give at most 65535, or 0 for a free one")
+
+
+def check_timeout(timeout: float) -> None:
+    """Refuse what is no time limit."""
+    if not is_number(timeout):
+        raise TypeError(f"timeout is {timeout!r}; give a number of seconds")
+    if not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout is {timeout}; give seconds above 0 and up to 1000000")
 
 
 class Members:
@@ -75,12 +93,14 @@ class Members:
     def close(self, limit: float) -> None:
         """Send what is queued, for up to `limit` seconds, and close all connections."""
         deadline = time.monotonic() + limit
-        while any(each.unsent for each in self._connections.values()) and time.monotonic() < deadline:
-            self.wait(deadline - time.monotonic())
-        for member in [*self._connections]:
-            self.drop(member)
-        self._selector.close()
-        self._listener.close()
+        try:
+            while any(each.unsent for each in self._connections.values()) and time.monotonic() < deadline:
+                self.wait(deadline - time.monotonic())
+        finally:
+            for member in [*self._connections]:
+                self.drop(member)
+            self._selector.close()
+            self._listener.close()
 
     def _accept(self) -> None:
         try:
@@ -101,12 +121,17 @@ class Membership:
 
     def __init__(self, address: str, timeout: float) -> None:
         host, _, port = address.rpartition(":")
-        if host != LOOPBACK or not port.isdigit():
+        if host != LOOPBACK or not port.isdecimal() or not 0 < int(port) <= 65535:
             raise ValueError(f"coordinator is {address!r}; give its address, such as '{LOOPBACK}:29400'")
+        check_timeout(timeout)
         self.address, self.timeout = address, timeout
-        end = socket.create_connection((host, int(port)), timeout)
+        try:
+            end = socket.create_connection((host, int(port)), timeout)
+        except ConnectionError as error:
+            raise type(error)(f"no coordinator listens at {address}: {error}; start it first") from error
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = Connection(end, blocking=False)
+        self._receiving = threading.RLock()
 
     def exchange(self, message: Tensor) -> Tensor:  # (k,) uint8 -> (m,) uint8
         """Send a message, and return the coordinator's answer. Sends the message's bytes.
@@ -120,26 +145,35 @@ class Membership:
         return answer
 
     def receive(self) -> Tensor:  # (m,) uint8
-        """Return the coordinator's next message; raises as `exchange` does."""
+        """Return the coordinator's next message; raises as `exchange` does, and then this member has left."""
+        with self._receiving:
+            try:
+                return self._receive()
+            except BaseException:
+                self.close()
+                raise
+
+    def _receive(self) -> Tensor:
         connection, begun = self._connection, time.perf_counter()
         poll = select.poll()
         while not connection.ended:
             left = self.timeout - (time.perf_counter() - begun)
             poll.register(connection.socket, select.POLLIN | select.POLLOUT * connection.unsent)
             if left <= 0 or not poll.poll(1e3 * left):
-                self.close()
                 text = f"the coordinator at {self.address} did not answer within {self.timeout:g} s"
                 raise CollectiveError(text)
             connection.flush()
             for answer in connection.messages():
                 return torch.frombuffer(answer, dtype=torch.uint8)
-        self.close()
         why = "has ended, or has left this process out because it took too long"
         raise CollectiveError(f"the coordinator at {self.address} {why}", peer_ended=True)
 
     def close(self) -> None:
-        """Leave; the coordinator no longer waits for this member."""
-        self._connection.close()
+        """Leave; the coordinator waits for this member no longer, and a thread in `receive` raises."""
+        with suppress(OSError):  # it is closed already
+            self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which still has the socket
+        with self._receiving:
+            self._connection.close()
 
 
 def _note(name: str, message: Tensor, seconds: float) -> None:

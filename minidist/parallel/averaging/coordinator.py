@@ -21,13 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from minidist._arguments import check_whole
-from minidist.comm.membership import Members
+from minidist.comm.membership import Members, check_port, check_timeout
 from minidist.comm.world import DEFAULT_TIMEOUT
 from minidist.parallel.averaging.exchanges import REFUSED, hello, nesterov, whole_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
 from minidist.parallel.averaging.staleness import Updates
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
+
+LAST_ANSWERS = 1.0
+"""Seconds to send what is queued when `serve` raises, such as after Ctrl-C: a worker may not read."""
 
 
 class Coordinator:
@@ -85,6 +88,8 @@ class Coordinator:
         require_model(model, outer)
         check_whole("workers", workers, 1)
         check_whole("fragments", fragments, 1)
+        check_port(port)
+        check_timeout(timeout)
         self.model, self.timeout = model, timeout
         self._parts = deal_parameters(trainable(model), fragments, "fragments")
         self._whole = whole_of(model)
@@ -98,7 +103,7 @@ class Coordinator:
         self._slots: dict[int, int] = {}  # member that works -> its slot
         self._sent: dict[int, tuple[int, Tensor]] = {}  # member -> its slot and message, until the outer step
         self._updates = Updates((), max_staleness=0)
-        self._wait_again()
+        self._served = False
 
     def serve(
         self, outer_steps: int, after_step: Callable[[int], object] | None = None
@@ -106,8 +111,13 @@ class Coordinator:
         """Take `outer_steps` steps, one for each fragment in turn; then part from the workers.
 
         after_step: called after each with their number so far, once the workers have their answers. Returns
-        the log. Raises TimeoutError if no worker comes within the time limit.
+        the log. Raises TimeoutError if no worker comes within the time limit, and RuntimeError when it is
+        called again.
         """
+        if self._served:
+            raise RuntimeError("serve has ended, and its connections too; make a Coordinator of this model")
+        self._served, limit = True, LAST_ANSWERS
+        self._wait_again()
         try:
             while len(self.log) < outer_steps:
                 for member, message in self._members.wait(self._deadline - time.monotonic()):
@@ -121,8 +131,9 @@ class Coordinator:
                     self._admit()
                 if not self._updates.pulled and len(self._coming) >= max(1, self._wanted):
                     self._admit()
+            limit = self.timeout
         finally:
-            self._members.close(self.timeout)
+            self._members.close(limit)
         return self.log
 
     def _wait_again(self) -> None:

@@ -7,8 +7,9 @@ gets it back after the outer step. Each starts an exchange, and finishes it when
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -158,18 +159,31 @@ class CoordinatorExchange:
         answer = self._membership.receive()
         self.joined_at, self.slot = head_of(answer)
         whole_of(model).load_values(answer)
-        self._thread = ThreadPoolExecutor(1, "coordinator")
         self._under_way: tuple[ServerPart, Future[Tensor]]
 
     def start(self, turn: int) -> None:
-        """Send a fragment, in a thread: this one can train on meanwhile."""
-        part = self._parts[turn % len(self._parts)]
-        self._under_way = part, self._thread.submit(self._membership.exchange, part.pack_values(turn))
+        """Send a fragment, in a thread: this one can train on meanwhile, and the process end."""
+        part, answer = self._parts[turn % len(self._parts)], Future[Tensor]()
+        message = part.pack_values(turn)
+
+        def exchange() -> None:
+            try:
+                answer.set_result(self._membership.exchange(message))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._under_way = part, answer
+        threading.Thread(target=exchange, name="coordinator", daemon=True).start()
 
     def finish(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Wait for the coordinator's answer; return each parameter with its new value."""
+        """Wait for the coordinator's answer, or leave; return each parameter with its new value."""
         part, answer = self._under_way
-        return zip(part.parameters, part.unpack_values(answer.result()), strict=True)
+        try:
+            message = answer.result()
+        except BaseException:
+            self.close()
+            raise
+        return zip(part.parameters, part.unpack_values(message), strict=True)
 
     def close(self) -> None:
         """Leave."""

@@ -102,6 +102,7 @@ class LocalSGD(nn.Module):
         self.module, self.every, self.warmup = module, every, warmup
         self.fragments, self.delay = fragments, delay
         self.steps = self.outer_steps = self._begun = 0
+        self._left = False
         self.outer: torch.optim.Optimizer | None = None
         self._exchange: AllReduceExchange | CoordinatorExchange
         if coordinator is not None:
@@ -132,6 +133,8 @@ class LocalSGD(nn.Module):
 
         Each fragment sends 2 (n - 1) / n of its bytes every k steps; see `Coordinator` for the bytes there.
         """
+        if self._left:
+            raise RuntimeError("synchronize was called after leave(); make LocalSGD anew to join again")
         self.steps += 1
         if self.steps <= self.warmup:
             self.average()
@@ -161,6 +164,7 @@ class LocalSGD(nn.Module):
     def leave(self) -> None:
         """Leave the coordinator, which waits for this worker no longer. Ending the process does the same."""
         if isinstance(self._exchange, CoordinatorExchange):
+            self._left = True
             self._exchange.close()
 
     def _due(self, turn: int) -> int:

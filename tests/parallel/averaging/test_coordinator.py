@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -270,8 +273,8 @@ def test_a_worker_that_hangs_does_not_end_the_others() -> None:
 
     def hang() -> None:
         exchange = CoordinatorExchange(mlp(0), coordinator.address, 1, 0.3)
-        assert until(lambda: len(coordinator.log) == 2)
-        exchange.close()
+        with pytest.raises(comm.CollectiveError, match="has left this process out"):
+            exchange._membership.receive()
 
     def send_twice() -> None:
         exchange = CoordinatorExchange(mlp(0), coordinator.address, 1, 0.3)
@@ -282,6 +285,72 @@ def test_a_worker_that_hangs_does_not_end_the_others() -> None:
 
     serve(coordinator, 2, hang, send_twice)
     assert [len(took_part) for took_part in coordinator.log] == [1, 1]
+
+
+def test_the_time_limit_begins_with_serve_which_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as long_ago:
+        long_ago.setattr(time, "monotonic", lambda: -1e7)
+        coordinator = md.Coordinator(mlp(0))
+
+    def leave() -> None:
+        model = md.LocalSGD(mlp(0), 1, coordinator=coordinator.address)
+        model.synchronize()
+        model.leave()
+        with pytest.raises(RuntimeError, match=r"synchronize was called after leave\(\)"):
+            model.synchronize()
+
+    serve(coordinator, 1, leave)
+    with pytest.raises(RuntimeError, match="serve has ended, and its connections too"):
+        coordinator.serve(2)
+
+
+def test_only_a_coordinator_that_has_ended_well_waits_until_its_last_answers_are_sent() -> None:
+    """One that was interrupted does not wait long for a worker that does not read."""
+    for interrupt, limit in ((None, HANG), (KeyboardInterrupt, 1.0)):
+        coordinator = md.Coordinator(mlp(0), timeout=HANG)
+        worker, after_step = partial(work, coordinator.address, 1), Mock(side_effect=interrupt)
+        with (
+            patch.object(coordinator._members, "close", wraps=coordinator._members.close) as close,
+            suppress(KeyboardInterrupt),
+        ):
+            serve(coordinator, 1, worker, after_step=after_step)
+        close.assert_called_once_with(limit)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_worker_leaves_at_once_while_an_exchange_is_under_way(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By leave(), or by an interrupt where it waits. The coordinator's other worker never sends."""
+    coordinator = md.Coordinator(mlp(0), workers=2, timeout=HANG)
+    left = threading.Event()
+
+    def leave() -> None:
+        model = md.LocalSGD(mlp(0), 1, coordinator=coordinator.address, delay=1)
+        assert not model.synchronize()
+        [thread] = [each for each in threading.enumerate() if each.name == "coordinator"]
+        assert thread.daemon, "the process would wait for it at its end"
+        assert until(lambda: coordinator._sent, HANG / 2)
+        assert thread.is_alive()
+        if interrupted:
+            monkeypatch.setattr(Future, "result", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model.synchronize()
+            monkeypatch.undo()
+        else:
+            model.leave()
+        thread.join(HANG / 2)
+        assert not thread.is_alive()
+        assert until(lambda: len(coordinator._slots) == 1, HANG / 2)
+        left.set()
+
+    def send_nothing() -> None:
+        exchange = CoordinatorExchange(mlp(0), coordinator.address, 1, HANG)
+        assert left.wait(HANG)
+        exchange.close()
+
+    with pytest.raises(Over):
+        serve(coordinator, 2, leave, send_nothing, after_step=Mock(side_effect=Over))
 
 
 def test_a_worker_notices_that_the_coordinator_ends_or_is_silent() -> None:
@@ -298,7 +367,7 @@ def test_a_worker_notices_that_the_coordinator_ends_or_is_silent() -> None:
             with pytest.raises(comm.CollectiveError, match="has ended") as caught:
                 md.LocalSGD(mlp(0), EVERY, coordinator=address, timeout=HANG)
         assert caught.value.peer_ended
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(ConnectionRefusedError, match=f"no coordinator listens at {address}"):
         md.LocalSGD(mlp(0), EVERY, coordinator=address)
 
 
@@ -307,6 +376,14 @@ def test_a_worker_notices_that_the_coordinator_ends_or_is_silent() -> None:
     [
         (lambda: md.Coordinator(mlp(0), workers=0), "workers is 0; give at least 1"),
         (lambda: md.Coordinator(mlp(0), fragments=5), "fragments is 5, but the model has 4 trainable"),
+        (lambda: md.Coordinator(mlp(0), port=65536), "port is 65536; give at most 65535"),
+        (lambda: md.Coordinator(mlp(0), timeout=-1), "timeout is -1; give seconds above 0"),
+        (lambda: md.LocalSGD(mlp(0), coordinator="127.0.0.1:80", timeout=0), "timeout is 0; give seconds"),
+        (lambda: md.Coordinator(mlp(0), timeout=float("nan")), "timeout is nan; give seconds above 0"),
+        (
+            lambda: md.LocalSGD(mlp(0), coordinator="127.0.0.1:99999"),
+            "coordinator is '127.0.0.1:99999'",
+        ),
         (
             lambda: md.LocalSGD(mlp(0), coordinator="example.org:80"),
             "coordinator is 'example.org:80'; give its",
