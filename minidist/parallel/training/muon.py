@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.utils.weak import WeakIdRef
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
@@ -171,7 +172,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize_cut(self, cut: list[tuple[Any, Tensor]], steps: int) -> None:
         """Orthogonalize updates of matrices that tp cut, each on one of the ranks that have parts of it."""
         like, rank = cut[0][1], rank_in(self.tp_group)
-        cuts = self._cuts_of_all([p.tp_cut for p, _ in cut], like.device)
+        cuts = self._cuts_of_all([p for p, _ in cut], like.device)
         owners = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
         wholes = {
             k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owners) if owner == rank
@@ -188,9 +189,13 @@ class Muon(torch.optim.Optimizer):
             whole.copy_(orthogonalized(whole, steps))
         exchange(parts, own, like, self.tp_group)
 
-    def _cuts_of_all(self, own: list[Any], device: torch.device) -> list[list[Any]]:
-        """How the matrices are cut on every rank of tp, which tell each other once: 8 bytes a number."""
-        if (key := tuple(own)) not in self._cuts:
+    def _cuts_of_all(self, matrices: list[Any], device: torch.device) -> list[list[Any]]:
+        """How the matrices are cut on every rank of tp, which tell each other once: 8 bytes a number.
+
+        All ranks find the same ones, or none does: two matrices may have equal parts on some ranks alone.
+        """
+        if (key := tuple(map(WeakIdRef, matrices))) not in self._cuts:
+            own = [p.tp_cut for p in matrices]
             numbers = torch.tensor([x for cut in own for x in (*cut.offsets, *cut.sizes)], device=device)
             rows = comm.all_gather(numbers, group=self.tp_group).view(len(ranks_of(self.tp_group)), -1)
             self._cuts[key] = [

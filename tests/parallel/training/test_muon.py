@@ -20,6 +20,7 @@ from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_to_buckets
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
+from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
 from minidist.parallel.training import muon
 from minidist.scale.time.gradient_exchange import PRODUCTS
 from minidist.scale.time.step_time import predict_step
@@ -146,6 +147,22 @@ def test_it_works_in_a_loop_of_ones_own(cluster_of: Clusters, zero: int) -> None
     case = replace(CASES["mlp"], optimizer=MUON)
     for trained in cluster_of(2).run(own_loop, zero, case):
         contract.compare(trained, contract.train_in_one_process(case))
+
+
+def groups_of_a_unit_each() -> list[list[int]]:
+    """Steps of two groups whose matrices have equal parts on the first of three ranks alone."""
+    layers = [ColumnParallelLinear(8, 8, bias=False, unit=unit) for unit in (2, 1)]
+    for layer in layers:
+        layer.weight.tp_cut = layer.cuts()["weight"]  # type: ignore[attr-defined]
+        layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer = md.Muon([{"params": [layer.weight]} for layer in layers])
+    optimizer.step()
+    return [[*layer.cuts()["weight"].offsets, *layer.cuts()["weight"].sizes] for layer in layers]
+
+
+def test_ranks_agree_whether_they_know_the_others_parts(cluster_of: Clusters) -> None:
+    cuts = cluster_of(3).run(groups_of_a_unit_each)
+    assert {a == b for a, b in cuts} == {True, False}
 
 
 # The mathematics.
