@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
             if not 0 <= value < (1 if name == "momentum" else math.inf):
                 raise ValueError(f"{name} is {value}; give at least 0, and a momentum below 1")
-        given, other_lr = [*named_parameters], lr / 10 if adamw_lr is None else adamw_lr
+        given = [*named_parameters]
         groups = [each for each in given if isinstance(each, dict)]
         if not groups:
             pairs = [each if isinstance(each, tuple) else ("", each) for each in given]
@@ -109,15 +109,16 @@ class Muon(torch.optim.Optimizer):
             for elementwise in (False, True):  # both, also where one is empty: stages have as many groups
                 own = [p for (_, p), each in zip(pairs, hidden, strict=True) if each != elementwise]
                 groups.append({"params": own, "elementwise": elementwise})
-        groups = [{"lr": other_lr if each.get("elementwise") else lr, **each} for each in groups]
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "betas": betas}
         defaults |= {"eps": eps, "weight_decay": weight_decay, "elementwise": False}
+        self.adamw_lr = lr / 10 if adamw_lr is None else adamw_lr
         self.dtype, self._cuts = dtype, dict[tuple[Any, ...], list[list[Any]]]()
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; ValueError if there are some for Muon that are no matrices."""
-        super().add_param_group(param_group)
+        own = {"lr": self.adamw_lr} if param_group.get("elementwise") else {}
+        super().add_param_group({**own, **param_group})
         group = self.param_groups[-1]
         for shape in [p.shape for p in group["params"] if not (group["elementwise"] or 2 <= p.dim() <= 3)]:
             raise ValueError(

@@ -165,6 +165,19 @@ def test_ranks_agree_whether_they_know_the_others_parts(cluster_of: Clusters) ->
     assert {a == b for a, b in cuts} == {True, False}
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_added_group_for_adamw_has_its_rate(shared: bool) -> None:
+    first, bias, other = (torch.nn.Parameter(torch.ones(shape)) for shape in [(3, 3), 3, 2])
+    pairs, rates = [("l.weight", first)], {"lr": 0.02, "adamw_lr": 3e-4}
+    optimizer = md.ZeroOptimizer(pairs, md.Muon, **rates) if shared else md.Muon(pairs, **rates)
+    for more in ({"params": [bias]}, {"params": [other], "lr": 0.1}):
+        optimizer.add_param_group({"elementwise": True, **more})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 0.1]
+    bias.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(bias.detach(), torch.full((3,), 1 - 3e-4))  # AdamW's first step
+
+
 # The mathematics.
 
 
