@@ -36,9 +36,14 @@ from minidist.parallel.flat.ranges import narrowed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: they raise small singular values fast, and end between 0.7 and 1.2."""
-NOT_HIDDEN = r"emb|wte|wpe|token|position|segment|(^|[._])(head|classifier)([._]|$)|^layers\.\d+\.output\."
-"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. Its
-last part is for this package's GPT."""
+NOT_HIDDEN = (
+    r"(^|[._])(emb(ed|edding|edder|d)?s?\d*|wte|wpe|tokens?|positions?|segments?|head|classifier)([._]|$)"
+    r"|^layers\.\d+\.output\."
+)
+"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. Words
+stand between dots and underscores. Its last part is for this package's GPT."""
+STACKS = r"(^|[._])(experts|moe)[._]"
+"""Finds the names of stacks of matrices. Others of three dimensions, such as a Conv1d's weight, are none."""
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -56,8 +61,9 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def is_hidden(name: str, parameter: Tensor, others: str = NOT_HIDDEN) -> bool:
-    """Whether Muon takes a parameter: a matrix, or a stack of some, whose name `others` does not find."""
-    return 2 <= parameter.dim() <= 3 and parameter.numel() > 0 and not re.search(others, name)
+    """Whether Muon takes a parameter: a matrix, or experts' stack, whose name `others` does not find."""
+    is_one = parameter.dim() == 2 or (parameter.dim() == 3 and re.search(STACKS, name) is not None)
+    return is_one and parameter.numel() > 0 and not re.search(others, name)
 
 
 class Muon(torch.optim.Optimizer):
@@ -65,9 +71,9 @@ class Muon(torch.optim.Optimizer):
 
     >>> engine = md.prepare(model, partial(md.Muon, lr=0.02, adamw_lr=3e-4), md.Layout(dp=4, zero=1))
 
-    Its matrices are the parameters of two dimensions, and the stacks of three, such as experts, but for those
-    whose names match `others`. Without names it takes all of them; groups choose: {"params": [...],
-    "elementwise": True} is for AdamW.
+    Its matrices are the parameters of two dimensions, and experts' stacks of three, but for those whose names
+    match `others`. Without names it takes all matrices. Groups choose: {"params": [...]} is for Muon, also
+    with stacks, and {"params": [...], "elementwise": True} for AdamW.
 
     Args:
         named_parameters: (name, parameter) pairs, as `prepare` passes them; or parameters, or groups.

@@ -178,6 +178,31 @@ def test_an_added_group_for_adamw_has_its_rate(shared: bool) -> None:
     torch.testing.assert_close(bias.detach(), torch.full((3,), 1 - 3e-4))  # AdamW's first step
 
 
+@pytest.mark.parametrize(
+    ("shape", "hidden", "others"),
+    [
+        (
+            (4, 4),
+            "ensemble.0.weight members.1.weight proposition.weight 0.weight layers.1.attention.output.weight"
+            " layers.1.mlp.experts.0.up.weight",
+            "layers.0.token.weight layers.0.position.weight layers.2.output.weight transformer.wte.weight"
+            " model.embed_tokens.weight lm_head.weight bert.embeddings.word_embeddings.weight head.weight"
+            " token_type_embedding.weight tok_emb.weight pos_embed segment.weight n_embd.weight emb1.weight",
+        ),
+        (
+            (4, 4, 3),
+            "layers.1.mlp.experts.up experts.down layers.0.mlp.experts.gate_up_proj moe.w1",
+            "conv1.weight mixer.conv1d.weight weight experts_embeddings.weight",
+        ),
+        ((4,), "", "0.bias experts.bias"),
+        ((4, 4, 3, 3), "", "conv.weight experts.conv.weight"),
+    ],
+)
+def test_names_and_dimensions_say_what_is_hidden(shape: tuple[int, ...], hidden: str, others: str) -> None:
+    names, parameter = [*hidden.split(), *others.split()], torch.ones(shape)
+    assert [name for name in names if muon.is_hidden(name, parameter)] == hidden.split()
+
+
 # The mathematics.
 
 
