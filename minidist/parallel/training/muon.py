@@ -52,7 +52,8 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     x = stack.mT if is_tall else stack  # (k, m, n) with m <= n
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a float16 ends at 65,504
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True, dtype=wide).clamp(min=1e-7)).to(x.dtype)
     for _ in range(steps):
         gram = x @ x.mT  # (k, m, m)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -104,9 +105,13 @@ class Muon(torch.optim.Optimizer):
         others: str = NOT_HIDDEN,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
-            if not 0 <= value < (1 if name == "momentum" else math.inf):
-                raise ValueError(f"{name} is {value}; give at least 0, and a momentum below 1")
+        self.adamw_lr = lr / 10 if adamw_lr is None else adamw_lr
+        numbers = {"lr": lr, "adamw_lr": self.adamw_lr, "weight_decay": weight_decay, "eps": eps}
+        fractions = {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}
+        for name, value in {**numbers, "steps": steps, **fractions}.items():
+            if not 0 <= value < (1 if name in fractions else math.inf):
+                below = f", and a {name} below 1" if name in fractions else ""
+                raise ValueError(f"{name} is {value}; give at least 0{below}")
         given = [*named_parameters]
         groups = [each for each in given if isinstance(each, dict)]
         if not groups:
@@ -117,9 +122,12 @@ class Muon(torch.optim.Optimizer):
                 groups.append({"params": own, "elementwise": elementwise})
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "betas": betas}
         defaults |= {"eps": eps, "weight_decay": weight_decay, "elementwise": False}
-        self.adamw_lr = lr / 10 if adamw_lr is None else adamw_lr
         self.dtype, self._cuts = dtype, dict[tuple[Any, ...], list[list[Any]]]()
         super().__init__(groups, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: torch's own, and what it leaves out. They learn anew how matrices are cut."""
+        return {**super().__getstate__(), "adamw_lr": self.adamw_lr, "dtype": self.dtype, "_cuts": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; ValueError if there are some for Muon that are no matrices."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -233,6 +235,35 @@ def test_it_moves_as_torch_does() -> None:
     assert (mine - its).norm() < 0.02 * (its - start).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_half_precision_bears_the_norms_of_large_matrices(dtype: torch.dtype, size: float) -> None:
+    matrix = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * size
+    values = torch.linalg.svdvals(muon.orthogonalized(matrix.to(dtype)).float())
+    assert ((values > 0.6) & (values < 1.3)).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on(copied: Callable[[Any], Any]) -> None:
+    values = {"a.weight": torch.randn(4, 3), "a.bias": torch.randn(3)}
+    optimizer = MUON([(name, torch.nn.Parameter(value)) for name, value in values.items()], adamw_lr=0.01)
+
+    def step(optimizer: md.Muon) -> list[Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, p in enumerate(parameters):
+            p.grad = torch.sin(torch.arange(p.numel()) + 1.0 + i).view(p.shape)
+        optimizer.step()
+        return parameters
+
+    step(optimizer)
+    twin = copied(optimizer)
+    for mine, its in zip(step(optimizer), step(twin), strict=True):
+        assert mine is not its
+        assert torch.equal(mine, its)
+    twin.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "elementwise": True})
+    assert twin.param_groups[-1]["lr"] == 0.01
+
+
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 4, 5)])
 def test_its_work_is_counted(shape: tuple[int, ...]) -> None:
     with FlopCounterMode(display=False) as counter:
@@ -255,6 +286,10 @@ def test_wrong_arguments_are_refused() -> None:
         md.Muon([{"params": [vector]}])
     with pytest.raises(ValueError, match="momentum is 1; give at least 0, and a momentum below 1"):
         md.Muon([vector], momentum=1)
+    wrong = {"lr": torch.nan, "adamw_lr": -1, "weight_decay": -1, "eps": -1, "steps": -1, "betas": (0.9, 1)}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"{name}\S* is .*; give at least 0"):
+            md.Muon([vector], **{name: value})  # type: ignore[arg-type]
 
 
 # What travels, and who works.
