@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
@@ -162,7 +163,10 @@ class Fp8:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.now, self.is_new = torch.zeros_like(self.now), (self.past.amax(0) == 0).tolist()
+        self.now, is_new = torch.zeros_like(self.now), self.past.amax(0) == 0
+        if _get_current_dispatch_mode() is not None:  # a dry run has no values, and supposes the usual ones
+            is_new = torch.zeros_like(is_new)
+        self.is_new = is_new.tolist()
 
 
 class Rounding(NamedTuple):
@@ -193,7 +197,7 @@ class Rounding(NamedTuple):
                     now[column] = torch.maximum(now[column], finite.to(now))
                 if not is_new:
                     past = self.fp8.past[:, self.linear, column].amax().to(x)
-                    largest = past + largest * 0  # NaN where x is not finite
+                    largest = torch.where(past > 0, past, largest) + largest * 0  # NaN where x is not finite
         rows = recipe.weight_rows if name == "w" else 1
         if along == 0:
             return scaled(x.t(), to, recipe, rows, largest).t()
