@@ -102,10 +102,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; they get rank 0's values. A collective."""
-        super().add_param_group(param_group)
+        super().add_param_group({**param_group})
         if hasattr(self, "shared"):  # torch's own __init__ calls this too
-            self.inner.add_param_group({**self.param_groups[-1]})
-            added = len(self.param_groups[-1]["params"])
+            own, given = self.param_groups[-1], {*param_group, "param_names"}
+            self.inner.add_param_group({key: own[key] for key in own if key in given})
+            own.update({key: v for key, v in self.inner.param_groups[-1].items() if key != "params"})
+            added = len(own["params"])
             start_new_equal(named_in(self.param_groups)[-added:], self.shared.sets[0])
             self.shared.reattach()
 

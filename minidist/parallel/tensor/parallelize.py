@@ -65,6 +65,7 @@ from minidist.parallel.tensor.styles import (
     resolve,
 )
 from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding
+from minidist.parallel.training.fp8 import switch_fast_paths_off
 from minidist.parallel.training.random_state import share_random_state
 
 _WRAPPERS = {
@@ -133,27 +134,13 @@ def parallelize(
             wrapper, always = _WRAPPERS[part.style]
             if always or sequence_parallel:
                 wrap(part.module, wrapper, group)
-    _switch_fast_paths_off(module)
+    switch_fast_paths_off(module, TensorParallel)
     for names in together:
         layers = [made[parts[name].module] for name in names]
         shared = SharedInput([layer for layer in layers if isinstance(layer, ColumnParallelLinear)])
         for layer in shared.layers:
             layer.shared = shared
     return module
-
-
-def _switch_fast_paths_off(module: nn.Module) -> None:
-    """Let torch's encoder layers call the layers in them when they evaluate.
-
-    Their fast path reads `linear1.weight` itself, which is only a part of it where the layer is cut. Both
-    attributes are conditions of the fast paths and nothing else.
-    """
-    for part in module.modules():
-        if any(isinstance(inner, TensorParallel) for inner in part.modules()):
-            if isinstance(part, nn.TransformerEncoderLayer):
-                part.activation_relu_or_gelu = 0
-            elif isinstance(part, nn.TransformerEncoder):
-                part.use_nested_tensor = False
 
 
 def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: bool) -> TensorParallel:

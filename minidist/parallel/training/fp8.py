@@ -11,7 +11,7 @@ that share a matrix scale it as a whole, like one process; blocks begin anew at 
 
 With delayed scaling a step's scales come from the steps before, so that no product waits for a maximum. Each
 step collects its maxima, which makes a repeated forward pass harmless, and at its end all ranks exchange them
-in one message. Until there is a history, a tensor is scaled by its own maximum.
+in one message. While a tensor's history is 0, it is scaled by its own maximum.
 
 Sources: as in contract/fp8_recipes.py. n tokens, K inputs and M outputs of a Linear.
 """
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
@@ -78,6 +79,20 @@ def scaled(x: Tensor, to: Format, recipe: Fp8Recipe, rows: int = 1, largest: Ten
     return found.reshape(x.shape)[: size[0], : size[1]]
 
 
+def switch_fast_paths_off(model: nn.Module, around: type = nn.Module) -> None:
+    """Let torch's encoder layers call the layers in them when they evaluate, where one of a type is in them.
+
+    Their fast path reads `linear1.weight` itself, which is not all of a layer that is cut or rounds. Both
+    attributes are conditions of the fast paths and nothing else.
+    """
+    for part in model.modules():
+        if any(isinstance(inner, around) for inner in part.modules()):
+            if isinstance(part, nn.TransformerEncoderLayer):
+                part.activation_relu_or_gelu = 0
+            elif isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False
+
+
 def linears_of(model: nn.Module) -> list[str]:
     """The names of the Linears that FP8 rounds: torch's, and GPT-2's Conv1D; TypeError if there are none.
 
@@ -111,7 +126,7 @@ class Fp8:
         # The largest numbers of x, w and g in the past steps, the newest first, and in this one.
         self.past = torch.zeros(recipe.history, len(names), 3, dtype=torch.float64)
         self.now = torch.zeros(len(names), 3, dtype=torch.float64)
-        self.begun = False  # whether there is a past
+        self.is_new = [[True] * 3 for _ in names]  # whether it has been 0 in all past steps, on all ranks
 
     def wrap(self, model: nn.Module) -> None:
         """Make those Linears round that this rank has."""
@@ -122,6 +137,7 @@ class Fp8:
                 module.rounding = Rounding(self, index, module.cut_operands, module.group)
             elif module is not None and hasattr(module, "weight"):  # and not another stage's
                 module.forward = partial(_forward, module, Rounding(self, index))
+        switch_fast_paths_off(model)
         device = next((p.device for p in model.parameters()), self.now.device)
         self.past, self.now = self.past.to(device), self.now.to(device)
 
@@ -131,7 +147,7 @@ class Fp8:
         if self.recipe.history:
             comm.all_reduce(self.now, "max")
             self.past = torch.cat((self.now[None], self.past[:-1]))
-            self.now, self.begun = torch.zeros_like(self.now), True
+            self._begin_step()
 
     def settings(self) -> dict[str, Any]:
         """The history by the Linears' names, the same on all ranks."""
@@ -144,7 +160,13 @@ class Fp8:
         for index, name in enumerate(self.names if self.recipe.history else ()):
             if name in settings:
                 self.past[:, index] = torch.tensor(settings[name])
-        self.now, self.begun = torch.zeros_like(self.now), bool(self.past.any())
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.now, is_new = torch.zeros_like(self.now), self.past.amax(0) == 0
+        if _get_current_dispatch_mode() is not None:  # a dry run has no values, and supposes the usual ones
+            is_new = torch.zeros_like(is_new)
+        self.is_new = is_new.tolist()
 
 
 class Rounding(NamedTuple):
@@ -166,14 +188,16 @@ class Rounding(NamedTuple):
         largest = None
         if not recipe.block:
             largest = x.abs().amax() if x.numel() else x.new_zeros(())
-            past = self.fp8.past[:, self.linear, column].amax().to(x) if recipe.history else largest
-            if name in self.cut and not self.fp8.begun:
+            is_new = self.fp8.is_new[self.linear][column]  # equal on all ranks
+            if name in self.cut and is_new:
                 comm.all_reduce(largest, "max", group=self.group)
             if recipe.history:
                 if self.trains:
                     now, finite = self.fp8.now[self.linear], torch.nan_to_num(largest, 0.0, 0.0, 0.0)
                     now[column] = torch.maximum(now[column], finite.to(now))
-                largest = torch.where(past > 0, past, largest) + largest * 0  # NaN where x is not finite
+                if not is_new:
+                    past = self.fp8.past[:, self.linear, column].amax().to(x)
+                    largest = torch.where(past > 0, past, largest) + largest * 0  # NaN where x is not finite
         rows = recipe.weight_rows if name == "w" else 1
         if along == 0:
             return scaled(x.t(), to, recipe, rows, largest).t()

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.utils.weak import WeakIdRef
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
@@ -35,9 +36,14 @@ from minidist.parallel.flat.ranges import narrowed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of x, x^3 and x^5: they raise small singular values fast, and end between 0.7 and 1.2."""
-NOT_HIDDEN = r"emb|wte|wpe|token|position|segment|(^|[._])(head|classifier)([._]|$)|^layers\.\d+\.output\."
-"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. Its
-last part is for this package's GPT."""
+NOT_HIDDEN = (
+    r"(^|[._])(emb(ed|edding|edder|d)?s?\d*|wte|wpe|tokens?|positions?|segments?|head|classifier)([._]|$)"
+    r"|^layers\.\d+\.output\."
+)
+"""Finds the names of matrices that are not hidden: embeddings, and what predicts from the last layer. Words
+stand between dots and underscores. Its last part is for this package's GPT."""
+STACKS = r"(^|[._])(experts|moe)[._]"
+"""Finds the names of stacks of matrices. Others of three dimensions, such as a Conv1d's weight, are none."""
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -46,7 +52,8 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     x = stack.mT if is_tall else stack  # (k, m, n) with m <= n
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a float16 ends at 65,504
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True, dtype=wide).clamp(min=1e-7)).to(x.dtype)
     for _ in range(steps):
         gram = x @ x.mT  # (k, m, m)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -55,8 +62,9 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def is_hidden(name: str, parameter: Tensor, others: str = NOT_HIDDEN) -> bool:
-    """Whether Muon takes a parameter: a matrix, or a stack of some, whose name `others` does not find."""
-    return 2 <= parameter.dim() <= 3 and parameter.numel() > 0 and not re.search(others, name)
+    """Whether Muon takes a parameter: a matrix, or experts' stack, whose name `others` does not find."""
+    is_one = parameter.dim() == 2 or (parameter.dim() == 3 and re.search(STACKS, name) is not None)
+    return is_one and parameter.numel() > 0 and not re.search(others, name)
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,9 +72,9 @@ class Muon(torch.optim.Optimizer):
 
     >>> engine = md.prepare(model, partial(md.Muon, lr=0.02, adamw_lr=3e-4), md.Layout(dp=4, zero=1))
 
-    Its matrices are the parameters of two dimensions, and the stacks of three, such as experts, but for those
-    whose names match `others`. Without names it takes all of them; groups choose: {"params": [...],
-    "elementwise": True} is for AdamW.
+    Its matrices are the parameters of two dimensions, and experts' stacks of three, but for those whose names
+    match `others`. Without names it takes all matrices. Groups choose: {"params": [...]} is for Muon, also
+    with stacks, and {"params": [...], "elementwise": True} for AdamW.
 
     Args:
         named_parameters: (name, parameter) pairs, as `prepare` passes them; or parameters, or groups.
@@ -97,10 +105,14 @@ class Muon(torch.optim.Optimizer):
         others: str = NOT_HIDDEN,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
-            if not 0 <= value < (1 if name == "momentum" else math.inf):
-                raise ValueError(f"{name} is {value}; give at least 0, and a momentum below 1")
-        given, other_lr = [*named_parameters], lr / 10 if adamw_lr is None else adamw_lr
+        self.adamw_lr = lr / 10 if adamw_lr is None else adamw_lr
+        numbers = {"lr": lr, "adamw_lr": self.adamw_lr, "weight_decay": weight_decay, "eps": eps}
+        fractions = {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}
+        for name, value in {**numbers, "steps": steps, **fractions}.items():
+            if not 0 <= value < (1 if name in fractions else math.inf):
+                below = f", and a {name} below 1" if name in fractions else ""
+                raise ValueError(f"{name} is {value}; give at least 0{below}")
+        given = [*named_parameters]
         groups = [each for each in given if isinstance(each, dict)]
         if not groups:
             pairs = [each if isinstance(each, tuple) else ("", each) for each in given]
@@ -108,15 +120,19 @@ class Muon(torch.optim.Optimizer):
             for elementwise in (False, True):  # both, also where one is empty: stages have as many groups
                 own = [p for (_, p), each in zip(pairs, hidden, strict=True) if each != elementwise]
                 groups.append({"params": own, "elementwise": elementwise})
-        groups = [{"lr": other_lr if each.get("elementwise") else lr, **each} for each in groups]
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": steps, "betas": betas}
         defaults |= {"eps": eps, "weight_decay": weight_decay, "elementwise": False}
         self.dtype, self._cuts = dtype, dict[tuple[Any, ...], list[list[Any]]]()
         super().__init__(groups, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: torch's own, and what it leaves out. They learn anew how matrices are cut."""
+        return {**super().__getstate__(), "adamw_lr": self.adamw_lr, "dtype": self.dtype, "_cuts": {}}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; ValueError if there are some for Muon that are no matrices."""
-        super().add_param_group(param_group)
+        own = {"lr": self.adamw_lr} if param_group.get("elementwise") else {}
+        super().add_param_group({**own, **param_group})
         group = self.param_groups[-1]
         for shape in [p.shape for p in group["params"] if not (group["elementwise"] or 2 <= p.dim() <= 3)]:
             raise ValueError(
@@ -171,7 +187,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize_cut(self, cut: list[tuple[Any, Tensor]], steps: int) -> None:
         """Orthogonalize updates of matrices that tp cut, each on one of the ranks that have parts of it."""
         like, rank = cut[0][1], rank_in(self.tp_group)
-        cuts = self._cuts_of_all([p.tp_cut for p, _ in cut], like.device)
+        cuts = self._cuts_of_all([p for p, _ in cut], like.device)
         owners = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
         wholes = {
             k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owners) if owner == rank
@@ -188,9 +204,13 @@ class Muon(torch.optim.Optimizer):
             whole.copy_(orthogonalized(whole, steps))
         exchange(parts, own, like, self.tp_group)
 
-    def _cuts_of_all(self, own: list[Any], device: torch.device) -> list[list[Any]]:
-        """How the matrices are cut on every rank of tp, which tell each other once: 8 bytes a number."""
-        if (key := tuple(own)) not in self._cuts:
+    def _cuts_of_all(self, matrices: list[Any], device: torch.device) -> list[list[Any]]:
+        """How the matrices are cut on every rank of tp, which tell each other once: 8 bytes a number.
+
+        All ranks find the same ones, or none does: two matrices may have equal parts on some ranks alone.
+        """
+        if (key := tuple(map(WeakIdRef, matrices))) not in self._cuts:
+            own = [p.tp_cut for p in matrices]
             numbers = torch.tensor([x for cut in own for x in (*cut.offsets, *cut.sizes)], device=device)
             rows = comm.all_gather(numbers, group=self.tp_group).view(len(ranks_of(self.tp_group)), -1)
             self._cuts[key] = [

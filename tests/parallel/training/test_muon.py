@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +22,7 @@ from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_to_buckets
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
+from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
 from minidist.parallel.training import muon
 from minidist.scale.time.gradient_exchange import PRODUCTS
 from minidist.scale.time.step_time import predict_step
@@ -148,6 +151,60 @@ def test_it_works_in_a_loop_of_ones_own(cluster_of: Clusters, zero: int) -> None
         contract.compare(trained, contract.train_in_one_process(case))
 
 
+def groups_of_a_unit_each() -> list[list[int]]:
+    """Steps of two groups whose matrices have equal parts on the first of three ranks alone."""
+    layers = [ColumnParallelLinear(8, 8, bias=False, unit=unit) for unit in (2, 1)]
+    for layer in layers:
+        layer.weight.tp_cut = layer.cuts()["weight"]  # type: ignore[attr-defined]
+        layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer = md.Muon([{"params": [layer.weight]} for layer in layers])
+    optimizer.step()
+    return [[*layer.cuts()["weight"].offsets, *layer.cuts()["weight"].sizes] for layer in layers]
+
+
+def test_ranks_agree_whether_they_know_the_others_parts(cluster_of: Clusters) -> None:
+    cuts = cluster_of(3).run(groups_of_a_unit_each)
+    assert {a == b for a, b in cuts} == {True, False}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_added_group_for_adamw_has_its_rate(shared: bool) -> None:
+    first, bias, other = (torch.nn.Parameter(torch.ones(shape)) for shape in [(3, 3), 3, 2])
+    pairs, rates = [("l.weight", first)], {"lr": 0.02, "adamw_lr": 3e-4}
+    optimizer = md.ZeroOptimizer(pairs, md.Muon, **rates) if shared else md.Muon(pairs, **rates)
+    for more in ({"params": [bias]}, {"params": [other], "lr": 0.1}):
+        optimizer.add_param_group({"elementwise": True, **more})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 0.1]
+    bias.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(bias.detach(), torch.full((3,), 1 - 3e-4))  # AdamW's first step
+
+
+@pytest.mark.parametrize(
+    ("shape", "hidden", "others"),
+    [
+        (
+            (4, 4),
+            "ensemble.0.weight members.1.weight proposition.weight 0.weight layers.1.attention.output.weight"
+            " layers.1.mlp.experts.0.up.weight",
+            "layers.0.token.weight layers.0.position.weight layers.2.output.weight transformer.wte.weight"
+            " model.embed_tokens.weight lm_head.weight bert.embeddings.word_embeddings.weight head.weight"
+            " token_type_embedding.weight tok_emb.weight pos_embed segment.weight n_embd.weight emb1.weight",
+        ),
+        (
+            (4, 4, 3),
+            "layers.1.mlp.experts.up experts.down layers.0.mlp.experts.gate_up_proj moe.w1",
+            "conv1.weight mixer.conv1d.weight weight experts_embeddings.weight",
+        ),
+        ((4,), "", "0.bias experts.bias"),
+        ((4, 4, 3, 3), "", "conv.weight experts.conv.weight"),
+    ],
+)
+def test_names_and_dimensions_say_what_is_hidden(shape: tuple[int, ...], hidden: str, others: str) -> None:
+    names, parameter = [*hidden.split(), *others.split()], torch.ones(shape)
+    assert [name for name in names if muon.is_hidden(name, parameter)] == hidden.split()
+
+
 # The mathematics.
 
 
@@ -178,6 +235,35 @@ def test_it_moves_as_torch_does() -> None:
     assert (mine - its).norm() < 0.02 * (its - start).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_half_precision_bears_the_norms_of_large_matrices(dtype: torch.dtype, size: float) -> None:
+    matrix = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * size
+    values = torch.linalg.svdvals(muon.orthogonalized(matrix.to(dtype)).float())
+    assert ((values > 0.6) & (values < 1.3)).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on(copied: Callable[[Any], Any]) -> None:
+    values = {"a.weight": torch.randn(4, 3), "a.bias": torch.randn(3)}
+    optimizer = MUON([(name, torch.nn.Parameter(value)) for name, value in values.items()], adamw_lr=0.01)
+
+    def step(optimizer: md.Muon) -> list[Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, p in enumerate(parameters):
+            p.grad = torch.sin(torch.arange(p.numel()) + 1.0 + i).view(p.shape)
+        optimizer.step()
+        return parameters
+
+    step(optimizer)
+    twin = copied(optimizer)
+    for mine, its in zip(step(optimizer), step(twin), strict=True):
+        assert mine is not its
+        assert torch.equal(mine, its)
+    twin.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "elementwise": True})
+    assert twin.param_groups[-1]["lr"] == 0.01
+
+
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 4, 5)])
 def test_its_work_is_counted(shape: tuple[int, ...]) -> None:
     with FlopCounterMode(display=False) as counter:
@@ -200,6 +286,10 @@ def test_wrong_arguments_are_refused() -> None:
         md.Muon([{"params": [vector]}])
     with pytest.raises(ValueError, match="momentum is 1; give at least 0, and a momentum below 1"):
         md.Muon([vector], momentum=1)
+    wrong = {"lr": torch.nan, "adamw_lr": -1, "weight_decay": -1, "eps": -1, "steps": -1, "betas": (0.9, 1)}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"{name}\S* is .*; give at least 0"):
+            md.Muon([vector], **{name: value})  # type: ignore[arg-type]
 
 
 # What travels, and who works.
