@@ -79,20 +79,14 @@ def test_slowest(benchmark: Benchmark, measured: Any, form: str) -> None:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[form]}
 
 
-@compared(GROUP.format(SLOW))
+@compared(GROUP)
 @pytest.mark.full_only
 @pytest.mark.parametrize("form", ROWS)
-def test_slow(benchmark: Benchmark, measured: Any, form: str) -> None:
-    """The slow link."""
-    _enter(benchmark, measured, form, SLOW)
-
-
-@compared(GROUP.format(FAST))
-@pytest.mark.full_only
-@pytest.mark.parametrize("form", ROWS)
-def test_fast(benchmark: Benchmark, measured: Any, form: str) -> None:
-    """The fast link, for comparison."""
-    _enter(benchmark, measured, form, FAST)
+@pytest.mark.parametrize("link", [SLOW, FAST])
+def test_link(benchmark: Benchmark, measured: Any, link: str, form: str) -> None:
+    """The slow link, and the fast one for comparison."""
+    benchmark.group = GROUP.format(link)
+    _enter(benchmark, measured, form, link)
 
 
 def _enter(benchmark: Benchmark, measured: Any, form: str, link: str, peer: str = PEER) -> None:
