@@ -111,23 +111,13 @@ def zero(entries: list[Entry], found: Results) -> Finding | None:
         return None
     stages, (_, ranks) = max(pairs, key=lambda pair: (len(pair[0]), pair[1][1]))
     plain, sharded = stages[0], stages[max(stages)]
-    before, after = (columns.memory_of(entry) or 0 for entry in (plain, sharded))
-    words: list[Word] = [
-        f"On {ranks} ranks ZeRO-{max(stages)} holds ",
-        Number(formats.size(after), sharded),
-        " a rank, plain data parallelism ",
-        Number(formats.size(before), plain),
-        ".",
-    ]
-    sent = [entry["extra_info"].get("bytes_per_step") for entry in (sharded, plain)]
-    if all(sent):
-        words += [
-            " A step of it sends ",
-            Number(formats.size(sent[0]), sharded),
-            " instead of ",
-            Number(formats.size(sent[1]), plain),
-            ".",
-        ]
+    both = (sharded, plain)
+    after, before = (Number(formats.size(columns.memory_of(entry) or 0), entry) for entry in both)
+    words: list[Word] = [f"On {ranks} ranks ZeRO-{max(stages)} holds ", after]
+    words += [" a rank, plain data parallelism ", before, "."]
+    if all(entry["extra_info"].get("bytes_per_step") for entry in both):
+        less, more = (Number(formats.size(entry["extra_info"]["bytes_per_step"]), entry) for entry in both)
+        words += [" A step of it sends ", less, " instead of ", more, "."]
     return finding("zero", *words)
 
 

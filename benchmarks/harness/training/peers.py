@@ -108,10 +108,9 @@ def fully_sharded(work: Work, reshard: bool | None = None) -> Program:
 
     reshard: whether parameters are given up between forward and backward pass; None for torch's own choice.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = work.build(), init_device_mesh("cpu", (md.size(),))
+    model, mesh = work.build(), _mesh()
     layers: Any = model.layers
     units = [layer for layer in layers if isinstance(layer, Block) or not work.tied]
     for unit in [*units, model]:
@@ -272,14 +271,9 @@ def deep_speed(stage: int, work: Work) -> Program:
 
 def _set_launcher_variables() -> None:
     """Set the environment variables that a launcher would set and that both packages read."""
-    os.environ.update(
-        RANK=str(md.rank()),
-        WORLD_SIZE=str(md.size()),
-        LOCAL_RANK=str(md.rank()),
-        LOCAL_WORLD_SIZE=str(md.size()),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-    )
+    rank, size = str(md.rank()), str(md.size())
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
 PEERS: dict[str, Make] = {
