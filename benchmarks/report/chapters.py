@@ -125,9 +125,7 @@ def scaling(shown: Shown) -> list[Piece]:
 
 def collectives(shown: Shown) -> list[Piece]:
     """All comparisons with another library."""
-    return _ratios(
-        [entry for entry in shown.entries if verdicts.is_collective(entry)], f"{shown.name}-ratios"
-    )
+    return _ratios([*filter(verdicts.is_collective, shown.entries)], f"{shown.name}-ratios")
 
 
 def matrix_products(shown: Shown) -> list[Piece]:
