@@ -24,11 +24,37 @@ same weights on the same global batches: on ranks, and in one process. Each take
 optimizer and a number of steps, and returns the losses and all parameters by name.
 
 ```python
-from minidist.parallel.debugging.detectors import detect
+from functools import partial
 
-for name, found in detect(train, alone, ranks=2).items():
-    print(name, found.sentence or "nothing")
+import torch
+import torch.distributed as dist
+from minidist.parallel.debugging.detectors import detect
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(ranks, make_optimizer, steps):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4).double()
+    trained = model if ranks == 1 else DistributedDataParallel(model)
+    optimizer, losses = make_optimizer(model.parameters()), torch.zeros(steps, dtype=torch.float64)
+    for step in range(steps):
+        rows = torch.randn(6, 8).double().chunk(ranks)[0 if ranks == 1 else dist.get_rank()]
+        loss = trained(rows).square().sum()  # the mistake: DDP takes the mean of the ranks' sums
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.detach()
+    if ranks > 1:
+        dist.all_reduce(losses)
+    return losses.tolist(), dict(model.named_parameters())
+
+
+if __name__ == "__main__":
+    for name, found in detect(partial(train, 2), partial(train, 1), ranks=2).items():
+        print(name, found.sentence or "nothing")
 ```
+
+It says `the gradient of weight differs by 0.5 of its size on rank 0`, which the loss does not show.
 
 The [tests](../tests/parallel/debugging/test_detectors.py) do so with torch's DDP, FSDP2 and tensor
 parallelism, and plant a mistake in each.

@@ -38,6 +38,9 @@ def mistakes(
     for name in wanted:
         if name not in (*CLASSES, *known):
             raise unknown("mistake", name, [*CLASSES, *known])
+    if shown in CLASSES:
+        own = ", ".join(each.name for each in known.values() if each.kind == shown)
+        raise ValueError(f"{shown} is a class of mistakes; show one of {own}")
     chosen = [each for each in known.values() if {each.name, each.kind} & {*wanted}]
     if listed:
         show("\n".join(f"{each.kind:<12}{each.name:<36}{each.symptom}" for each in chosen))
@@ -54,7 +57,7 @@ def mistakes(
     for each in chosen:
         of = found[each.name] = examine(each)
         marks = "".join(f"{'x' if one.sentence else '':^12}" for one in of.values())
-        if shown:
+        if shown and not as_json:
             show("\n".join(f"{name:<12}{one.sentence or '-'}" for name, one in of.items()))
         elif not as_json:
             show(f"{each.name:<36}{marks}{sum(one.seconds for one in of.values()):>8.1f}")
