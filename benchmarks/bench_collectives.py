@@ -13,13 +13,7 @@ from typing import Any
 
 import pytest
 
-from minidist.benchmarks.harness.collective_timing import (
-    Found,
-    enter,
-    median_error,
-    sweep,
-    time_against_torch,
-)
+from minidist.benchmarks.harness import collective_timing
 from minidist.benchmarks.harness.formats import binary_size
 from minidist.benchmarks.harness.training.rounds import Worlds
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
@@ -62,7 +56,7 @@ CASES = [
 ALGORITHMS = ("torch", "shared_memory", "ring", "tree", "naive")
 SWEEP = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 
-Swept = Callable[[int], tuple[Found, dict[str, dict[str, float]]]]
+Swept = Callable[[int], tuple[collective_timing.Found, dict[str, dict[str, float]]]]
 
 
 @compared(GLOO)
@@ -72,8 +66,8 @@ def test_against_gloo(
     benchmark: Benchmark, full: bool, worlds: Worlds, ranks: int, variant: str, size: int
 ) -> None:
     """The same tensor, rewritten before each call."""
-    timed = worlds(ranks).run(time_against_torch, variant, size, rounds=15 if full else 7)
-    enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
+    timed = worlds(ranks).run(collective_timing.time_against_torch, variant, size, rounds=15 if full else 7)
+    collective_timing.enter(benchmark, timed, variant, size, LABELS[variant], "gloo")
     if variant in LIMITS:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": LIMITS[variant]}
 
@@ -82,7 +76,7 @@ def test_against_gloo(
 def swept(full: bool, worlds: Worlds) -> Swept:
     """The whole sweep for a number of ranks, measured once."""
     rounds = 9 if full else 5
-    return cache(lambda ranks: worlds(ranks).run(sweep, ALGORITHMS, SWEEP, rounds)[0])
+    return cache(lambda ranks: worlds(ranks).run(collective_timing.sweep, ALGORITHMS, SWEEP, rounds)[0])
 
 
 @compared(MODEL.format(2))
@@ -111,6 +105,6 @@ def _point(benchmark: Benchmark, swept: Any, algorithm: str, size: int) -> None:
         "series": algorithm,
         "bytes": size,
         "predicted": predicted,
-        "median_error": median_error(found),
+        "median_error": collective_timing.median_error(found),
         "fit": fits[algorithm],
     }

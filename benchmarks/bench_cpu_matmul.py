@@ -87,33 +87,6 @@ def test_rung(benchmark: Benchmark, full: bool, step: Rung, size: int) -> None:
     }
 
 
-@pytest.mark.full_only
-@pytest.mark.parametrize("size", [64, 512, 1024, 2048])
-@compared("torch's matrix product beside NumPy's, one core, float32")
-def test_torch(benchmark: Benchmark, full: bool, size: int) -> None:
-    """torch's library beside NumPy's: how much two vendors differ says how exact a ratio to one is."""
-    import torch
-
-    a, b = (torch.from_numpy(x) for x in harness.inputs(size, size, size, np.float32, seed=size))
-    out = torch.empty(size, size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpoolctl.threadpool_limits(1):
-            x, y, blas_out = a.numpy(), b.numpy(), empty(size, size, np.float32)
-            turns(
-                benchmark,
-                lambda: torch.matmul(a, b, out=out),
-                lambda: np.matmul(x, y, out=blas_out),
-                peer_name="numpy.matmul",
-                budget=3.0 if full else 0.4,
-            )
-    finally:
-        torch.set_num_threads(threads)
-    _rates(benchmark, (size,) * 3, "float32", "one")
-    benchmark.extra_info |= {"label": f"torch.matmul, {size}", "program": "torch.matmul"}
-
-
 @pytest.mark.parametrize(
     "size", [_case(size, name=str(size), quick=size == 1024) for size in (64, 512, 1024, 2048, 4096)]
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -38,31 +37,24 @@ WORKS = {
 }
 
 
-@dataclass(frozen=True)
-class Way:
-    """How the GPU computes: its dtype, and whether products may use TF32."""
-
-    layout: str
-    tf32: bool = False
-
-
-WAYS = {"float32": Way("dp=1"), "TF32": Way("dp=1", tf32=True), "bfloat16": Way("precision=bf16")}
+Way = tuple[str, str]
+WAYS = {"float32": ("dp=1", "float32"), "TF32": ("dp=1", "tf32"), "bfloat16": ("precision=bf16", "float32")}
+"""How the GPU computes: the layout, and the arithmetic of products of float32."""
 
 
 class Trained:
     """A training on one device: its engine, its batches there, and its losses."""
 
     def __init__(self, work: Work, device: str, way: Way) -> None:
-        self.way, self.device = way, device
-        self.engine: Engine = md.prepare(
-            work.build().to(device), ADAMW, md.Layout.parse(way.layout), rehearse=False
-        )
+        (layout, self.products), self.device = way, device
+        model = work.build().to(device)
+        self.engine: Engine = md.prepare(model, ADAMW, md.Layout.parse(layout), rehearse=False)
         self.batches: list[Batch] = [(x.to(device), y.to(device)) for x, y in work.batches()]
         self.losses: list[float] = []
 
     def __call__(self) -> None:
         """One step. It returns the loss, so the GPU has finished when it returns."""
-        with float32_as("tf32" if self.way.tf32 else "float32"):
+        with float32_as(self.products):
             batch = self.batches[len(self.losses) % len(self.batches)]
             self.losses.append(self.engine.step(*batch))
             if self.device == "cuda":

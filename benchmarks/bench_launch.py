@@ -74,17 +74,12 @@ def cold(full: bool) -> dict[str, list[float]]:
 
 
 @compared(GROUP)
-def test_cold_script(benchmark: Benchmark, cold: dict[str, list[float]]) -> None:
-    """A whole script as the shell sees it: Python starts, ranks start, work and end."""
-    record(benchmark, cold["script"], cold["torch"], "import torch")
-    benchmark.extra_info |= {"label": f"script, {RANKS} cold ranks", "goal": {"of": "ratio", "below": 1.5}}
-
-
-@compared(GROUP)
-def test_cold_launch(benchmark: Benchmark, cold: dict[str, list[float]]) -> None:
-    """The first `launch` in a process that is already running."""
-    record(benchmark, cold["launch"], cold["torch"], "import torch")
-    benchmark.extra_info |= {"label": f"md.launch, {RANKS} cold ranks", "goal": {"of": "ratio", "below": 1.5}}
+@pytest.mark.parametrize("what", ["script", "launch"])
+def test_cold(benchmark: Benchmark, cold: dict[str, list[float]], what: str) -> None:
+    """A whole script as the shell sees it, and the first `launch` in a process that is already running."""
+    record(benchmark, cold[what], cold["torch"], "import torch")
+    label = f"{'md.' * (what == 'launch')}{what}, {RANKS} cold ranks"
+    benchmark.extra_info |= {"label": label, "goal": {"of": "ratio", "below": 1.5}}
 
 
 @compared(GROUP)

@@ -14,22 +14,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from minidist.benchmarks.harness.training.pipelines import (
-    TimedCut,
-    mean_times,
-    message_seconds,
-    passes,
-    pipeline,
-    timeline,
-    times,
-    torch_pipeline,
-)
+from minidist.benchmarks.harness.training import pipelines
 from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, require_alike
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
 
-RANKS, WORK = 2, TimedCut("byte-small", rows=16, micro_batches=8)
+RANKS, WORK = 2, pipelines.TimedCut("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"
 BUBBLE = "Pipelines: seconds in which ranks wait in a step, beside the simulation"
 NAMES = [name for name, kind in SCHEDULES.items() if not kind.chunked]
@@ -42,9 +33,9 @@ def timed(full: bool, worlds: Worlds) -> Measured:
     """Every schedule and its peer in turns, once."""
     jobs = {}
     for name in NAMES:
-        jobs[name] = Job(RANKS, WORK, partial(pipeline, name))
+        jobs[name] = Job(RANKS, WORK, partial(pipelines.pipeline, name))
         if name in PEERS:
-            jobs[PEERS[name]] = Job(RANKS, WORK, partial(torch_pipeline, name), ours=False)
+            jobs[PEERS[name]] = Job(RANKS, WORK, partial(pipelines.torch_pipeline, name), ours=False)
     return measure_jobs(worlds, jobs, 40 if full else 6)
 
 
@@ -70,8 +61,8 @@ def test_pipeline(benchmark: Benchmark, timed: Measured, name: str) -> None:
 )
 def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> None:
     """The share of time in which ranks wait, and what each rank did when in the median step."""
-    message = max(worlds(RANKS).run(message_seconds, WORK))
-    ranks = worlds(RANKS).run(passes, WORK, name, *((30, math.inf) if full else (8, 3.0)))
+    message = max(worlds(RANKS).run(pipelines.message_seconds, WORK))
+    ranks = worlds(RANKS).run(pipelines.passes, WORK, name, *((30, math.inf) if full else (8, 3.0)))
     chunks = SCHEDULES[name].least_chunks
     schedule = schedules.by_name(name, RANKS, WORK.micro_batches, chunks)
     placement = SCHEDULES[name].placement(RANKS, chunks)
@@ -80,20 +71,22 @@ def test_bubble(benchmark: Benchmark, full: bool, worlds: Worlds, name: str) -> 
         first, last = min(own[0].start for own in step), max(own[-1].end for own in step)
         seconds = RANKS * (last - first)
         waited.append(seconds - sum(each.end - each.start for own in step for each in own))
-        expected = schedules.simulate(schedule, {**mean_times(step, placement), "message": message})
+        expected = schedules.simulate(schedule, {**pipelines.mean_times(step, placement), "message": message})
         simulated.append(expected.bubble * RANKS * expected.seconds)
-        uneven = schedules.simulate(schedule, {**times(step, placement), "message": message})
+        uneven = schedules.simulate(schedule, {**pipelines.times(step, placement), "message": message})
         shares.append((waited[-1] / seconds, expected.bubble, uneven.bubble))
     record(benchmark, waited, simulated, "the simulation")
     measured, planned, known = (float(share) for share in np.median(shares, axis=0))
     middle = min(range(len(steps)), key=lambda i: abs(shares[i][0] - measured))
-    plan = schedules.simulate(schedule, {**mean_times(steps[middle], placement), "message": message})
+    planned_times = pipelines.mean_times(steps[middle], placement)
+    plan = schedules.simulate(schedule, {**planned_times, "message": message})
+    drawn = {"simulated": plan.timeline, "measured": steps[middle]}
     benchmark.extra_info |= {
         "label": name,
         "ranks": RANKS,
         "schedule": name,
         "bubble": {"simulated": planned, "measured": measured},
-        "timeline": {"simulated": timeline(plan.timeline), "measured": timeline(steps[middle])},
+        "timeline": {which: pipelines.timeline(step) for which, step in drawn.items()},
         "note": f"bubble {measured:.1%}; simulated {planned:.1%} from mean times, {known:.1%} from each "
         f"pass's own, with messages of {message * 1e3:.2f} ms",
     }

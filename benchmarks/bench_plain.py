@@ -13,15 +13,9 @@ from typing import Any
 
 import pytest
 
+from minidist.benchmarks.harness.training import rounds
 from minidist.benchmarks.harness.training.plain_ladder import FORMS, LadderWork, RungForm
 from minidist.benchmarks.harness.training.plain_programs import COUNTED, jobs, program_name
-from minidist.benchmarks.harness.training.rounds import (
-    Measured,
-    measure_jobs,
-    over_yardstick,
-    require_alike,
-    warm_worlds,
-)
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
 pytestmark = pytest.mark.no_finding
@@ -32,10 +26,10 @@ ONE = program_name(FORMS[0].name, plain=True)
 
 
 @pytest.fixture(scope="module")
-def ladder(full: bool) -> Iterator[Callable[[], Measured]]:
+def ladder(full: bool) -> Iterator[Callable[[], rounds.Measured]]:
     """All programs in turns, once."""
-    with warm_worlds(threads=1) as worlds:
-        yield cache(lambda: measure_jobs(worlds, jobs(WORK, FORMS), 30 if full else 7))
+    with rounds.warm_worlds(threads=1) as worlds:
+        yield cache(lambda: rounds.measure_jobs(worlds, jobs(WORK, FORMS), 30 if full else 7))
 
 
 @compared(GROUP)
@@ -45,15 +39,17 @@ def test_rung(benchmark: Benchmark, ladder: Any, form: RungForm) -> None:
     enter(benchmark, form, ladder(), WORK)
 
 
-def check(form: RungForm, measured: Measured) -> None:
+def check(form: RungForm, measured: rounds.Measured) -> None:
     """Raise AssertionError if programs that should train alike have different losses."""
     if form.exact:
-        require_alike(measured, program_name(form.name, plain=True), ONE)
+        rounds.require_alike(measured, program_name(form.name, plain=True), ONE)
     if form.alike:
-        require_alike(measured, program_name(form.name, plain=True), program_name(form.name, plain=False))
+        rounds.require_alike(
+            measured, program_name(form.name, plain=True), program_name(form.name, plain=False)
+        )
 
 
-def enter(benchmark: Benchmark, form: RungForm, measured: Measured, work: LadderWork) -> None:
+def enter(benchmark: Benchmark, form: RungForm, measured: rounds.Measured, work: LadderWork) -> None:
     """Store a rung's figures as the benchmark's result."""
     check(form, measured)
     ours = measured[program_name(form.name, plain=True)]
@@ -65,6 +61,8 @@ def enter(benchmark: Benchmark, form: RungForm, measured: Measured, work: Ladder
     extra["held"] = max(facts.memory.states for facts in ours.facts if facts.memory)
     extra["peer_memory"] = engine.fullest.total
     if form is not FORMS[0]:
-        extra |= over_yardstick(ours.seconds, measured[ONE].seconds) | {"yardstick": "the rung one_process"}
+        extra |= rounds.over_yardstick(ours.seconds, measured[ONE].seconds) | {
+            "yardstick": "the rung one_process"
+        }
     if form.note:
         extra["note"] = form.note

@@ -19,18 +19,6 @@ import pytest
 
 import minidist
 from minidist.benchmarks.harness.slow_link import slow_link_steps as steps
-from minidist.benchmarks.harness.slow_link.slow_link_steps import (
-    ALONE,
-    FAST,
-    INSIDE,
-    MEASURED,
-    PEER,
-    SECONDARY,
-    SHARDED,
-    SLOW,
-    SLOWEST,
-    WORK,
-)
 from minidist.benchmarks.harness.slow_link.two_hosts import TwoHosts, why_not
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 
@@ -40,9 +28,9 @@ RANKS = 2
 ROUNDS = 7
 LIMIT = 900.0
 """Seconds that the whole suite may take."""
-LAYOUTS = {**SHARDED, INSIDE: "dp=2,tp=2"}
-ROWS = [name for name in MEASURED[SLOW] if name not in (PEER, ALONE)]
-PLAIN = {f"hybrid ZeRO-{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)} | {SECONDARY: "ZeRO-3"}
+LAYOUTS = {**steps.SHARDED, steps.INSIDE: "dp=2,tp=2"}
+ROWS = [name for name in steps.MEASURED[steps.SLOW] if name not in (steps.PEER, steps.ALONE)]
+PLAIN = {f"hybrid ZeRO-{stage}": f"ZeRO-{stage}" for stage in (1, 2, 3)} | {steps.SECONDARY: "ZeRO-3"}
 """The forms that save bytes between hosts, each with the form that it is compared with at 100 Mbit/s."""
 GOALS = {"hybrid ZeRO-3": 0.67}
 """Goals for the ratio to plain ZeRO at 100 Mbit/s."""
@@ -64,41 +52,35 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             said, _ = run.communicate(timeout=max(1.0, end - time.monotonic()))
             assert run.returncode == 0, said[-3000:]
     found: dict[str, Any] = json.loads(results.read_text())
-    for form in SHARDED:  # headers, acknowledgements and counts of rows come on top
+    for form in steps.SHARDED:  # headers, acknowledgements and counts of rows come on top
         assert found["found"][form]["across"] == pytest.approx(found["found"][form]["formula"], rel=0.01)
     return found
 
 
-@compared(GROUP.format(SLOWEST))
+@compared(GROUP.format(steps.SLOWEST))
 @pytest.mark.full_only
-@pytest.mark.parametrize("form", SHARDED)
+@pytest.mark.parametrize("form", steps.SHARDED)
 def test_slowest(benchmark: Benchmark, measured: Any, form: str) -> None:
     """A link so slow that bytes decide: hybrid ZeRO beside plain ZeRO, and that beside torch's DDP."""
-    _enter(benchmark, measured, form, SLOWEST, PLAIN.get(form, PEER))
+    _enter(benchmark, measured, form, steps.SLOWEST, PLAIN.get(form, steps.PEER))
     if form in GOALS:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[form]}
 
 
-@compared(GROUP.format(SLOW))
+@compared(GROUP)
 @pytest.mark.full_only
 @pytest.mark.parametrize("form", ROWS)
-def test_slow(benchmark: Benchmark, measured: Any, form: str) -> None:
-    """The slow link."""
-    _enter(benchmark, measured, form, SLOW)
+@pytest.mark.parametrize("link", [steps.SLOW, steps.FAST])
+def test_link(benchmark: Benchmark, measured: Any, link: str, form: str) -> None:
+    """The slow link, and the fast one for comparison."""
+    benchmark.group = GROUP.format(link)
+    _enter(benchmark, measured, form, link)
 
 
-@compared(GROUP.format(FAST))
-@pytest.mark.full_only
-@pytest.mark.parametrize("form", ROWS)
-def test_fast(benchmark: Benchmark, measured: Any, form: str) -> None:
-    """The fast link, for comparison."""
-    _enter(benchmark, measured, form, FAST)
-
-
-def _enter(benchmark: Benchmark, measured: Any, form: str, link: str, peer: str = PEER) -> None:
+def _enter(benchmark: Benchmark, measured: Any, form: str, link: str, peer: str = steps.PEER) -> None:
     times, found = measured["seconds"][link], measured["found"][form]
     record(benchmark, times[form], times[peer], peer)
-    computing = statistics.median(times[ALONE])
+    computing = statistics.median(times[steps.ALONE])
     across = f"{found['across'] / 1e6:.2f} MB from host to host a step"
     if "formula" in found:
         across += f" ({found['formula'] / 1e6:.2f} by the formula)"
@@ -106,7 +88,7 @@ def _enter(benchmark: Benchmark, measured: Any, form: str, link: str, peer: str 
         "label": form,
         "strategy": form,
         "layout": LAYOUTS.get(form, "dp=4"),
-        "model": WORK.model,
+        "model": steps.WORK.model,
         "ranks": 2 * RANKS,
         "bytes_per_step": found["sent"],
         "note": f"{across}; {statistics.median(times[form]) / computing:.2f} of a step alone",

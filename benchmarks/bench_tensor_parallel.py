@@ -41,25 +41,15 @@ def timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
     return cache(lambda rows: measure(worlds, WORK[rows], everything, rounds[rows]))
 
 
-def _enter(benchmark: Benchmark, timed: Any, rows: int, name: str) -> None:
+@compared(GROUP)
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("name", OURS)
+def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str, rows: int) -> None:
+    """18 messages: of 128 KB with little arithmetic, or of 1 MB with eight times as much."""
+    benchmark.group = GROUP.format("1 row" if rows == 1 else f"{rows} rows")
     measured = timed(rows)
     several = [Pair(OURS[name], peer) for peer in PEERS]
     fastest = min(several, key=lambda pair: statistics.median(measured[beside(pair)].seconds))
     compare_pair(benchmark, fastest, WORK[rows], measured)
     if name == "tensor parallel":
         benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows]}
-
-
-@compared(GROUP.format("1 row"))
-@pytest.mark.parametrize("name", OURS)
-def test_tensor_parallel(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """Little arithmetic and 18 messages of 128 KB."""
-    _enter(benchmark, timed, 1, name)
-
-
-@compared(GROUP.format("8 rows"))
-@pytest.mark.full_only
-@pytest.mark.parametrize("name", OURS)
-def test_tensor_parallel_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """As many messages, of 1 MB, and eight times the arithmetic."""
-    _enter(benchmark, timed, 8, name)

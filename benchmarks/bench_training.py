@@ -50,41 +50,26 @@ def _form(name: str) -> Pair:
     return Pair(Row(name, "dp=2", options={"data_parallel": FORMS[name]}, exact=exact), "torch DDP")
 
 
-def _forms_work(rows: int) -> Work:
-    return Work("byte-small", 2 * rows, tied=True)
+FORMS_WORK = {rows: Work("byte-small", 2 * rows, tied=True) for rows in (1, 8)}
+"""The work by rows a rank."""
 
 
 @pytest.fixture(scope="module")
 def forms_timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
     """Every form and the peer in turns, once for each number of rows a rank."""
-
-    @cache
-    def get(rows: int) -> Measured:
-        rounds = (60 if full else 10) if rows == 1 else 15
-        return measure(worlds, _forms_work(rows), [_form(name) for name in FORMS], rounds)
-
-    return get
+    forms, rounds = [_form(name) for name in FORMS], {1: 60 if full else 10, 8: 15}
+    return cache(lambda rows: measure(worlds, FORMS_WORK[rows], forms, rounds[rows]))
 
 
-def _enter_form(benchmark: Benchmark, forms_timed: Any, rows: int, form: str) -> None:
-    compare_pair(benchmark, _form(form), _forms_work(rows), forms_timed(rows))
+@compared(FORMS_AT)
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(benchmark: Benchmark, forms_timed: Any, form: str, rows: int) -> None:
+    """13 MB of gradients, with little arithmetic, so that communication counts, or eight times as much."""
+    benchmark.group = FORMS_AT.format("1 row" if rows == 1 else f"{rows} rows")
+    compare_pair(benchmark, _form(form), FORMS_WORK[rows], forms_timed(rows))
     if (rows, form) in GOALS:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows, form]}
-
-
-@compared(FORMS_AT.format("1 row"))
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(benchmark: Benchmark, forms_timed: Any, form: str) -> None:
-    """Little arithmetic and 13 MB of gradients: communication counts."""
-    _enter_form(benchmark, forms_timed, 1, form)
-
-
-@compared(FORMS_AT.format("8 rows"))
-@pytest.mark.full_only
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_with_more_arithmetic(benchmark: Benchmark, forms_timed: Any, form: str) -> None:
-    """The same gradients with eight times the arithmetic."""
-    _enter_form(benchmark, forms_timed, 8, form)
 
 
 @pytest.fixture(scope="module")

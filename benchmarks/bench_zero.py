@@ -51,22 +51,12 @@ def timed(full: bool, worlds: Worlds) -> Callable[[int], Measured]:
     return cache(lambda rows: measure(worlds, WORK[rows], [*PAIRS.values()], rounds[rows]))
 
 
-def _enter(benchmark: Benchmark, timed: Any, rows: int, name: str) -> None:
+@compared(GROUP)
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full_only)])
+@pytest.mark.parametrize("name", PAIRS)
+def test_zero(benchmark: Benchmark, timed: Any, name: str, rows: int) -> None:
+    """13 MB of gradients and as many of parameters, with little arithmetic, or eight times as much."""
+    benchmark.group = GROUP.format("1 row" if rows == 1 else f"{rows} rows")
     compare_pair(benchmark, PAIRS[name], WORK[rows], timed(rows))
     if (rows, name) in GOALS:
         benchmark.extra_info["goal"] = {"of": "ratio", "below": GOALS[rows, name]}
-
-
-@compared(GROUP.format("1 row"))
-@pytest.mark.parametrize("name", PAIRS)
-def test_zero(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """Little arithmetic, with 13 MB of gradients and as many of parameters."""
-    _enter(benchmark, timed, 1, name)
-
-
-@compared(GROUP.format("8 rows"))
-@pytest.mark.full_only
-@pytest.mark.parametrize("name", PAIRS)
-def test_zero_with_more_arithmetic(benchmark: Benchmark, timed: Any, name: str) -> None:
-    """The same messages with eight times the arithmetic."""
-    _enter(benchmark, timed, 8, name)

@@ -56,10 +56,10 @@ class AttentionRung(Step):
         """
         if self.gradients is None:
             raise RuntimeError(f"rung {self.name} has no backward pass: take s7_backward")
-        self._check(causal, q=q, k=k, v=v, out=out, d_out=d_out)
+        self._check(causal, q=q, k=k, v=v, out=out, d_out=d_out, logs=logs)
         dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
         if q.size and k.size:
-            given = *map(_rows, (q, k, v, out)), np.ascontiguousarray(logs).reshape(-1, 1), _rows(d_out)
+            given = map(_rows, (q, k, v, out, logs[..., None], d_out))
             heads = math.prod(q.shape[:-2])
             self.gradients(*given, *map(_rows, (dq, dk, dv)), heads, int(causal))
         return dq, dk, dv
@@ -71,8 +71,15 @@ class AttentionRung(Step):
                 raise TypeError(
                     f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()"
                 )
-            if x.dtype != q.dtype or x.dtype.name not in self.dtypes:
-                raise TypeError(f"{name} is {x.dtype}: rung {self.name} takes {' or '.join(self.dtypes)}")
+            if x.dtype != q.dtype or x.dtype not in self._dtypes:
+                raise TypeError(
+                    f"{name} is {x.dtype}: rung {self.name} takes {' or '.join(self.dtypes)}, "
+                    f"so convert it with .astype({self.dtypes[-1]!r})"
+                )
+            if name == "logs":
+                if x.shape != q.shape[:-1]:
+                    raise ValueError(f"logs is {x.shape} and q is {q.shape}: pass what `forward` returned")
+                continue
             rows = (k if name in ("k", "v") else q).shape
             if x.ndim < 2 or x.shape != rows or (*rows[:-2], rows[-1]) != (*q.shape[:-2], q.shape[-1]):
                 raise ValueError(
@@ -84,5 +91,5 @@ class AttentionRung(Step):
 
 
 def _rows(x: Array) -> Array:
-    """Return the array as (heads x positions, width), in C order."""
-    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    """Return the array as (heads x positions, width), in C order and aligned, as compiled code reads it."""
+    return np.require(x, requirements=["C", "ALIGNED", "ENSUREARRAY"]).reshape(-1, x.shape[-1])

@@ -69,6 +69,11 @@ class Step:
         if self.cores not in ("one", "all"):
             raise ValueError(f"cores is {self.cores!r}: a rung uses 'one' or 'all'")
 
+    @functools.cached_property
+    def _dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """`dtypes` as NumPy objects. Names do not suffice: a byte-swapped float64 is named "float64" too."""
+        return tuple(np.dtype(name) for name in self.dtypes)
+
 
 @dataclass(frozen=True)
 class Rung(Step):
@@ -135,11 +140,6 @@ class Rung(Step):
             )
         # Compiled code uses aligned loads, so an unaligned view (a field of a packed record) is copied.
         return np.require(x, requirements=["ALIGNED", "ENSUREARRAY"])
-
-    @functools.cached_property
-    def _dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """`dtypes` as NumPy objects. Names do not suffice: a byte-swapped float64 is named "float64" too."""
-        return tuple(np.dtype(name) for name in self.dtypes)
 
     def _check_out(self, a: Array, b: Array, out: Array) -> None:
         if not isinstance(out, np.ndarray):

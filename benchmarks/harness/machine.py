@@ -21,6 +21,7 @@ from typing import Any
 from minidist.benchmarks.harness import identity
 from minidist.comm.launching.cores import available_cores, memory_limit
 
+PACKAGES = ("minidist", "numpy", "torch", "numba", "numba-cuda", "cuda-bindings")
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux inside Windows
 CORETYPE = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -55,13 +56,8 @@ def software() -> dict[str, Any]:
     return {
         "os": operating_system(),
         "python": platform.python_version(),
-        "minidist": version("minidist"),
-        "numpy": version("numpy"),
         "blas": blas(),
-        "torch": version("torch"),
-        "numba": version("numba"),
-        "numba-cuda": version("numba-cuda"),
-        "cuda-bindings": version("cuda-bindings"),
+        **{name: version(name) for name in PACKAGES},
         **{
             name: version(f"nvidia-{name}") or version(f"nvidia-{name}-cu12")
             for name in ("nvvm", "nvjitlink")

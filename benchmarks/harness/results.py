@@ -210,19 +210,15 @@ def merge(old: Results | None, new: Results, *, everything: Iterable[str] | None
         if old["runs"][entry["run"]]["mode"] != run["mode"]
         or (entry["fullname"] not in replaced and (known is None or entry["fullname"] in known))
     ]
-    entries = kept + new["benchmarks"]
+    entries = sorted(kept + new["benchmarks"], key=lambda entry: entry["suite"])  # within one, as they ran
     used = {entry["run"] for entry in entries}
-    suites = {**old["suites"], **new["suites"]}
+    runs, suites = {**old["runs"], **new["runs"]}, {**old["suites"], **new["suites"]}
     named = {entry["suite"] for entry in entries}
     return {
         **new,
-        "runs": {
-            name: described for name, described in {**old["runs"], **new["runs"]}.items() if name in used
-        },
+        "runs": {name: described for name, described in runs.items() if name in used},
         "suites": {name: about for name, about in suites.items() if name in named},
-        "benchmarks": sorted(
-            entries, key=lambda entry: entry["suite"]
-        ),  # stable: within a suite, the order of the run
+        "benchmarks": entries,
     }
 
 

@@ -130,10 +130,8 @@ def run(
 
 def left_out_before(old: results.Results | None, names: set[str]) -> list[str]:
     """Name the old results to keep of suites that this run leaves out, for example without a GPU."""
-    suites_left_out = {f"bench_{name}" for name in names}
-    return [
-        entry["fullname"] for entry in (old or {}).get("benchmarks", []) if entry["suite"] in suites_left_out
-    ]
+    left_out, before = {f"bench_{name}" for name in names}, (old or {}).get("benchmarks", [])
+    return [entry["fullname"] for entry in before if entry["suite"] in left_out]
 
 
 def _pytest(options: list[str], keyword: str, plugins: list[Any]) -> list[dict[str, Any]]:
@@ -207,9 +205,8 @@ def _results(
                 "extra_info": bench["extra_info"],
             }
         )
-    about = {
-        name: text for name, text in watcher.about.items() if name in {entry["suite"] for entry in entries}
-    }
+    named = {entry["suite"] for entry in entries}
+    about = {name: text for name, text in watcher.about.items() if name in named}
     described = {"mode": "full" if full else "quick", "software": machine.software(), "commit": _commit()}
     if info["gpus"]:
         described["driver"] = info["gpus"][0]["driver"]

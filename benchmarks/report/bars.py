@@ -133,12 +133,10 @@ def pairs(entries: Sequence[Entry]) -> Bars:
     """Draw our time and the peer's, row by row."""
     rows = []
     for entry in entries:
-        extra, ours = entry["extra_info"], entry["stats"]["median"]
-        label, program = columns.label(entry), extra.get("program", "minidist")
-        rows.append((f"{label}, {program}", ours, formats.seconds(ours), "series-0"))
-        rows.append(
-            (f"{label}, {extra['peer']}", extra["peer_median"], formats.seconds(extra["peer_median"]), "peer")
-        )
+        extra, label = entry["extra_info"], columns.label(entry)
+        ours, peer = entry["stats"]["median"], extra["peer_median"]
+        rows.append((f"{label}, {extra.get('program', 'minidist')}", ours, formats.seconds(ours), "series-0"))
+        rows.append((f"{label}, {extra['peer']}", peer, formats.seconds(peer), "peer"))
     return lengths(rows, {}, "times", "Median times, measured in turns; shorter is better.")
 
 
@@ -168,9 +166,8 @@ def lessons(entries: Sequence[Entry]) -> Bars | None:
 def timeline(entry: Entry) -> Bars:
     """Draw a pipeline's step: a row for each rank, simulated above and measured below, on one time scale."""
     extra = entry["extra_info"]
-    shown = {
-        which: extra["timeline"][which] for which in ("simulated", "measured") if which in extra["timeline"]
-    }
+    drawn = extra["timeline"]
+    shown = {which: drawn[which] for which in ("simulated", "measured") if which in drawn}
     end = max(box[4] for ranks in shown.values() for rank in ranks for box in rank)
     rows, told, kinds = [], [], set()
     for which, ranks in shown.items():

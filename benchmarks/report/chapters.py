@@ -125,9 +125,7 @@ def scaling(shown: Shown) -> list[Piece]:
 
 def collectives(shown: Shown) -> list[Piece]:
     """All comparisons with another library."""
-    return _ratios(
-        [entry for entry in shown.entries if verdicts.is_collective(entry)], f"{shown.name}-ratios"
-    )
+    return _ratios([*filter(verdicts.is_collective, shown.entries)], f"{shown.name}-ratios")
 
 
 def matrix_products(shown: Shown) -> list[Piece]:
@@ -171,75 +169,55 @@ class Chapter:
 
 CHAPTERS = (
     Chapter(
-        "strategies",
-        "Strategies",
+        "strategies", "Strategies",
         "The cost of a training step: its time, the bytes that a rank sends, the bytes that the fullest rank "
         "holds, and the time of the same step with the library that people would use instead.",
         ("bench_strategies", "bench_training", "bench_tensor_parallel",
          "bench_parameter_server", "bench_slow_link", "bench_devices"),
-        ("strategy",),
-        strategies,
+        ("strategy",), strategies,
     ),
     Chapter(
-        "plain",
-        "The training ladder: every strategy on a page",
+        "plain", "The training ladder: every strategy on a page",
         "Each rung adds one idea to the rung before it. The ratio of times is the rung's time over that of "
         "the engine's form of the idea, which works for any model: above 1 the engine is faster.",
-        ("bench_plain",),
-        ("idea", "lines"),
-        plain,
+        ("bench_plain",), ("idea", "lines"), plain,
     ),
     Chapter(
-        "zero",
-        "ZeRO: which rank holds what",
+        "zero", "ZeRO: which rank holds what",
         "Each stage shards one more part of the memory over the ranks: first the optimizer state, then the "
         "gradients, then the parameters. Buckets that are under way come on top.",
-        ("bench_zero", "bench_recompute"),
-        opening=zero,
+        ("bench_zero", "bench_recompute"), opening=zero,
     ),
     Chapter(
-        "pipelines",
-        "Pipelines",
+        "pipelines", "Pipelines",
         "Each row is a rank, and each box a pass of a micro-batch; in the gaps the rank waits. The upper "
         "rows are the simulated schedule, the lower ones were measured, and all have the same time scale.",
-        ("bench_pipeline",),
-        ("timeline",),
-        pipelines,
+        ("bench_pipeline",), ("timeline",), pipelines,
     ),
     Chapter(
-        "scaling",
-        "Scaling",
+        "scaling", "Scaling",
         "Strong scaling divides one batch over more ranks; ideally N ranks are N times as fast. Weak scaling "
         "gives every rank the same number of rows; ideally the step takes no longer. Every rank has one "
         "thread here, also the single one. The tables of strategies compare with one process on all cores, "
         "so their gains are smaller.",
-        ("bench_scaling",),
-        ("scaling",),
-        scaling,
+        ("bench_scaling",), ("scaling",), scaling,
     ),
     Chapter(
-        "collectives",
-        "Collectives",
+        "collectives", "Collectives",
         "Operations in which all ranks take part. Dots are measured. Lines are predictions of the cost "
         "model, whose two or three parameters were fitted to other sizes beforehand.",
-        ("bench_collectives", "bench_nccl"),
-        opening=collectives,
+        ("bench_collectives", "bench_nccl"), opening=collectives,
     ),
     Chapter(
-        "ladders",
-        "Matrix products: the ladders",
+        "ladders", "Matrix products: the ladders",
         "Each rung adds one idea to the rung before it. It is compared with the vendor's library and with "
         "the machine's peak.",
-        ("bench_cpu_matmul", "bench_cuda", "bench_attention"),
-        opening=matrix_products,
+        ("bench_cpu_matmul", "bench_cuda", "bench_attention"), opening=matrix_products,
     ),
     Chapter(
-        "lessons",
-        "Lessons: solutions against par",
+        "lessons", "Lessons: solutions against par",
         "Each exercise has a measure of cost. Its solution's cost is compared with par, the cost to aim for.",
-        ("bench_lessons",),
-        ("cost", "par"),
-        lessons,
+        ("bench_lessons",), ("cost", "par"), lessons,
     ),
     Chapter("rest", "Everything else", ""),
 )  # fmt: skip

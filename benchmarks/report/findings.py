@@ -111,44 +111,27 @@ def zero(entries: list[Entry], found: Results) -> Finding | None:
         return None
     stages, (_, ranks) = max(pairs, key=lambda pair: (len(pair[0]), pair[1][1]))
     plain, sharded = stages[0], stages[max(stages)]
-    before, after = (columns.memory_of(entry) or 0 for entry in (plain, sharded))
-    words: list[Word] = [
-        f"On {ranks} ranks ZeRO-{max(stages)} holds ",
-        Number(formats.size(after), sharded),
-        " a rank, plain data parallelism ",
-        Number(formats.size(before), plain),
-        ".",
-    ]
-    sent = [entry["extra_info"].get("bytes_per_step") for entry in (sharded, plain)]
-    if all(sent):
-        words += [
-            " A step of it sends ",
-            Number(formats.size(sent[0]), sharded),
-            " instead of ",
-            Number(formats.size(sent[1]), plain),
-            ".",
-        ]
+    both = (sharded, plain)
+    after, before = (Number(formats.size(columns.memory_of(entry) or 0), entry) for entry in both)
+    words: list[Word] = [f"On {ranks} ranks ZeRO-{max(stages)} holds ", after]
+    words += [" a rank, plain data parallelism ", before, "."]
+    if all(entry["extra_info"].get("bytes_per_step") for entry in both):
+        less, more = (Number(formats.size(entry["extra_info"]["bytes_per_step"]), entry) for entry in both)
+        words += [" A step of it sends ", less, " instead of ", more, "."]
     return finding("zero", *words)
 
 
 def scaling(entries: list[Entry], found: Results) -> Finding | None:
     """Name the best and the worst strong scaling on at most as many ranks as there are cores."""
     cores = found["machine_info"]["cores"]
-    strong = [
-        entry
-        for entry in entries
-        if entry["extra_info"].get("scaling") == "strong"
-        and "efficiency" in entry["extra_info"]
-        and entry["extra_info"]["size"] > 1
-    ]
+    known = [entry for entry in entries if {"efficiency", "scaling"} <= entry["extra_info"].keys()]
+    strong = [e for e in known if e["extra_info"]["scaling"] == "strong" and e["extra_info"]["size"] > 1]
     fitting = [entry for entry in strong if entry["extra_info"]["size"] <= cores] or strong
     if not fitting:
         return None
     size = max(entry["extra_info"]["size"] for entry in fitting)
-    ranked = sorted(
-        (entry for entry in fitting if entry["extra_info"]["size"] == size),
-        key=lambda entry: -entry["extra_info"]["efficiency"],
-    )
+    largest = [entry for entry in fitting if entry["extra_info"]["size"] == size]
+    ranked = sorted(largest, key=lambda entry: -entry["extra_info"]["efficiency"])
     where = f" on {cores} core{'s' if cores > 1 else ''}" if size > cores else ""
     words: list[Word] = [f"With one thread a rank, {size} ranks{where} train "]
     for index, entry in enumerate(ranked[:1] + ranked[1:][-1:]):
@@ -176,9 +159,7 @@ def pipelines(entries: list[Entry], found: Results) -> Finding | None:
 
 def recompute(entries: list[Entry], found: Results) -> Finding | None:
     """Name the price of recomputing activations."""
-    whole = [
-        entry for entry in entries if entry["suite"] == "bench_recompute" and "ratio" in entry["extra_info"]
-    ]
+    whole = [e for e in entries if e["suite"] == "bench_recompute" and "ratio" in e["extra_info"]]
     if not whole:
         return None
     entry = max(whole, key=verdicts.ratio)

@@ -62,9 +62,8 @@ def rung_of(entry: Entry) -> Climbed | None:
     if "gflops" not in extra:
         return None
     if (found := ON_MATRIX_UNIT.match(label)) and extra.get("arithmetic") == "bfloat16":
-        return Climbed(
-            MATRIX_UNIT, f"{MATRIX_UNIT} matrix unit, bf16", int(found[1]), found[2] == "all", entry
-        )
+        name = f"{MATRIX_UNIT} matrix unit, bf16"
+        return Climbed(MATRIX_UNIT, name, int(found[1]), found[2] == "all", entry)
     found = RUNG.match(label)
     if not found or "float64" in (found[4], entry["group"][-7:]):
         return None
@@ -90,10 +89,9 @@ def cpu_bars(entries: Sequence[Entry], cores: int) -> Bars | None:
         text = f"{formats.number(rung.gflops)} GFLOP/s, n = {rung.size:,}"
         many = f", {cores} cores" if rung.all_cores and cores > 1 else ""
         rows.append((f"{rung.name}{many}", rung.gflops, text, f"series-{2 if rung.all_cores else 0}"))
-        if rung.entry["extra_info"].get("peer") == "numpy.matmul":
-            peers[rung.all_cores] = max(
-                peers[rung.all_cores], rung.entry["extra_info"].get("peer_gflops", 0.0)
-            )
+        extra = rung.entry["extra_info"]
+        if extra.get("peer") == "numpy.matmul":
+            peers[rung.all_cores] = max(peers[rung.all_cores], extra.get("peer_gflops", 0.0))
     words = {False: "NumPy on one core", True: f"NumPy on {cores} cores"}
     lines = {f"{words[which]}, {formats.number(rate)}": rate for which, rate in peers.items() if rate}
     caption = "Each rung at its fastest size, in float32; the matrix unit rounds to bf16. Logarithmic scale."

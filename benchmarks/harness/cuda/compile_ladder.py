@@ -85,11 +85,8 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> str:
     started, rung, kind = time.perf_counter(), load(variant.rung), getattr(torch, variant.dtype)
 
     def matrix(rows: int, columns: int, order: str) -> Any:  # its values are never read
-        return (
-            torch.empty(columns, rows, dtype=kind).T
-            if order == "t"
-            else torch.empty(rows, columns, dtype=kind)
-        )
+        shape = (columns, rows) if order == "t" else (rows, columns)
+        return torch.empty(shape, dtype=kind).T if order == "t" else torch.empty(shape, dtype=kind)
 
     with noted() as launches:
         for m, n, k in [*((size,) * 3 for size in (cuda_timing.TINY, *cuda_timing.SIZES)), *RAGGED]:

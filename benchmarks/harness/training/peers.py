@@ -108,10 +108,9 @@ def fully_sharded(work: Work, reshard: bool | None = None) -> Program:
 
     reshard: whether parameters are given up between forward and backward pass; None for torch's own choice.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = work.build(), init_device_mesh("cpu", (md.size(),))
+    model, mesh = work.build(), _mesh()
     layers: Any = model.layers
     units = [layer for layer in layers if isinstance(layer, Block) or not work.tied]
     for unit in [*units, model]:
@@ -130,61 +129,49 @@ def parallelized(work: Work) -> Program:
 def all_parallelized(work: Work) -> Program:
     """Cut the blocks, the token table and the head with torch, and compute the loss of the cut logits."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel as cut
 
     model, mesh = work.build(), _mesh()
     _cut(model, mesh)
     layers: Any = model.layers
     first, last = layers[0], layers[-1]
     whole, part = Replicate(), Shard(-1)
-    parallelize_module(first, mesh, {"token": RowwiseParallel(input_layouts=whole)})
-    style = ColwiseParallel(input_layouts=whole, output_layouts=part, use_local_output=False)
-    parallelize_module(last, mesh, {"output": style})
+    cut.parallelize_module(first, mesh, {"token": cut.RowwiseParallel(input_layouts=whole)})
+    style = cut.ColwiseParallel(input_layouts=whole, output_layouts=part, use_local_output=False)
+    cut.parallelize_module(last, mesh, {"output": style})
     if work.tied:
         last.output.weight = first.token.weight  # torch has untied the two
     optimizer = adamw_for(model)
-    return Program(plain_loop(model, optimizer, around=loss_parallel), module=model, optimizer=optimizer)
+    return Program(plain_loop(model, optimizer, around=cut.loss_parallel), module=model, optimizer=optimizer)
 
 
 def sequence_parallelized(work: Work) -> Program:
     """Cut a GPT's blocks, and compute norms and residual sums on each rank's share of the tokens."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        PrepareModuleOutput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel as cut
 
     model = work.build()
     tokens, whole = Shard(1), Replicate()
-    gathered = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+    gathered = cut.PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
     block = {
-        "attention_norm": SequenceParallel(),
+        "attention_norm": cut.SequenceParallel(),
         "attention": gathered,
-        **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
-        "attention.output": RowwiseParallel(output_layouts=tokens),
-        "mlp_norm": SequenceParallel(),
+        **{f"attention.{name}": cut.ColwiseParallel() for name in ("query", "key", "value")},
+        "attention.output": cut.RowwiseParallel(output_layouts=tokens),
+        "mlp_norm": cut.SequenceParallel(),
         "mlp": gathered,
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=tokens),
+        "mlp.up": cut.ColwiseParallel(),
+        "mlp.down": cut.RowwiseParallel(output_layouts=tokens),
     }
     layers: Any = model.layers
     last = len(layers) - 1
     styles: dict[str, Any] = {
-        "layers.0": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens),
+        "layers.0": cut.PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens),
         **{f"layers.{i}.{name}": style for i in range(1, last) for name, style in block.items()},
-        f"layers.{last}.norm": SequenceParallel(),
-        f"layers.{last}.output": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+        f"layers.{last}.norm": cut.SequenceParallel(),
+        f"layers.{last}.output": cut.ColwiseParallel(input_layouts=tokens, output_layouts=whole),
     }
-    parallelize_module(model, _mesh(), styles)
+    cut.parallelize_module(model, _mesh(), styles)
     return _whole_rows(model)
 
 
@@ -284,14 +271,9 @@ def deep_speed(stage: int, work: Work) -> Program:
 
 def _set_launcher_variables() -> None:
     """Set the environment variables that a launcher would set and that both packages read."""
-    os.environ.update(
-        RANK=str(md.rank()),
-        WORLD_SIZE=str(md.size()),
-        LOCAL_RANK=str(md.rank()),
-        LOCAL_WORLD_SIZE=str(md.size()),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-    )
+    rank, size = str(md.rank()), str(md.size())
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
 PEERS: dict[str, Make] = {

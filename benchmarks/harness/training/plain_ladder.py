@@ -184,7 +184,12 @@ def _local_sgd(name: str, engine: str, make: Make, idea: str = "", **options: An
 
 _bare, _in_turn = _engine("dp=2", bucket_mb=0, overlap=False), _engine("dp=2", overlap=False)
 _tokens = _engine("tp=2,sequence_parallel=True", opened, cut_along_tokens)
-_server = LOOPS["asynchronous server"]
+_muon = partial(engine, "dp=2,zero=1", optimizer=MUON)
+_apart = partial(RungForm, exact=False, alike=False)
+_emulated = partial(RungForm, ranks=1, exact=False, note="FP8 is emulated")
+_WORKERS, _OUTER = "a server and two workers", "the average is a step of an outer optimizer"
+_EXPERTS = "4 experts in place of each MLP, so a larger model; the engine's is GPT(experts=4)"
+_ASYNCHRONOUS = LOOPS["asynchronous server"]
 FORMS = (
     RungForm("one process", "one_process", "Layout()", _engine("dp=1"), ranks=1),
     RungForm("data parallel", "data_parallel", "DataParallel, bucket_mb=0, overlap=False", _bare),
@@ -194,34 +199,10 @@ FORMS = (
     _sharded("ZeRO 1", 1, "parameters and gradients stay whole"),
     _sharded("ZeRO 2", 2, "parameters stay whole"),
     _sharded("ZeRO 3", 3, "nothing stays whole"),
-    RungForm(
-        "Muon",
-        "muon",
-        "Layout(dp=2, zero=1), Muon",
-        partial(engine, "dp=2,zero=1", optimizer=MUON),
-        {"lr": 0.01},
-        exact=False,
-        alike=False,
-        note="the rest is AdamW's",
-    ),
-    RungForm(
-        "parameter server",
-        "parameter_server",
-        "ParameterServer",
-        _server,
-        ranks=3,
-        exact=False,
-        alike=False,
-        note="a server and two workers",
-    ),
+    _apart("Muon", "muon", "Layout(dp=2, zero=1), Muon", _muon, {"lr": 0.01}, note="the rest is AdamW's"),
+    _apart("parameter server", "parameter_server", "ParameterServer", _ASYNCHRONOUS, ranks=3, note=_WORKERS),
     _local_sgd("local SGD", "LocalSGD", LOOPS["local SGD"]),
-    _local_sgd(
-        "local SGD: DiLoCo",
-        "LocalSGD, outer=nesterov",
-        LOOPS["DiLoCo"],
-        "the average is a step of an outer optimizer",
-        make_outer=DILOCO,
-    ),
+    _local_sgd("local SGD: DiLoCo", "LocalSGD, outer=nesterov", LOOPS["DiLoCo"], _OUTER, make_outer=DILOCO),
     RungForm("layer by layer", "layer_by_layer", "LayerByLayer", LOOPS["layer by layer"]),
     _pipeline("GPipe", "gpipe", pipeline.gpipe, "micro-batches; all forward passes first"),
     _pipeline("1F1B", "1f1b", pipeline.one_f_one_b, "micro-batches; a backward pass as soon as there is one"),
@@ -229,23 +210,7 @@ FORMS = (
     RungForm("sequence parallel", "sequence_parallel", "Layout(tp=2), sequence_parallel", _tokens),
     RungForm("ring attention", "ring_attention", "Layout(cp=2)", _engine("cp=2", opened)),
     RungForm("Ulysses", "ulysses", 'Layout(cp=2), "ulysses"', _engine("cp=2,cp_kind=ulysses", opened)),
-    RungForm(
-        "experts",
-        "experts",
-        "Layout(dp=2, ep=2)",
-        _mixture,
-        exact=False,
-        alike=False,
-        note="4 experts in place of each MLP, so a larger model; the engine's is GPT(experts=4)",
-    ),
-    RungForm(
-        "low precision",
-        "low_precision",
-        'Layout(precision="fp8")',
-        _engine("precision=fp8"),
-        ranks=1,
-        exact=False,
-        note="FP8 is emulated",
-    ),
+    _apart("experts", "experts", "Layout(dp=2, ep=2)", _mixture, note=_EXPERTS),
+    _emulated("low precision", "low_precision", 'Layout(precision="fp8")', _engine("precision=fp8")),
 )
 """All rungs in the order of reading."""

@@ -104,14 +104,23 @@ def clear() -> None:
     Workers write to memory that the caller will use again. The compiled code has closed the product and has
     waited for a while, unless an interrupt kept it from that.
     """
+
+    def leave() -> None:
+        if board[OPEN]:
+            board[OPEN] = 0
+            time.sleep(0)  # gives the GIL away: others see the store before the door is read
+        while board[DOOR]:
+            time.sleep(5e-5)
+
+    _even_if_interrupted(leave)
+
+
+def _even_if_interrupted(wait: Callable[[], None]) -> None:
+    """Call wait() until it returns, and raise afterwards what interrupted it."""
     interrupt: BaseException | None = None
     while True:
         try:
-            if board[OPEN]:
-                board[OPEN] = 0
-                time.sleep(0)  # gives the GIL away: others see the store before the door is read
-            while board[DOOR]:
-                time.sleep(5e-5)
+            wait()
             break
         except BaseException as stop:
             interrupt = stop
@@ -130,8 +139,9 @@ def end() -> None:
 def together(work: Callable[[], None], cores: int) -> None:
     """Call work() in this thread and in up to cores - 1 workers, for work of which each takes parts.
 
-    It returns when all that have begun have ended, and waits for no worker to begin: one that comes later
-    does nothing. While another thread posts a product, this thread works alone. Raises what work() raises.
+    It returns when all that have begun have ended, even if interrupted, and waits for no worker to begin: one
+    that comes later does nothing. While another thread posts a product, this thread works alone. Raises what
+    work() raises.
     """
     if cores < 2 or not begin(cores - 1):
         work()
@@ -155,6 +165,12 @@ def together(work: Callable[[], None], cores: int) -> None:
                 inside[0] -= 1
                 state.notify()
 
+    def leave() -> None:
+        with state:
+            ended[0] = True
+            while inside[0]:
+                state.wait()
+
     try:
         for _ in range(min(cores - 1, len(_workers))):
             was_asleep = True
@@ -166,11 +182,10 @@ def together(work: Callable[[], None], cores: int) -> None:
             _inbox.put(lambda once=once: next(once, serve)())  # type: ignore[misc]
         work()
     finally:
-        with state:
-            ended[0] = True
-            while inside[0]:
-                state.wait()
-        end()
+        try:
+            _even_if_interrupted(leave)
+        finally:
+            end()
     for error in errors:
         raise error
 

@@ -137,7 +137,7 @@ class Subject(NamedTuple):
 def loss(it: Subject) -> str:
     """The loss is within 1 % after 100 steps: what most people look at."""
     found, right = (sum(each["long"].losses[-10:]) / 10 for each in (it.found, it.whole))
-    wrong = not abs(found / right - 1) <= 0.01
+    wrong = not abs(found - right) <= 0.01 * abs(right)
     return f"the loss is {found:.4g} and not {right:.4g} in the last of {LONG} steps" if wrong else ""
 
 
@@ -194,7 +194,8 @@ def order(it: Subject) -> str:
     """All ranks make their calls in one order, and every message is received."""
     run = it.found["short"]
     if run.failed or run.unread:
-        return run.failed.partition("Stuck: ")[2] or f"nobody receives {run.unread} of the messages"
+        stopped = run.failed.partition("Stuck: ")[2] or (run.failed and f"the training stops: {run.failed}")
+        return stopped or f"nobody receives {run.unread} of the messages"
     made = [[call.name for call in calls if call.name not in ("send", "recv")] for calls in run.calls]
     for rank, calls in enumerate(made):
         for own, first in zip_longest(calls, made[0], fillvalue="nothing"):
@@ -249,13 +250,39 @@ def ask(
     it: Subject, detectors: Mapping[str, Detector], alone: Sequence[str] = ("order",)
 ) -> dict[str, Found]:
     """Ask detectors. Nobody misses a training that stops with an error or hangs. alone: need no losses."""
-    found = {}
+    found, whole = {}, it._replace(found=_Whole(it.found, "the training"))
+    if it.right is not None:
+        whole = whole._replace(right=_Whole(it.right, "the right training"))
     for name, detector in detectors.items():
         begun = time.process_time()
-        stopped = it.found["step"].failed if name not in alone else ""
-        sentence = f"the training stops: {stopped}" if stopped else detector(it)
+        try:
+            if name not in alone:
+                whole.found["step"]
+            sentence = detector(it if name in alone else whole)
+        except _StoppedError as stopped:
+            sentence = str(stopped)
         found[name] = Found(sentence, time.process_time() - begun)
     return found
+
+
+class _StoppedError(Exception):
+    """A training stopped, and a detector asked for what it left."""
+
+
+class _Whole:
+    """Trainings that went to their end; one that stopped is an error."""
+
+    def __init__(self, runs: Any, name: str) -> None:
+        self.runs, self.name = runs, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runs, name)
+
+    def __getitem__(self, name: str, /) -> Run:
+        run: Run = self.runs[name]
+        if run.failed:
+            raise _StoppedError(f"{self.name} stops: {run.failed}")
+        return run
 
 
 class _Library:

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import minidist as md
-from minidist.parallel.debugging.detectors import DETECTORS, MakeOptimizer, detect
+from minidist.parallel.debugging.detectors import DETECTORS, LONG, MakeOptimizer, Run, Subject, detect
 
 CHEAP = {name: detector for name, detector in DETECTORS.items() if name != "loss"}
 Trained = tuple[list[float], dict[str, Tensor]]
@@ -103,8 +103,8 @@ def test_a_mistake_in_another_library_is_found(
 
 
 def uneven(what: str, make: MakeOptimizer, steps: int) -> Trained:
-    """Planted: rank 0 calls once more what all have to call, in a group of its own; or it fails."""
-    if dist.get_rank() == 0 and what == "fail":
+    """Planted: rank 0 calls once more what all have to call, in a group of its own; or fails, or later."""
+    if dist.get_rank() == 0 and what == ("fail late" if steps > 1 and what != "fail" else "fail"):
         raise ValueError("out of luck")
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank() == 0:
@@ -122,3 +122,27 @@ def test_a_training_that_stops_or_calls_in_another_order(cluster_of: Callable[[i
         "first loss"
     ].sentence
     assert said == "the training stops: rank 0 raised ValueError: out of luck"
+
+
+def test_a_training_that_stops_after_its_first_step(cluster_of: Callable[[int], md.Cluster]) -> None:
+    """Detectors that look at one step find nothing; the others say that it stops, and which training does."""
+    late, right, cluster = partial(uneven, "fail late"), partial(ddp, False), cluster_of(2)
+    short = set(DETECTORS) - {"gradients", "norm"}
+    for train, beside, name, those in (
+        (late, right, "the training", short),
+        (right, late, "the right training", {"bytes", "work", "memory"}),
+    ):
+        detectors = {each: DETECTORS[each] for each in (DETECTORS if train is late else CHEAP)}
+        said = detect(train, alone, right=beside, detectors=detectors, cluster=cluster)
+        stops = f"{name} stops: rank 0 raised ValueError: out of luck"
+        assert {each: one.sentence for each, one in said.items()} == {
+            each: stops if each in those else "" for each in detectors
+        }
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "wrong"), [(0.0, 0.0, False), (1e-9, 0.0, True), (-1.02, -1.0, True)]
+)
+def test_a_loss_may_be_0_and_negative(found: float, right: float, wrong: bool) -> None:
+    runs = ({"long": Run([each] * LONG, [], [], [], [])} for each in (found, right))
+    assert bool(DETECTORS["loss"](Subject(*runs, None))) is wrong

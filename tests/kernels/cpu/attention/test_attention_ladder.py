@@ -84,7 +84,9 @@ def test_any_strides_and_inputs_that_may_not_be_written(step):
     rng = np.random.default_rng()
     q, k, v, _ = drawn(((2,), 40, 40, 24), rng)
     expected = step.attention(q, k, v, causal=True)
+    unaligned = np.frombuffer(b"." + v.tobytes(), "float32", offset=1).reshape(v.shape)
     there = [np.asfortranarray(q), k[:, ::-1].copy()[:, ::-1], np.repeat(v, 2, axis=-1)[..., ::2]]
+    np.testing.assert_array_equal(step.attention(q, k, unaligned, causal=True), expected)
     before = [x.copy() for x in there]
     for x in there:
         x.flags.writeable = False
@@ -152,6 +154,11 @@ def test_memory_grows_with_the_positions_and_not_with_their_square(monkeypatch):
 BAD = [
     (lambda q: ([1.0], q, q), TypeError, "q is a list, not a NumPy array"),
     (lambda q: (q, q.astype("f8"), q), TypeError, "k is float64: rung s7_backward takes float32"),
+    (
+        lambda q: (*[q.astype(q.dtype.newbyteorder())] * 3,),
+        TypeError,
+        r"q is [<>]f4: rung .*astype\('float32'\)",
+    ),
     (lambda q: (q, q[:, :2], q), ValueError, r"k is \(2, 2, 4\) and v is \(2, 3, 4\)"),
     (lambda q: (q, q[..., :2], q[..., :2]), ValueError, r"k is \(2, 3, 2\)"),
     (lambda q: (q[0, 0], q, q), ValueError, r"q is \(4,\)"),
@@ -164,6 +171,21 @@ def test_arguments_that_do_not_fit_are_named(arguments, kind, message):
     q = np.ones((2, 3, 4), "float32")
     with pytest.raises(kind, match=message):
         LAST.attention(*arguments(q), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda logs: logs[:, :2], ValueError, r"logs is \(2, 2\) and q is \(2, 3, 4\): pass what `forward`"),
+        (lambda logs: logs[0], ValueError, r"logs is \(3,\) and q is \(2, 3, 4\)"),
+        (lambda logs: logs.astype("f8"), TypeError, "logs is float64: rung s7_backward takes float32"),
+        (lambda logs: logs.tolist(), TypeError, "logs is a list, not a NumPy array"),
+    ],
+)
+def test_logs_that_do_not_fit_are_named(change, kind, message):
+    q = np.ones((2, 3, 4), "float32")
+    with pytest.raises(kind, match=message):
+        LAST.backward(q, q, q, q, change(q[..., 0]), q)
 
 
 def test_a_rung_without_a_backward_pass_says_which_has_one():

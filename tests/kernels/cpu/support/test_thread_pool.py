@@ -296,6 +296,34 @@ def test_work_waits_for_no_worker_that_comes_late_nor_for_another_threads_produc
     assert ran[1:] == [0]
 
 
+def test_ctrl_c_while_others_work_does_not_end_the_wait_for_them(monkeypatch):
+    met, go, wrote, waits, mine = threading.Barrier(2), threading.Event(), [], [], threading.get_ident()
+
+    class Interrupted(threading.Condition):
+        def wait(self):
+            waits.append(1)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            go.set()
+            return super().wait(HANG)
+
+    def work():
+        met.wait(HANG)
+        if threading.get_ident() != mine:
+            go.wait(HANG)
+            wrote.append(1)
+
+    stand_in = SimpleNamespace(Condition=Interrupted, Thread=threading.Thread)
+    monkeypatch.setattr(thread_pool, "threading", stand_in)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread_pool.together(work, 2)
+        assert wrote == [1]
+    finally:
+        go.set()
+    post(0, lambda: None)  # others may post
+
+
 def test_a_worker_that_has_worked_serves_products_again(monkeypatch):
     """It calls what it was woken with once more, if a product is there before it was seen to sleep."""
     put, calls = [], []
