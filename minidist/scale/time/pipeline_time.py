@@ -58,6 +58,7 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
     done: dict[tuple[bool, int, int], int] = {}  # by direction, stage and micro-batch, the index of a pass
     found: list[TimedPass] = []
     while any(left):
+        count = len(found)
         for rank, own in enumerate(left):
             while own:
                 kind, i, stage = own[0].kind, own[0].micro_batch, placement.stages[rank][own[0].chunk]
@@ -72,6 +73,11 @@ def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[Ti
                     done[forward, stage, i] = len(found)
                 found.append(TimedPass(rank, kind, stage, i, waits))
                 own.popleft()
+        if len(found) == count:
+            raise ValueError(
+                f"{name} for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks has passes "
+                "that wait for ever; minidist.parallel.schedules.check says which"
+            )
     return found
 
 

@@ -45,7 +45,7 @@ def test_a_schedule_in_the_record_is_known_everywhere(added: str) -> None:
 
 def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by = f"{__name__}:late_backward"
-    monkeypatch.setitem(SCHEDULES, "wide", ScheduleKind("wide", made_by, chunks=(2, None)))
+    monkeypatch.setitem(SCHEDULES, "wide", SCHEDULES["interleaved"]._replace(title="wide"))
     monkeypatch.setitem(
         SCHEDULES, "split", ScheduleKind("split", made_by, splits_backward=True, planned=False)
     )
@@ -56,6 +56,10 @@ def test_the_records_properties_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
         md.Layout(pp=2, schedule="split", recompute=True)
     planned = plan(SHAPE, ranks=2, memory=10**9, batch=(8, 16), hardware="cpu-xeon-8480")
     assert "split" not in {each.layout.schedule for each in planned.fitting}
+    monkeypatch.setitem(SCHEDULES, "stuck", ScheduleKind("stuck", made_by, chunks=(2, None)))  # has one chunk
+    planned = plan(SHAPE, ranks=2, memory=10**9, batch=(8, 16), hardware="cpu-xeon-8480")
+    with pytest.raises(ValueError, match=r"stuck for 2 ranks, .* has passes that wait for ever"):
+        list(planned.fitting)
 
 
 @pytest.mark.parametrize("page", ["strategies/pipeline.md", "guide/memory.md"])
