@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,8 @@ def tally(product: Callable[[], Any], expected: Any, runs: int, wait: Callable[[
                 expected.numel(), 1
             )  # of NaN, which nobody wrote, too
         except Exception as error:  # of the driver, of torch, of the emulator: each has a class of its own
-            return Tally(run, wrong + 1, elements, 0.0, f"{type(error).__name__}: {error}"[:120])
+            said = re.sub(r"\S*/", "", f"{type(error).__name__}: {error}")  # without folders
+            return Tally(run, wrong + 1, elements, 0.0, said[:120])
         wrong += differs > 0
         elements = elements or differs
     return Tally(runs, wrong, elements, 0.0, "")

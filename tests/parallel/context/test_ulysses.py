@@ -108,7 +108,7 @@ def check_work(ranks: list[tuple[int, float]], trading: int) -> None:
     work, shape = [operations for _, operations in ranks], GPTConfig(context=64, layers=1, heads=4, width=20)
     assert max(work) <= 1.05 * min(work)
     assert RING_TILE == TILE
-    pairs = LayerWork(shape, 2, 64 // len(ranks), 64, trading=trading).seen
+    pairs = LayerWork(shape, 2, 64 // len(ranks), 64, trading=trading).pairs
     assert sum(work) / len(work) == 3.5 * 4 * pairs * 20
 
 
