@@ -1,6 +1,6 @@
 """Pictures that move in a file: SVG with CSS, which a code host shows too. docs/pictures.py writes them.
 
-What moves comes from the library: a schedule's `simulate`, or the messages of `comm.algorithms`, in the order
+The library computes what moves: a schedule's `simulate`, or the messages of `comm.algorithms`, in the order
 in which `proof.run` takes them. A reader who wants no motion sees one frame.
 """
 

@@ -69,7 +69,7 @@ def page(machines: Mapping[str, Results]) -> str:
 
 
 def _card(slug: str, found: Results) -> Part:
-    """What was learned about this machine, and its ladder as one large chart."""
+    """The findings about this machine, and its ladder as one large chart."""
     info = found["machine_info"]
     pieces: list[Piece] = [Facts(card.facts(found), large=True)]
     if chart := ladders.cpu_bars(newest(found), info["cores"]):
