@@ -57,18 +57,20 @@ def formula(q, k, v, d_out, causal):
     return out, (tops + np.log(sums))[..., 0], ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ d_out
 
 
-def assert_near(found, expected):
+def assert_near(found, expected, scale=0.1):  # of numbers near 1, some arrays cancel nearly to nothing
     for x, exact in zip(found, expected, strict=True):
         assert x.shape == exact.shape
         assert x.dtype == np.float32
-        np.testing.assert_allclose(x, exact, rtol=0, atol=ERROR * max(abs(exact).max(), 1e-2))
+        np.testing.assert_allclose(x, exact, rtol=0, atol=ERROR * max(abs(exact).max(), scale))
 
 
 def check(step, size, causal, rng):
     q, k, v, d_out = drawn(size, rng)
     expected = formula(q, k, v, d_out, causal)
     found = step.forward(q, k, v, causal=causal)
-    assert_near(found, expected[:2])
+    assert_near(found[:1], expected[:1])
+    # A logarithm's absolute error is the relative error of the weights, however small it is.
+    assert_near(found[1:], expected[1:2], scale=1)
     if step.gradients:
         assert_near(step.backward(q, k, v, *found, d_out, causal=causal), expected[2:])
 
