@@ -10,7 +10,7 @@
 | s6_causal | blocks that the mask hides are skipped |
 | s7_backward | the backward pass computes the weights again |
 
-What the upper rungs share with each other, and with the matmul ladder, is in `../support`.
+What the upper rungs share with each other is in `support`, and with the matmul ladder in `../support`.
 """
 
 from __future__ import annotations
