@@ -28,10 +28,10 @@ def formula(q, k, v, d_out, causal):
     return out, (tops + np.log(sums))[..., 0], ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ d_out
 
 
-def assert_near(found, expected, dtype="float32"):
+def assert_near(found, expected, dtype="float32", scale=0.1):  # numbers near 1 may cancel
     for x, exact in zip(found, expected, strict=True):
         assert x.shape == exact.shape
-        error = ERROR[dtype] * max(abs(exact).max(), 1e-2)
+        error = ERROR[dtype] * max(abs(exact).max(), scale)
         np.testing.assert_allclose(x.astype("float64"), exact, rtol=0, atol=error)
 
 
@@ -41,7 +41,9 @@ def check(step, size, causal, rng, dtype="float32"):
     expected = formula(q, k, v, d_out, causal)
     found = step.forward(q, k, v, causal=causal)
     assert [x.dtype for x in found] == [dtype, "float32"]
-    assert_near(found, expected[:2], dtype)
+    assert_near(found[:1], expected[:1], dtype)
+    # A logarithm's absolute error is the relative error of the weights, however small it is.
+    assert_near(found[1:], expected[1:2], dtype, scale=1)
     if step.gradients:
         gradients = step.backward(q, k, v, *found, d_out, causal=causal)
         assert {x.dtype for x in gradients} == {np.dtype(dtype)}
