@@ -1,8 +1,8 @@
 """Attention as a part of a network: softmax(q k^T / sqrt(D)) v, forward and backward, on any of its rungs.
 
 `GPT(config, attention="s6_causal")` attends on a rung. What it keeps for the backward pass is one number a
-query, the log of its softmax's sum. A rung without a backward pass of its own gets that of the CPU ladder's
-last rung, which needs the same numbers.
+query, the log of its softmax's sum. A rung without a backward pass of its own gets that of its ladder's last
+rung, or of the CPU ladder's, in float32: all need the same numbers.
 
 Shapes: B batch, H heads, T queries, S keys, D width of a head.
 """
@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from minidist import kernels
 from minidist.comm.opaque import opaque
-from minidist.kernels.attention_rung import AttentionRung
+from minidist.kernels.attention_rung import AttentionRung, dtype_name
+from minidist.kernels.cuda import attention as cuda
 from minidist.model.matmul import check_operand
 
 
@@ -57,14 +58,23 @@ class Attend:
         return attention(query, key, value, self.rung, causal=True)
 
 
+def named(name: str) -> AttentionRung:
+    """Return a rung of the CPU ladder, or by its full name of the CUDA ladder. Raises as `kernels.rung`."""
+    return cuda.load(name) if name in cuda.RUNGS else kernels.rung(name, kernels.ATTENTION_LADDER)
+
+
 def on_rung(rung: AttentionRung, *inputs: Tensor, causal: bool) -> list[Tensor]:
     """Return the result and its logs from q, k and v, or their gradients if out, logs and d_out follow."""
-    if len(inputs) == 3:
-        compute: Any = rung.forward
-    else:
-        compute = (rung if rung.gradients else kernels.ATTENTION_LADDER[-1]).backward
-    found = compute(*(x.detach().cpu().numpy() for x in inputs), causal=causal)
-    return [torch.from_numpy(x).to(inputs[0].device) for x in found]
+    q, step = inputs[0], rung
+    if len(inputs) > 3:
+        last = kernels.CUDA_ATTENTION_LADDER[-1] if rung.device == "cuda" else rung
+        able = [each for each in (rung, last) if each.gradients and dtype_name(q) in each.dtypes]
+        step = [*able, kernels.ATTENTION_LADDER[-1]][0]
+    compute: Any = step.forward if len(inputs) == 3 else step.backward
+    if step.device == "cuda":
+        return list(compute(*(x.detach() for x in inputs), causal=causal))
+    found = compute(*(x.detach().cpu().float().numpy() for x in inputs), causal=causal)
+    return [torch.from_numpy(x).to(q.device) for x in found]
 
 
 class _Attention(torch.autograd.Function):
@@ -78,4 +88,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *on_rung(ctx.rung, *ctx.saved_tensors, d_out, causal=ctx.causal), None, None
+        q, *given = ctx.saved_tensors
+        found = on_rung(ctx.rung, q, *given, d_out, causal=ctx.causal)
+        return *(x.to(q.dtype) for x in found), None, None

@@ -16,9 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from minidist import kernels
 from minidist.kernels.attention_rung import AttentionRung
-from minidist.model.attention import Attend
+from minidist.model.attention import Attend, named
 from minidist.model.blocks import Attention as Attention
 from minidist.model.blocks import Block, Embedding, Head
 from minidist.model.blocks import FeedForward as FeedForward
@@ -59,7 +58,7 @@ def gpt_layers(
     if config.tied and isinstance(layers[0], Embedding) and isinstance(layers[-1], Head):
         layers[-1].output.weight = layers[0].token.weight
     if attention is not None:
-        rung = kernels.rung(attention, kernels.ATTENTION_LADDER) if isinstance(attention, str) else attention
+        rung = named(attention) if isinstance(attention, str) else attention
         for block in layers:
             if isinstance(block, Block):
                 block.attention.attend = Attend(rung, config.dropout)

@@ -9,8 +9,9 @@ import torch
 
 import minidist as md
 from minidist.kernels import ATTENTION_LADDER, rung
-from minidist.model import GPT, GPTConfig, cross_entropy
-from minidist.model.attention import attention
+from minidist.kernels.cuda import attention as cuda
+from minidist.model import GPT, GPTConfig, blocks, cross_entropy
+from minidist.model.attention import Attend, attention, named
 from minidist.parallel.context.sequence_share import SequenceShare, apply
 
 S6, S7 = ATTENTION_LADDER[-2:]
@@ -47,6 +48,23 @@ def same(step):
 @pytest.mark.parametrize("step", ATTENTION_LADDER, ids=lambda step: step.name)
 def test_a_gpt_trains_on_each_rung_to_the_weights_of_torchs_attention(step):
     same(step)
+
+
+@pytest.mark.parametrize("number", range(len(cuda.RUNGS)), ids=cuda.RUNGS)
+def test_a_block_attends_on_the_cuda_ladder_too(number):
+    pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
+    step = cuda.load(cuda.RUNGS[number])
+    q, k, v = (torch.randn(1, 2, 9, 16, dtype=getattr(torch, step.dtypes[0])) for _ in range(3))
+    found = {}
+    for attend in (Attend(named(step.name)), blocks.attend):
+        wide = torch.float64 if attend is blocks.attend else q.dtype
+        qkv = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
+        out = attend(*qkv, 0.0)
+        found[attend] = [out, *torch.autograd.grad(out.square().sum(), qkv)]
+    coarse = torch.finfo(q.dtype).eps
+    for ours, exact in zip(*found.values(), strict=True):
+        assert ours.dtype == q.dtype
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=30 * coarse)
 
 
 def spoiled(what):
