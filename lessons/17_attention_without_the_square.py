@@ -16,9 +16,9 @@
 # **Time:** about 2.5 hours. **Builds on:** lesson 04.
 #
 # Attention compares each token of a row with each other one: T tokens have T x T scores. This square is the
-# reason why long rows were out of reach. In this lesson you compute attention without it, to the last digit:
-# first a softmax in one pass, then blocks of keys, then a kernel that an emulator runs and counts, and its
-# backward pass. This is FlashAttention, which nearly all large models train with.
+# reason why long rows were out of reach. In this lesson you compute attention without it, exactly and not
+# approximately: first a softmax in one pass, then blocks of keys, then a kernel that an emulator runs and
+# counts, and its backward pass. This is FlashAttention, which nearly all large models train with.
 
 # %%
 import math
@@ -30,7 +30,6 @@ from numba import cuda, float32
 
 from checks.attention_without_the_square import check, hint, or_solution, peak
 from checks.figures import bars, curves, ladder, said
-from checks.kernels import with_constants
 from checks.pictures.attention import hidden_blocks, one_row
 from minidist.kernels import ATTENTION_LADDER, CUDA_ATTENTION_LADDER
 from minidist.kernels.cuda.emulator import profile, profiled
@@ -217,8 +216,8 @@ curves(
     ("tokens", "MB held at most"),
     f"Attention of one head with NumPy. At {lengths[-1]} tokens the definition holds "
     f"{square[-1] / blocks[-1]:.0f} times as much. Dashed: in proportion to T x T, and to T.",
-    alt="Memory against tokens, 256 to 2048. The definition grows fourfold with each doubling, and blocks "
-    "of keys twofold.",
+    alt="Memory against tokens, 256 to 2048. The definition grows fourfold with each "
+    "doubling, and blocks of keys twofold.",
 )
 
 # %% [markdown]
@@ -318,22 +317,22 @@ def moved(threads, causal):
 prediction = None  # your guess, such as 3; None draws no guess
 
 # %%
-three = numbers_moved(T, WIDTH)
+three, guess = numbers_moved(T, WIDTH) / 1000, None
 found = {"three kernels": three}
 for threads in (32, 64, 128, 256):
-    found[f"{threads} queries in a block"] = moved(threads, causal=0)
-found["64 queries, causal"] = moved(64, causal=1)
+    found[f"{threads} queries in a block"] = moved(threads, causal=0) / 1000
+found["64 queries, causal"] = moved(64, causal=1) / 1000
 times = three / found["64 queries in a block"]
+if prediction is not None:
+    guess = "64 queries in a block", three / prediction
 bars(
     found,
-    "numbers through global memory",
-    f"256 tokens, D = 16: with 64 queries in a block your kernel moves {times:.1f} times fewer numbers "
-    f"than three perfect kernels; {said(prediction)}.",
-    alt="Bars of the numbers moved: three kernels most, then the kernel with 32, 64, 128 and 256 queries in a "
-    "block, each less than the one before; causal less than without.",
-    guess=None
-    if prediction is None
-    else ("64 queries in a block", three / max(prediction, 0.1)),
+    "thousand numbers through global memory",
+    f"256 tokens, D = 16: with 64 queries in a block your kernel moves {times:.1f} times "
+    f"fewer numbers than three perfect kernels; {said(prediction)}.",
+    alt="Bars of the numbers moved: three kernels most, then the kernel with 32, 64, 128 "
+    "and 256 queries in a block, each less than the one before; causal less than without.",
+    guess=guess,
     logarithmic=False,
 )
 
@@ -493,7 +492,7 @@ for rung in (None, "s1_three_passes", "s7_backward"):
 # | `merged` | plain/ring_attention.py: [`RingSoftmax.forward`](../minidist/plain/ring_attention.py) | context/blockwise_attention.py: [`RungSoftmax.add`](../minidist/parallel/context/blockwise_attention.py) |
 # | `attention_in_blocks` | cpu/attention/s3_key_blocks.py: [`_attend`](../kernels/cpu/attention/s3_key_blocks.py) | context/blockwise_attention.py: [`OnlineSoftmax.add`](../minidist/parallel/context/blockwise_attention.py) |
 # | `flash_attention` | cuda/attention/s1_three_kernels.py, what it replaces: [`softmax`](../kernels/cuda/attention/s1_three_kernels.py) | model/attention.py: [`attention`](../minidist/model/attention.py) |
-# | `gradients_in_blocks` | cpu/support/attention_backward.py: [`attend`](../kernels/cpu/support/attention_backward.py) | context/blockwise_attention.py: [`SoftmaxGradient.add`](../minidist/parallel/context/blockwise_attention.py) |
+# | `gradients_in_blocks` | cpu/attention/support/backward_pass.py: [`attend`](../kernels/cpu/attention/support/backward_pass.py) | context/blockwise_attention.py: [`SoftmaxGradient.add`](../minidist/parallel/context/blockwise_attention.py) |
 #
 # The rungs add what makes them fast: both products in tiles of registers or on tensor cores, and exponentials
 # in vectors. The library lets a GPT train on any of them, and ring attention merge what ranks computed.
