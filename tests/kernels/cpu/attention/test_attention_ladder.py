@@ -17,10 +17,10 @@ from minidist.kernels import ATTENTION_LADDER, rung
 from minidist.kernels.cpu import attention
 from minidist.kernels.cpu.support import thread_pool
 from minidist.kernels.emulator.mistakes.patches import changed
+from tests.helpers.attention import assert_near, check, drawn, formula
 
 every_rung = pytest.mark.parametrize("step", ATTENTION_LADDER, ids=lambda step: step.name)
 LAST = ATTENTION_LADDER[-1]
-ERROR = 1e-5  # relative to the largest of each array
 # What stands before, queries, keys, width. With tiles, blocks are of 28
 # queries and 256 keys, and parts of 252 queries.
 SIZES = [
@@ -34,45 +34,6 @@ SIZES = [
 ]
 CASES = [(size, causal) for size in SIZES for causal in (False, True)[: 1 + (size[1] == size[2])]]
 every_size = pytest.mark.parametrize(("size", "causal"), CASES, ids=lambda x: str(x).replace(" ", ""))
-
-
-def drawn(size, rng):
-    before, queries, keys, width = size
-    shapes = [(*before, count, width) for count in (queries, keys, keys, queries)]
-    return [rng.standard_normal(shape).astype("float32") for shape in shapes]
-
-
-def formula(q, k, v, d_out, causal):
-    """out, logs, dq, dk, dv in float64."""
-    q, k, v, d_out = (x.astype("float64") for x in (q, k, v, d_out))
-    root = np.sqrt(q.shape[-1])
-    scores = q @ k.swapaxes(-1, -2) / root
-    if causal:
-        scores[..., ~np.tri(*scores.shape[-2:], dtype=bool)] = -np.inf
-    tops = scores.max(-1, keepdims=True)
-    sums = np.exp(scores - tops).sum(-1, keepdims=True)
-    p = np.exp(scores - tops) / sums
-    out = p @ v
-    ds = p * (d_out @ v.swapaxes(-1, -2) - (out * d_out).sum(-1, keepdims=True)) / root
-    return out, (tops + np.log(sums))[..., 0], ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ d_out
-
-
-def assert_near(found, expected, scale=0.1):  # of numbers near 1, some arrays cancel nearly to nothing
-    for x, exact in zip(found, expected, strict=True):
-        assert x.shape == exact.shape
-        assert x.dtype == np.float32
-        np.testing.assert_allclose(x, exact, rtol=0, atol=ERROR * max(abs(exact).max(), scale))
-
-
-def check(step, size, causal, rng):
-    q, k, v, d_out = drawn(size, rng)
-    expected = formula(q, k, v, d_out, causal)
-    found = step.forward(q, k, v, causal=causal)
-    assert_near(found[:1], expected[:1])
-    # A logarithm's absolute error is the relative error of the weights, however small it is.
-    assert_near(found[1:], expected[1:2], scale=1)
-    if step.gradients:
-        assert_near(step.backward(q, k, v, *found, d_out, causal=causal), expected[2:])
 
 
 @every_rung
@@ -205,7 +166,7 @@ def test_the_ladder_holds_every_rung_file_in_order():
         module = importlib.import_module(f"{attention.__name__}.{step.name}")
         assert module.RUNG is step is rung(step.name, ATTENTION_LADDER)
         assert "The idea: " in inspect.getdoc(module)
-    for file in [*folder.glob("*.py"), *(folder.parent / "support").glob("*attention*.py")]:
+    for file in [*folder.glob("*.py"), *folder.glob("support/[!v]*.py")]:  # all but the LLVM of vectors
         assert len(file.read_text().splitlines()) <= 150
 
 
@@ -219,13 +180,17 @@ PLANTED = [
     ("attention/s3_key_blocks", "totals[i - i0] *= shrink", "pass"),
 ]
 IN_TILES = [
-    ("support/attention_forward", "scaled(sums, width, shrink)", "pass"),
-    ("support/attention_forward", "first + i + 1 - j0", "first + i + 2 - j0"),
-    ("support/attention_forward", "first + i0 + rows - j0", "first + i0 - j0"),
-    ("support/attention_backward", "means[i] += out", "means[i] -= out"),
-    ("support/attention_backward", "j0 + r - first - i0", "j0 + r - i0"),
-    ("support/attention_backward", "int(j0 > 0)", "0"),
-    ("support/vector_softmax", "LEAST, BIAS, FRACTION = -127.0, 127", "LEAST, BIAS, FRACTION = -127.0, 126"),
+    ("attention/support/forward_pass", "scaled(sums, width, shrink)", "pass"),
+    ("attention/support/forward_pass", "first + i + 1 - j0", "first + i + 2 - j0"),
+    ("attention/support/forward_pass", "first + i0 + rows - j0", "first + i0 - j0"),
+    ("attention/support/backward_pass", "means[i] += out", "means[i] -= out"),
+    ("attention/support/backward_pass", "j0 + r - first - i0", "j0 + r - i0"),
+    ("attention/support/backward_pass", "int(j0 > 0)", "0"),
+    (
+        "attention/support/vector_softmax",
+        "LEAST, BIAS, FRACTION = -127.0, 127",
+        "LEAST, BIAS, FRACTION = -127.0, 126",
+    ),
 ]
 
 
