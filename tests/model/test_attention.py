@@ -50,10 +50,13 @@ def test_a_gpt_trains_on_each_rung_to_the_weights_of_torchs_attention(step):
     same(step)
 
 
-@pytest.mark.parametrize("number", range(len(cuda.RUNGS)), ids=cuda.RUNGS)
-def test_a_block_attends_on_the_cuda_ladder_too(number):
+# From rung 3 on kernels compile for seconds.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] if name[1] > "2" else []) for name in cuda.RUNGS]
+)
+def test_a_block_attends_on_the_cuda_ladder_too(name):
     pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
-    step = cuda.load(cuda.RUNGS[number])
+    step = cuda.load(name)
     q, k, v = (torch.randn(1, 2, 9, 16, dtype=getattr(torch, step.dtypes[0])) for _ in range(3))
     found = {}
     for attend in (Attend(named(step.name)), blocks.attend):
