@@ -72,7 +72,7 @@ def ring_attention(
         length: of the whole sequence; None for the sum of the ranks' positions.
         scale: multiplies the scores; None for 1 / sqrt(D).
         tile: keys to compute with at once.
-        rung: of attention, for the blocks; one in float32 on the CPU. None for torch's products.
+        rung: of attention, for the blocks; the ring gives it float32. None for torch's products.
 
     Returns (B, H, T, D), of q's dtype; sums are kept in float32, or in float64 if q is float64. Raises
     TypeError for a wrong type or dtype, ValueError if shapes do not fit, on this rank or between ranks, or if
