@@ -18,7 +18,7 @@
 # Attention compares each token of a row with each other one: T tokens have T x T scores. This square is the
 # reason why long rows were out of reach. In this lesson you compute attention without it, exactly and not
 # approximately: first a softmax in one pass, then blocks of keys, then a kernel that an emulator runs and
-# counts, and its backward pass. This is FlashAttention, which nearly all large models train with.
+# counts, and its backward pass. This is FlashAttention, with which most large models train.
 
 # %%
 import math
@@ -31,8 +31,9 @@ from numba import cuda, float32
 from checks.attention_without_the_square import check, hint, or_solution, peak
 from checks.figures import bars, curves, ladder, said
 from checks.pictures.attention import hidden_blocks, one_row
+from checks.rungs import counted_attention
 from minidist.kernels import ATTENTION_LADDER, CUDA_ATTENTION_LADDER
-from minidist.kernels.cuda.emulator import profile, profiled
+from minidist.kernels.cuda.emulator import profile
 from minidist.model import GPT, config, cross_entropy, dataset
 
 ladder(17)
@@ -185,7 +186,7 @@ print(ahead[2] / ahead[1], back[2] / back[1])
 # these logarithms for the backward pass.) The number of keys may differ from the number of queries, and the
 # last block may be shorter than the others.
 #
-# Par: arrays that are as large as 6 of T x block, with all that is held at a time.
+# Par: no more is held at a time than 6 arrays of T x block.
 
 
 # %% tags=["exercise"]
@@ -364,7 +365,7 @@ bars(
 #
 # **Exercise 17.6: gradients_in_blocks.** Return d_q, d_k and d_v, from blocks of keys. No mask, and float32.
 #
-# Par: arrays that are as large as 9 of T x block, with all that is held at a time.
+# Par: no more is held at a time than 9 arrays of T x block.
 
 
 # %% tags=["exercise"]
@@ -428,9 +429,7 @@ print(f"{last.name} holds {peak(last.attention, q, k, v) / 2**20:.0f} MiB beside
 # %%
 q, k, v = (torch.randn(128, 64) for _ in range(3))
 for step in CUDA_ATTENTION_LADDER:
-    inputs = [x.to(getattr(torch, step.dtypes[0])) for x in (q, k, v)]
-    with profiled() as counts:
-        step.attention(*inputs)
+    counts = counted_attention(step, q, k, v)
     total = counts.total
     print(
         f"{step.name:18} {total.load_bytes + total.store_bytes:9,} bytes, {total.instructions:7,} "
