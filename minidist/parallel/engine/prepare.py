@@ -18,7 +18,7 @@ from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import BY_ENGINE, claim
+from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
