@@ -1,4 +1,4 @@
-"""Ladders of matrix multiplications, from three Python loops to a GPU's tensor cores, and one of attention.
+"""Ladders of matrix multiplications, from three Python loops to a GPU's tensor cores, and two of attention.
 
 Each rung is one file, complete in itself, and adds one idea to the rung before it. Around the ladders stand
 the tools that check them, time them and run CUDA kernels on a machine without a GPU.
@@ -16,13 +16,13 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | tried_once.py | what this CPU can do, found by trying in a child process; starts processes, writes files |
 | cache_folder.py | the user's folder for measured peaks and compiled kernels; writes files there |
 | cpu/ | the CPU ladder, s1 to s8; in attention/ that of attention, s1 to s7 |
-| cuda/ | the CUDA ladder, s1 to s10 |
+| cuda/ | the CUDA ladder, s1 to s10; in attention/ that of attention, s1 to s5 |
 | emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
 | tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
 | measure/ | correctness checks, timers, this machine's peaks, the roofline |
 | roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/systolic.py` |
 
-A ladder imports its rungs when it is first asked for, and `CUDA_LADDER` Numba too. To add a rung, write its
+A ladder imports its rungs when it is first asked for, and one for CUDA Numba too. To add a rung, write its
 file and name it in `cpu/__init__.py` or `cuda/__init__.py`; tests, benchmarks and `Linear` go over the
 ladders.
 """
@@ -40,6 +40,7 @@ from .rung import Rung, Step
 if TYPE_CHECKING:
     from .attention_rung import AttentionRung
     from .cpu import CPU_LADDER as CPU_LADDER
+    from .cuda.attention import CUDA_ATTENTION_LADDER as CUDA_ATTENTION_LADDER
     from .cuda.rung import CudaRung
 
     CUDA_LADDER: tuple[CudaRung, ...]
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     ATTENTION_LADDER: tuple[AttentionRung, ...]
     """The seven rungs of attention on a CPU: from the definition to a backward pass on all cores."""
 
-__all__ = ["ATTENTION_LADDER", "CPU_LADDER", "CUDA_LADDER", "Rung", "rung"]
+__all__ = ["ATTENTION_LADDER", "CPU_LADDER", "CUDA_ATTENTION_LADDER", "CUDA_LADDER", "Rung", "rung"]
 
 StepT = TypeVar("StepT", bound=Step)
 
@@ -55,8 +56,9 @@ StepT = TypeVar("StepT", bound=Step)
 def __getattr__(name: str) -> Any:
     if name in ("CPU_LADDER", "CUDA_LADDER"):
         return getattr(cpu if name == "CPU_LADDER" else cuda, name)
-    if name == "ATTENTION_LADDER":
-        return importlib.import_module(".cpu.attention", __name__).ATTENTION_LADDER
+    if name in ("ATTENTION_LADDER", "CUDA_ATTENTION_LADDER"):
+        folder = "cpu" if name == "ATTENTION_LADDER" else "cuda"
+        return getattr(importlib.import_module(f".{folder}.attention", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from .rung import Array, Step
 
+BACKWARD = {"cpu": "s7_backward", "cuda": "s5_backward"}  # the rung of each ladder that has a backward pass
+
 
 @dataclass(frozen=True)
 class AttentionRung(Step):
@@ -29,7 +31,7 @@ class AttentionRung(Step):
     # gradients(q, k, v, out, logs, d_out, dq, dk, dv, heads, causal) overwrites dq, dk and dv.
     gradients: Callable[..., None] | None = None
 
-    def attention(self, q: Array, k: Array, v: Array, *, causal: bool = False) -> Array:
+    def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
         """Return the values that each query attends to, (..., queries, width).
 
         With `causal`, a query sees the keys up to its own position. Sizes may be anything, and so may
@@ -38,43 +40,55 @@ class AttentionRung(Step):
         """
         return self.forward(q, k, v, causal=causal)[0]
 
-    def forward(self, q: Array, k: Array, v: Array, *, causal: bool = False) -> tuple[Array, Array]:
+    def forward(self, q: Any, k: Any, v: Any, *, causal: bool = False) -> tuple[Any, Any]:
         """Return `attention`, and the logarithms of its softmax's sums (..., queries) for `backward`."""
         self._check(causal, q=q, k=k, v=v)
-        out, logs = np.zeros(q.shape, q.dtype), np.full(q.shape[:-1], -np.inf, q.dtype)
-        if q.size and k.size:
-            heads = math.prod(q.shape[:-2])
-            self.compute(*map(_rows, (q, k, v)), _rows(out), logs.reshape(-1, 1), heads, int(causal))
+        out, logs = self._full(q, q.shape, 0.0), self._full(q, q.shape[:-1], -math.inf, logs=True)
+        if 0 not in (*q.shape, *k.shape):
+            self._run(self.compute, (q, k, v), (out, logs[..., None]), causal)
         return out, logs
 
     def backward(
-        self, q: Array, k: Array, v: Array, out: Array, logs: Array, d_out: Array, *, causal: bool = False
-    ) -> tuple[Array, Array, Array]:
+        self, q: Any, k: Any, v: Any, out: Any, logs: Any, d_out: Any, *, causal: bool = False
+    ) -> tuple[Any, Any, Any]:
         """Return the gradients of q, k and v for those of `out`, given what `forward` returned.
 
         Raises RuntimeError if this rung has no backward pass; otherwise as `attention`.
         """
         if self.gradients is None:
-            raise RuntimeError(f"rung {self.name} has no backward pass: take s7_backward")
+            raise RuntimeError(f"rung {self.name} has no backward pass: take {BACKWARD[self.device]}")
         self._check(causal, q=q, k=k, v=v, out=out, d_out=d_out, logs=logs)
-        dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-        if q.size and k.size:
-            given = map(_rows, (q, k, v, out, logs[..., None], d_out))
-            heads = math.prod(q.shape[:-2])
-            self.gradients(*given, *map(_rows, (dq, dk, dv)), heads, int(causal))
+        dq, dk, dv = (self._full(x, x.shape, 0.0) for x in (q, k, v))
+        if 0 not in (*q.shape, *k.shape):
+            self._run(self.gradients, (q, k, v, out, logs[..., None], d_out), (dq, dk, dv), causal)
         return dq, dk, dv
+
+    def _full(self, like: Any, shape: tuple[int, ...], value: float, logs: bool = False) -> Any:
+        """Return a new array full of `value`, with the dtype of `like`, or with that of its logs."""
+        return np.full(shape, value, logs_dtype(like) if logs else like.dtype)
+
+    def _run(
+        self, function: Callable[..., None], given: tuple[Any, ...], results: tuple[Any, ...], causal: bool
+    ) -> None:
+        """Call `compute` or `gradients` for arrays that are not empty."""
+        heads = math.prod(given[0].shape[:-2])
+        function(*map(as_rows, given), *map(as_rows, results), heads, int(causal))
+
+    def _kind(self, q: Any) -> tuple[Any, str, str]:
+        """Return the class that all arguments have to be of beside `q`, its name, and how to convert."""
+        return np.ndarray, "a NumPy array: convert it with numpy.asarray()", ".astype('{}')"
 
     def _check(self, causal: bool, **arrays: Any) -> None:
         q, k = arrays["q"], arrays["k"]
+        kind, wanted, conversion = self._kind(q)
         for name, x in arrays.items():
-            if not isinstance(x, np.ndarray):
+            if not isinstance(x, kind):
+                raise TypeError(f"{name} is a {type(x).__name__}, not {wanted}")
+            takes = (logs_dtype(q),) if name == "logs" else self.dtypes
+            if dtype_name(x) not in takes or (name != "logs" and x.dtype != q.dtype):
                 raise TypeError(
-                    f"{name} is a {type(x).__name__}, not a NumPy array: convert it with numpy.asarray()"
-                )
-            if x.dtype != q.dtype or x.dtype not in self._dtypes:
-                raise TypeError(
-                    f"{name} is {x.dtype}: rung {self.name} takes {' or '.join(self.dtypes)}, "
-                    f"so convert it with .astype({self.dtypes[-1]!r})"
+                    f"{name} is {dtype_name(x)}: rung {self.name} takes {' or '.join(takes)}, "
+                    f"so convert it with {conversion.format(takes[-1])}"
                 )
             if name == "logs":
                 if x.shape != q.shape[:-1]:
@@ -90,6 +104,16 @@ class AttentionRung(Step):
             raise ValueError(f"q is {q.shape} and k is {k.shape}: a causal query needs a key of its own")
 
 
-def _rows(x: Array) -> Array:
+def dtype_name(x: Any) -> str:
+    """Return the name of an array's or a tensor's dtype, ">f4" for a byte-swapped one."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def logs_dtype(q: Any) -> str:
+    """Return the name of the dtype of logs, and of all sums: float32 for elements of 16 bits."""
+    return "float32" if q.dtype.itemsize == 2 else dtype_name(q)
+
+
+def as_rows(x: Array) -> Array:
     """Return the array as (heads x positions, width), in C order and aligned, as compiled code reads it."""
     return np.require(x, requirements=["C", "ALIGNED", "ENSUREARRAY"]).reshape(-1, x.shape[-1])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..rung import Array, Rung, check_sizes
+from ..rung import Array, Rung, Step, check_sizes
 from .runtime import gpu_driver, torch_tensors
 from .runtime.device import architecture_on, backend, capability
 from .runtime.gpu_driver import download, upload
@@ -27,8 +27,8 @@ PITCH = 16  # bytes; each row of an uploaded matrix begins on a multiple
 
 
 @dataclass(frozen=True)
-class CudaRung(Rung):
-    """One step of the CUDA ladder. Its kernels run where `device.backend()` says."""
+class CudaStep(Step):
+    """What any step of a CUDA ladder says of itself. Its kernels run where `device.backend()` says."""
 
     architecture: str = "sm_75"  # the oldest on which its kernels run; "sm_90a" is Hopper alone
     simulated: bool = True  # whether Numba's simulator can run it
@@ -38,6 +38,25 @@ class CudaRung(Rung):
         capability(self.architecture)
         if self.device != "cuda":
             raise ValueError(f"device is {self.device!r}: a CudaRung runs on 'cuda'")
+
+    def _on_gpu(self) -> bool:
+        """Return whether it runs on a GPU now; RuntimeError if this GPU or the simulator can't run it."""
+        where = backend()
+        if where == "gpu":
+            g = gpu_driver.get()
+            found = g.properties(g.current())
+            architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
+        elif where == "simulator" and not self.simulated:
+            raise RuntimeError(
+                f"rung {self.name} uses instructions that Numba's simulator can't run: "
+                "unset NUMBA_ENABLE_CUDASIM for the emulator"
+            )
+        return where == "gpu"
+
+
+@dataclass(frozen=True)
+class CudaRung(CudaStep, Rung):
+    """One step of the CUDA ladder of matrix multiplications."""
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """Multiply a (m, k) by b (k, n), and return c (m, n): NumPy arrays, or torch tensors on any device.
@@ -94,7 +113,7 @@ class CudaRung(Rung):
 
     def _fill_tensors(self, torch: Any, a: Any, b: Any, out: Any) -> None:
         """Fill `out` with the product of tensors in the GPU's memory, none of them empty."""
-        self._check_gpu()
+        self._on_gpu()
         c = torch_tensors.device_matrix(out)
         if c is None:  # strides that kernels don't take
             fresh = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -116,9 +135,7 @@ class CudaRung(Rung):
 
     def _fill_arrays(self, a: Array, b: Array, out: Array, dtype: str, out_dtype: str) -> None:
         """Fill `out` with the product of non-empty host arrays, whose 2-byte elements may come as uint16."""
-        where = backend()
-        if where == "gpu":
-            self._check_gpu()
+        if self._on_gpu():
             a_there, b_there = uploaded(a, dtype), uploaded(b, dtype)
             c_there = scratch(out.shape[0], out.shape[1], out_dtype, PITCH // out.itemsize)
             self.compute(a_there, b_there, c_there)
@@ -128,22 +145,11 @@ class CudaRung(Rung):
             if rows is not out:
                 out[...] = rows
             return
-        if where == "simulator" and not self.simulated:
-            raise RuntimeError(
-                f"rung {self.name} uses instructions that Numba's simulator can't run: "
-                "unset NUMBA_ENABLE_CUDASIM for the emulator"
-            )
         c = host_matrix(out, out_dtype)
         copied = not np.may_share_memory(c.data, out)  # because kernels don't take a stride of out
         self.compute(host_matrix(a, dtype), host_matrix(b, dtype), c)
         if copied:
             out[...] = c.view2d().view(out.dtype)
-
-    def _check_gpu(self) -> None:
-        """Raise RuntimeError, which names both, if the current GPU can't run this rung."""
-        g = gpu_driver.get()
-        found = g.properties(g.current())
-        architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
 
     @functools.cached_property
     def _dtypes(self) -> tuple[np.dtype[Any], ...]:

@@ -17,10 +17,10 @@ from minidist.kernels import ATTENTION_LADDER, rung
 from minidist.kernels.cpu import attention
 from minidist.kernels.cpu.support import thread_pool
 from minidist.kernels.emulator.mistakes.patches import changed
+from tests.helpers.attention import assert_near, check, drawn, formula
 
 every_rung = pytest.mark.parametrize("step", ATTENTION_LADDER, ids=lambda step: step.name)
 LAST = ATTENTION_LADDER[-1]
-ERROR = 1e-5  # relative to the largest of each array
 # What stands before, queries, keys, width. With tiles, blocks are of 28
 # queries and 256 keys, and parts of 252 queries.
 SIZES = [
@@ -34,43 +34,6 @@ SIZES = [
 ]
 CASES = [(size, causal) for size in SIZES for causal in (False, True)[: 1 + (size[1] == size[2])]]
 every_size = pytest.mark.parametrize(("size", "causal"), CASES, ids=lambda x: str(x).replace(" ", ""))
-
-
-def drawn(size, rng):
-    before, queries, keys, width = size
-    shapes = [(*before, count, width) for count in (queries, keys, keys, queries)]
-    return [rng.standard_normal(shape).astype("float32") for shape in shapes]
-
-
-def formula(q, k, v, d_out, causal):
-    """out, logs, dq, dk, dv in float64."""
-    q, k, v, d_out = (x.astype("float64") for x in (q, k, v, d_out))
-    root = np.sqrt(q.shape[-1])
-    scores = q @ k.swapaxes(-1, -2) / root
-    if causal:
-        scores[..., ~np.tri(*scores.shape[-2:], dtype=bool)] = -np.inf
-    tops = scores.max(-1, keepdims=True)
-    sums = np.exp(scores - tops).sum(-1, keepdims=True)
-    p = np.exp(scores - tops) / sums
-    out = p @ v
-    ds = p * (d_out @ v.swapaxes(-1, -2) - (out * d_out).sum(-1, keepdims=True)) / root
-    return out, (tops + np.log(sums))[..., 0], ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ d_out
-
-
-def assert_near(found, expected):
-    for x, exact in zip(found, expected, strict=True):
-        assert x.shape == exact.shape
-        assert x.dtype == np.float32
-        np.testing.assert_allclose(x, exact, rtol=0, atol=ERROR * max(abs(exact).max(), 1e-2))
-
-
-def check(step, size, causal, rng):
-    q, k, v, d_out = drawn(size, rng)
-    expected = formula(q, k, v, d_out, causal)
-    found = step.forward(q, k, v, causal=causal)
-    assert_near(found, expected[:2])
-    if step.gradients:
-        assert_near(step.backward(q, k, v, *found, d_out, causal=causal), expected[2:])
 
 
 @every_rung

@@ -1,0 +1,44 @@
+"""The attention ladder in CUDA: softmax(q k^T / sqrt(width)) v on a GPU, or in the emulator.
+
+| File | The one idea |
+|---|---|
+| s1_three_kernels | the definition: scores, their softmax, the product with v |
+| s2_warp_rows | online softmax: a warp takes a query, and no scores are stored |
+| s3_shared_tiles | tiles of keys and values in shared memory serve many queries |
+| s4_tensor_core | tensor cores, and the softmax in registers |
+| s5_backward | the backward pass computes the weights again, on tensor cores |
+
+To add a rung, write its file `s<number>_<name>.py`; nothing else in the project lists rungs. What a rung is
+stands in `rung.py`; tiles and instructions are those of the matmul ladder.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .rung import CudaAttentionRung
+
+    CUDA_ATTENTION_LADDER: tuple[CudaAttentionRung, ...]
+    """The rungs of attention on a GPU: from three kernels to a backward pass on tensor cores."""
+
+RUNGS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("s[0-9]_*.py")))
+
+
+def __getattr__(name: str) -> Any:
+    """Import the rungs, and Numba, when the ladder is first asked for."""
+    if name != "CUDA_ATTENTION_LADDER":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = tuple(load(step) for step in RUNGS)
+    return globals()[name]
+
+
+def load(name: str) -> CudaAttentionRung:
+    """Return the rung with this name from RUNGS. Raises ImportError if numba-cuda is not installed."""
+    from ..runtime.device import require_toolkit
+
+    require_toolkit()
+    step: CudaAttentionRung = importlib.import_module(f".{name}", __name__).RUNG
+    return step
