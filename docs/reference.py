@@ -73,6 +73,7 @@ def delegated(pkg: griffe.Module, member: Any, name: str) -> griffe.Function:
     while found.is_alias:
         found = copy(found.final_target)
     found.name, found.parent = name, member.parent
+    found.parameters = griffe.Parameters(*[*found.parameters][1:])  # the first is the object itself
     return found
 
 

@@ -36,6 +36,7 @@ Where memory is given back:
 | dealing.py | `Dealer`: deals them to buckets, in the order of a backward pass |
 | equal_start.py | `start_equal`: ranks begin with the same values |
 | sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
+| gathered_model.py | `summon`: the whole model, between steps; `named_shards`: what this rank has of it |
 | whole_on_owners.py | `WholeOnOwners`: those of them that the optimizer needs whole, on an owner each |
 | reducer.py | `Reducer`: a gradient has arrived; full buckets are sent while backward runs; a round ends |
 | optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, masters and state |
@@ -50,5 +51,6 @@ Where memory is given back:
 | cut_into_units.py, meta_units.py | a model cut into units and shards; memory for one on the meta device |
 | memory_source.py | where shards, masters and state lie: on the device, in CPU memory, in files |
 | parameter_groups.py | the optimizer's groups over flat shards |
+| loop_means.py | `LoopMeans`: gradients as means over rows or weights, for data parallelism |
 | loop_classes.py | what the three classes for loops have in common, and what they refuse |
 """

@@ -18,7 +18,10 @@ from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.contract.residency import DATA_PARALLEL
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.claims import BY_ZERO
+from minidist.parallel.guards.refusals import refuse_meta
+from minidist.parallel.sharding.equal_start import start_equal
 from minidist.parallel.sharding.loop_classes import check_bucket_mb, check_module, delegated
+from minidist.parallel.sharding.loop_means import LoopMeans
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.whole_parameters import WholeParameters
 
@@ -69,14 +72,24 @@ class DataParallel(nn.Module):
         param_set = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
         check_module(module, shared_with=[BY_ZERO], is_alone=param_set.gradient_comm.ranks == 1)
         self.module, self.group, self.compression = module, group, compression_of(compression)
-        options = {"bucket_mb": bucket_mb, "overlap": overlap, "broadcast_buffers": broadcast_buffers}
-        self.shared = WholeParameters.of_loop(module, param_set, compression=self.compression, **options)
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        start_equal(module, [param_set])
+        self.shared = WholeParameters(
+            module.named_parameters,
+            [param_set],
+            module=module,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            compression=self.compression,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self._means = LoopMeans(self.shared)
 
     forward = delegated("shared", WholeParameters.forward)
     ready = delegated("shared", WholeParameters.ready)
     no_sync = delegated("shared", WholeParameters.no_sync)
-    weighted = delegated("shared", WholeParameters.weighted)
-    synchronize = delegated("shared", WholeParameters.average)
+    weighted = delegated("_means", LoopMeans.weighted)
+    synchronize = delegated("_means", LoopMeans.average)
     bytes_per_step = delegated("shared", WholeParameters.bytes_per_step)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

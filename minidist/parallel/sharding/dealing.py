@@ -53,6 +53,18 @@ class Dealer:
         self.orders: list[list[int]] = []
         self.undealt_masters: dict[Tensor, Tensor] = {}
 
+    def number(self, parameters: Iterable[nn.Parameter], set_of: Mapping[Tensor, ParameterSet]) -> bool:
+        """Give parameters that have no index yet one, also in their sets; returns whether there are any."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        count, known = len(numbers), {index for each in self.sets for index in each.indices}
+        for parameter in parameters:
+            if id(parameter) not in numbers:
+                numbers[id(parameter)] = len(numbers)
+                self.parameters.append(parameter)
+            if numbers[id(parameter)] not in known:
+                set_of[parameter].indices.append(numbers[id(parameter)])
+        return len(numbers) > count
+
     def first_round(
         self, sets: Sequence[ParameterSet], seen: Iterable[int]
     ) -> list[tuple[ParameterSet, Bucket]]:
@@ -106,6 +118,20 @@ class Dealer:
                 new += param_set.deal(self.parameters, chosen, self.limit, work, self.name_of)
             if not param_set.residency.state:
                 self._move_state(new, part, group_of)
+
+    def deal_saved(self, sets: Sequence[ParameterSet], order: Sequence[Sequence[str]] | None) -> None:
+        """Deal parameters in the saved order of their names: in another one, sums would add up in another.
+
+        If a run saved no order, take that of registration, reversed.
+        """
+        index_of = {self.name_of(index): index for index in range(len(self.parameters))}
+        for each in [[*reversed(index_of)]] if order is None else order:
+            self.deal(sets, [index_of[name] for name in each if name in index_of])
+
+    def undealt(self, sets: Sequence[ParameterSet]) -> list[int]:
+        """The indices of parameters of the sets that are in no bucket yet."""
+        dealt = {index for each in sets for bucket in each.buckets for index in bucket.param_indices}
+        return sorted({index for each in sets for index in each.indices} - dealt)
 
     def _move_state(self, new: Sequence[Bucket], order: Sequence[int], group_of: Mapping[int, int]) -> None:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""

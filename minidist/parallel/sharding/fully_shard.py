@@ -20,6 +20,7 @@ from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.sharding import gathered_model
 from minidist.parallel.sharding.cut_into_units import Units
 from minidist.parallel.sharding.loop_classes import check_fully_shard_arguments, delegated
 from minidist.parallel.sharding.memory_source import memory_source
@@ -91,8 +92,8 @@ class FullyShard(nn.Module):
     step = delegated("shared", ShardedParameters.update)
     zero_grad = delegated("shared", ShardedParameters.zero_grad)
     no_sync = delegated("shared", ShardedParameters.no_sync)
-    summon = delegated("shared", ShardedParameters.summon)
-    named_shards = delegated("shared", ShardedParameters.named_shards)
+    summon = delegated("shared", gathered_model.summon)
+    named_shards = delegated("shared", gathered_model.named_shards)
     bytes_per_step = delegated("shared", ShardedParameters.bytes_per_step)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -27,7 +27,7 @@ ZERO_OPTIMIZER_STAGES = [stage for stage, row in ROWS.items() if row.parameters 
 
 
 def delegated(to: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A face's method that is one of its attribute `to`, with the same arguments and docstring."""
+    """A face's method: `method` of its attribute `to`, with the same arguments and docstring."""
     made: Any = _Delegated(to, method)  # which `__set_name__` replaces by a function
     found: Callable[Concatenate[Any, P], R] = made
     return found
@@ -42,7 +42,7 @@ class _Delegated:
 
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(getattr(self, to), method.__name__)(*args, **kwargs)
+            return method(getattr(self, to), *args, **kwargs)
 
         call.__name__, call.__qualname__ = name, f"{face.__qualname__}.{name}"
         setattr(face, name, call)

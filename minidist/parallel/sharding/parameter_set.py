@@ -76,6 +76,17 @@ class ParameterSet:
         self.totals = torch.zeros(2, dtype=torch.float64)
         self.empty()
 
+    def configure(self, average: bool, compression: Compression | None, leaves_grad: bool) -> None:
+        """Say how gradients are reduced: to means or sums, compressed or not; see the attributes."""
+        is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
+        self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
+        if average and self.residency.state:
+            self.scale = 1 / self.gradient_comm.ranks
+        elif average:  # a reduction to owners takes the mean itself
+            self.op = "mean"
+        if not self.residency.state:
+            self.total_count = 3  # see `begin_final_backward`
+
     def empty(self) -> None:
         """Have no parameters and no buckets."""
         self.indices: list[int] = []

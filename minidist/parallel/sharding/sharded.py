@@ -24,6 +24,7 @@ from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
 from minidist.parallel.sharding.equal_start import set_for, start_equal
+from minidist.parallel.sharding.gathered_model import whole
 from minidist.parallel.sharding.loop_classes import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
@@ -226,7 +227,7 @@ class Sharded(Strategy):
                 aliases.setdefault(value, []).append(name)
             else:
                 others.append((name, value.detach()))
-        for parameter in self.shared.whole():
+        for parameter in whole(self.shared):
             for alias in aliases[parameter]:
                 yield alias, parameter.detach().clone()  # its unit's memory is given back
         yield from others

@@ -363,51 +363,6 @@ class ShardedParameters(AllParameters):
             for param_set in self.sets
         )
 
-    # The whole model, between steps.
-
-    def whole(self) -> Iterator[Tensor]:
-        """Every parameter, gathered one unit at a time. A collective."""
-        for unit in self.units:
-            unit.show()
-            try:
-                yield from (parameter for bucket in unit.buckets for parameter in bucket.parameters)
-            finally:
-                unit.free()
-
-    @contextmanager
-    def summon(self) -> Iterator[nn.Module]:
-        """Inside, the module's parameters are whole. A collective; sends n - 1 times the shards' bytes.
-
-        Each rank takes its own shard back, so write the same values, in place, on all ranks.
-        """
-        self.runtime.gather_all()
-        try:
-            yield self.runtime.root.module
-        finally:
-            try:
-                with torch.no_grad():
-                    for bucket in self.buckets:
-                        bucket.refuse_reassigned()
-                        written = bucket.values[bucket.own_range].to(bucket.shard.device)
-                        self.slices.overwrite(bucket, written)
-                    for whole in self.on_owners:
-                        whole.take_values(values := torch.empty_like(whole.shard))
-                        self.slices.overwrite(whole, values)
-                self.runtime.forget_copies()
-            finally:
-                for unit in self.units:
-                    unit.free()
-
-    def named_shards(self) -> Iterator[tuple[str, range, Tensor]]:
-        """This rank's part of each parameter: its name, which elements of it, flattened, and their values.
-
-        To write values use `summon`.
-        """
-        for bucket in self.buckets:
-            for at, span in bucket.ranges():
-                elements = range(span.start, span.stop)
-                yield self.name_of(span.param_index), elements, bucket.shard[at : at + len(span)]
-
     # What a loop around the optimizer may do with it.
 
     def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist import comm
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import MB, broadcast_together
 from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, trainers
-from minidist.parallel.guards.refusals import refuse_meta
+from minidist.parallel.guards.refusals import refuse_added
 from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.dealing import Dealer
-from minidist.parallel.sharding.equal_start import named_in, set_for, start_equal, start_new_equal
+from minidist.parallel.sharding.equal_start import named_in, set_for, start_new_equal
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.reducer import Reducer
@@ -73,19 +72,10 @@ class WholeParameters(AllParameters):
         self.slices = OptimizerSlices.none() if slices is None else slices
         self._overlap, self._leaves_grad = overlap, leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
-        for param_set in self.sets:
-            is_sent = (
-                param_set.names is None or param_set.gradient_comm.ranks > 1
-            )  # experts may be on one rank alone
-            param_set.leaves_grad, param_set.compression = leaves_grad, compression if is_sent else None
-            if average and param_set.residency.state:
-                param_set.scale = 1 / param_set.gradient_comm.ranks
-            elif average:  # a reduction to owners takes the mean itself
-                param_set.op = "mean"
-            if not param_set.residency.state:
-                param_set.total_count = 3  # see `begin_final_backward`
-        self._state_shared = [param_set for param_set in self.sets if not param_set.residency.state]
-        self._state_whole = [param_set for param_set in self.sets if param_set.residency.state]
+        for each in self.sets:
+            each.configure(average, compression, leaves_grad)
+        self._state_shared = [each for each in self.sets if not each.residency.state]
+        self._state_whole = [each for each in self.sets if each.residency.state]
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of)
         self.parameters, self.undealt_masters = self._dealer.parameters, self._dealer.undealt_masters
@@ -95,15 +85,7 @@ class WholeParameters(AllParameters):
         self.reducers: list[Reducer] = []  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
-        self._weight: float | Tensor | None = None  # of the losses since the last `average`
         self._attach()
-
-    @classmethod
-    def of_loop(cls, module: nn.Module, param_set: ParameterSet, **options: Any) -> WholeParameters:
-        """Share a module's parameters in a loop that has an optimizer of its own, from rank 0's values on."""
-        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
-        start_equal(module, [param_set])
-        return cls(module.named_parameters, [param_set], module=module, **options)
 
     @classmethod
     def of_groups(
@@ -141,18 +123,22 @@ class WholeParameters(AllParameters):
             values = [p for p in self._all if self.set_of[p] in self._state_shared]
             self._hooked = set(map(id, trained))
             guard(values, weakly(self._why_not_clipped))
-            self._replace_others(values)
+            for other in trainers(values, BY_ZERO):
+                if other is not self:
+                    other.detach()
+                    other.replaced = True
+            claim(self, BY_ZERO, values)
         else:
             self._dealer.parameters.clear()
             self._dealer.orders.clear()
         claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
-        self._number(trained)
+        self._dealer.number(trained, self.set_of)
         self._is_alone = all(each.residency.state and each.gradient_comm.ranks == 1 for each in self.sets)
         if self._is_alone:
             return
         listed = [(self.name_of(index), p) for index, p in enumerate(self.parameters)]
-        in_shares = [param_set for param_set in self.sets if not param_set.residency.gradients]
-        whole = [param_set for param_set in self.sets if param_set.residency.gradients]
+        in_shares = [each for each in self.sets if not each.residency.gradients]
+        whole = [each for each in self.sets if each.residency.gradients]
         for sets in (in_shares, whole):
             # Sums of every pass come first. Whole gradients wait for them, so that all ranks keep one order.
             overlap = self._overlap and (sets is in_shares or not in_shares)
@@ -161,31 +147,11 @@ class WholeParameters(AllParameters):
                 self.reducers.append(Reducer(listed, sets, overlap, deal))
         self._accumulate(self._accumulates)
 
-    def _number(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Number parameters that have no index yet; returns whether there are any."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        count, placed = len(numbers), {index for param_set in self.sets for index in param_set.indices}
-        for parameter in parameters:
-            if id(parameter) not in numbers:
-                numbers[id(parameter)] = len(numbers)
-                self._dealer.parameters.append(parameter)
-            if numbers[id(parameter)] not in placed:
-                self.set_of[parameter].indices.append(numbers[id(parameter)])
-        return len(numbers) > count
-
     def detach(self) -> None:
         """Take the hooks off the parameters; their gradients stay as they are."""
         for reducer in self.reducers:
             reducer.detach()
         self.reducers = []
-
-    def _replace_others(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take parameters from an object with shared state that this one replaces."""
-        for other in trainers(parameters, BY_ZERO):
-            if other is not self:
-                other.detach()
-                other.replaced = True
-        claim(self, BY_ZERO, parameters)
 
     def _why_not_clipped(self, whole: bool) -> str:
         """Why `clip_grad_norm` refuses the gradients on this rank."""
@@ -204,18 +170,10 @@ class WholeParameters(AllParameters):
             bucket.refuse_reassigned()
         if self._state_whole:
             if self._trained_now() != self._trained:
-                self._require_known()
+                refuse_added(self._named(), self._known)
                 self.reattach()
         elif any(p.requires_grad and id(p) not in self._hooked for p in self._all):
             self.reattach()
-
-    def _require_known(self) -> None:
-        for name, parameter in self._named():
-            if id(parameter) not in self._known:
-                raise ValueError(
-                    f"the parameter {name} was added after the DataParallel was made, which would not "
-                    "synchronize it; del it, and make a new DataParallel of the module"
-                )
 
     def reattach(self) -> None:
         """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
@@ -235,11 +193,11 @@ class WholeParameters(AllParameters):
     @property
     def buckets(self) -> list[Bucket]:  # type: ignore[override]
         """The buckets of all sets."""
-        return [bucket for param_set in self.sets for bucket in param_set.buckets]
+        return [bucket for each in self.sets for bucket in each.buckets]
 
     def value_buckets(self) -> list[Bucket]:
         """Those that hold parameters' values."""
-        return [bucket for param_set in self._state_shared for bucket in param_set.buckets]
+        return [bucket for each in self._state_shared for bucket in each.buckets]
 
     @property
     def orders(self) -> list[list[int]] | None:  # type: ignore[override]
@@ -249,26 +207,20 @@ class WholeParameters(AllParameters):
     @property
     def undealt(self) -> list[int]:  # type: ignore[override]
         """The indices of parameters that are in no bucket yet, where buckets have the state."""
-        dealt = {index for bucket in self.value_buckets() for index in bucket.param_indices}
-        return sorted({index for param_set in self._state_shared for index in param_set.indices} - dealt)
+        return self._dealer.undealt(self._state_shared)
 
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
-        """Make the buckets in the saved order: in another one, sums would add up in another order.
-
-        If a run saved no order, take that of registration, reversed.
-        """
+        """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
         if not self._state_shared:
             return
         self.follow_changes()
         had = {*saved, *(name for each in order or () for name in each)}
         frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
-        if self._number(frozen):  # the optimizer has state of them, although they get no gradients now
+        if self._dealer.number(frozen, self.set_of):  # the optimizer has state of them
             self.reattach()
         if self.value_buckets():
             return
-        index_of = {self.name_of(index): index for index in range(len(self.parameters))}
-        for each in [[*reversed(index_of)]] if order is None else order:
-            self._dealer.deal(self._state_shared, [index_of[name] for name in each if name in index_of])
+        self._dealer.deal_saved(self._state_shared, order)
         if self.value_buckets() and not self.undealt:
             for reducer in self.reducers:
                 if not {*reducer.sets} & {*self._state_whole}:
@@ -350,12 +302,9 @@ class WholeParameters(AllParameters):
             self.follow_changes()
         for reducer in self.reducers:
             reducer.finish_round()
-            param_set = reducer.sets[0]
-            while (
-                of_all_passes
-                and not param_set.residency.gradients
-                and param_set.sums[2] < param_set.gradient_comm.ranks
-            ):
+            first = reducer.sets[0]
+            is_counted = of_all_passes and not first.residency.gradients
+            while is_counted and first.sums[2] < first.gradient_comm.ranks:
                 reducer.totals = (0.0, 0.0, 1.0)
                 reducer.finish_round()
         self.gradients_are = Gradients.SUMMED
@@ -425,40 +374,6 @@ class WholeParameters(AllParameters):
         for gradient in given:
             if gradient is not None:
                 gradient.mul_(factor)
-
-    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
-
-        Use it for all micro-batches of all ranks; a rank without any calls `synchronize(rows=0)`. weight:
-        over how much the loss is a mean, such as rows, or tokens that are not ignored.
-        """
-        self._weight = weight if self._weight is None else self._weight + weight
-        return loss * weight
-
-    def average(self, rows: float | None = None) -> None:
-        """Average the gradients over the ranks: call it after backward and before the optimizer's step.
-
-        A sum of weights costs one more message of 8 bytes, and a pass over the gradients. rows: None if the
-        losses were means over equal shares, or came from `weighted`. If a loss is the sum over this rank's
-        rows, give their number on every rank, even if it is 0, and with micro-batches that of all.
-
-        Raises ValueError if there are no rows on any rank, or the ranks' parameters differ.
-        """
-        self.sum_over_ranks()
-        weight, self._weight = self._weight if rows is None else rows, None
-        if weight is None:
-            return
-        rows, over = float(weight), self.sets[0].gradient_comm
-        device = next((parameter.device for parameter in self._all), None)
-        total = float(
-            comm.all_reduce(torch.tensor(rows, dtype=torch.float64, device=device), group=over.group)
-        )
-        if rows < 0 or not total:
-            raise ValueError(
-                f"rows is {rows:g}, and over all ranks {total:g}; give each rank's number of rows"
-            )
-        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
-        self.rescale(over.ranks / total, kept=False)
 
     def clear(self) -> None:
         """Drop the gradients in the buckets, and what compression has kept back of them."""
