@@ -36,7 +36,7 @@ from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
 from minidist.cli.report import report
 from minidist.cli.trace import trace
-from minidist.comm.launchers import started
+from minidist.comm.started_by import started
 
 if TYPE_CHECKING:
     from minidist.cli.train import TrainResult
