@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from minidist._files import check_file
-from minidist.comm.launchers import started
+from minidist.comm.started_by import started
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
