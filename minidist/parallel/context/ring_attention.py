@@ -27,13 +27,8 @@ from minidist._arguments import check_whole, is_number
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.kernels.attention_rung import AttentionRung
+from minidist.parallel.context import blockwise_attention as blocks
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.blockwise_attention import (
-    OnlineSoftmax,
-    RungGradient,
-    RungSoftmax,
-    SoftmaxGradient,
-)
 
 TILE = 512
 """Keys that a rank computes with at once: the largest matrix is its queries by TILE keys."""
@@ -164,7 +159,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, scale: float) -> Tensor:
         queries = _grouped(q, k.shape[1]).mul(scale)
         block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
-        softmax = OnlineSoftmax(queries) if ring.rung is None else RungSoftmax(queries, ring.rung)
+        softmax = blocks.RungSoftmax(queries, ring.rung) if ring.rung else blocks.OnlineSoftmax(queries)
         for step in range(ring.ranks):
             # Launch: send the block on while computing with it.
             works, coming = ring.go_on(block, step)
@@ -189,7 +184,7 @@ class _RingAttention(torch.autograd.Function):
         ring, scale, heads = ctx.ring, ctx.scale, k.shape[1]
         queries = _grouped(q, heads).mul(scale)
         given = queries, _grouped(result, heads), log_total, _grouped(gradient, heads)
-        softmax = SoftmaxGradient(*given) if ring.rung is None else RungGradient(ring.rung, *given)
+        softmax = blocks.RungGradient(ring.rung, *given) if ring.rung else blocks.SoftmaxGradient(*given)
         block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
         own = sums = torch.empty(0)
         arriving: list[Work] = []  # the sums of gradients that travel one step behind

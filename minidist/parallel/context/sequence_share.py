@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.kernels.attention_rung import AttentionRung
 from minidist.parallel.context import zigzag_order
 from minidist.parallel.context.ring_attention import ring_attention
 from minidist.parallel.context.ulysses import ulysses_attention
@@ -186,13 +185,7 @@ def key_heads(model: nn.Module) -> int | None:
 
 
 def _attend(
-    share: SequenceShare,
-    causal: bool,
-    rung: AttentionRung | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
+    share: SequenceShare, causal: bool, rung: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float
 ) -> Tensor:
     if dropout > 0:
         raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
