@@ -61,7 +61,19 @@ def test_help_imports_nothing_heavy():
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "mistakes", "lessons", "doctor"],
+    [
+        "train",
+        "compare",
+        "trace",
+        "bench",
+        "report",
+        "plan",
+        "dryrun",
+        "mistakes",
+        "judge",
+        "lessons",
+        "doctor",
+    ],
 )
 def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
