@@ -82,6 +82,7 @@ that people make. Each is a few changed lines of a page of the [training ladder]
 [recipe](../minidist/plain/mistakes/recipe.py) that adds to it epochs, padding, dropout, bfloat16, clipping
 and checkpoints. The loss after 100 steps, which most people look at, misses {missed} of them.
 [Placements](../minidist/plain/placements.py) find {placed} before anything is sent.
+[Lesson 16](../lessons/16_silent_bugs.ipynb) is a game: you hunt six of them, and name and mend the line.
 
 ```
 minidist mistakes                              # this table, on your machine

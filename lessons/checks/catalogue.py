@@ -17,4 +17,5 @@ TITLES = (
     "Tensor and sequence parallel",
     "ZeRO 1, 2, 3",
     "All together",
+    "Bugs that the loss does not show",
 )

@@ -37,7 +37,7 @@ from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
 from minidist.cli.report import report
 from minidist.cli.trace import trace
-from minidist.comm.launchers import started
+from minidist.comm.started_by import started
 
 if TYPE_CHECKING:
     from minidist.cli.train import TrainResult
@@ -81,7 +81,7 @@ def train(
     loss: shared.OwnLoss = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
+        str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,precision=bf16.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
     batch: shared.BatchOption = 64,
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
-        code = explain(error)
+        code = explain(error, words)
     if code == 130:
         say("stopped")
     sys.exit(code if isinstance(code, int) else 0)

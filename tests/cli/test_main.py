@@ -131,6 +131,8 @@ def test_the_version_is_the_packages(run):
         (["bench", "lunch"], "'launch'"),
         (["report", "--results", "/no/such/folder"], "minidist bench"),
         (["doctor", "--jsn"], "--json"),
+        (["train", "--ranks=0"], "greater than or equal to 1, and it is 0 (minidist train --help)"),
+        (["plan", "--model", "gpt2-xl", "--precision", "fp8"], "saves no time on any machine"),
     ],
 )
 def test_bad_input_is_one_line_that_helps(run, words, told):

@@ -425,11 +425,11 @@ def test_a_ladder_has_all_steps_and_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         figures, "show", lambda svg, caption, alt: shown.append(figures.framed(svg, caption, alt))
     )
-    for lesson in range(16):
+    for lesson in range(17):
         figures.ladder(lesson)
-    assert len(shown) == 16
-    assert all(text.count("<rect") == 16 and "You are here: " in text for text in shown)
-    assert 'role="img" aria-label="A staircase of 16 steps' in shown[8]
+    assert len(shown) == 17
+    assert all(text.count("<rect") == 17 and "You are here: " in text for text in shown)
+    assert 'role="img" aria-label="A staircase of 17 steps' in shown[8]
 
 
 def test_figures_are_right_on_light_and_dark() -> None:

@@ -188,12 +188,12 @@ class Muon(torch.optim.Optimizer):
         """Orthogonalize updates of matrices that tp cut, each on one of the ranks that have parts of it."""
         like, rank = cut[0][1], rank_in(self.tp_group)
         cuts = self._cuts_of_all([p for p, _ in cut], like.device)
-        owners = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
+        owner_of = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
         wholes = {
-            k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owners) if owner == rank
+            k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owner_of) if owner == rank
         }
         own: list[list[Tensor]] = [[] for _ in cuts]  # this rank's parts, by the matrices' owners
-        for (p, update), owner in zip(cut, owners, strict=True):
+        for (p, update), owner in zip(cut, owner_of, strict=True):
             own[owner] += [narrowed(update, start, p.tp_cut.sizes) for start, _ in p.tp_cut.boxes()]
         parts = [  # all ranks' parts of the matrices that this rank owns
             [narrowed(whole, at, those[k].sizes) for k, whole in wholes.items() for _, at in those[k].boxes()]

@@ -209,8 +209,6 @@ def question_of(
     subject = subject_of(model)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; give {', '.join(OPTIMIZERS)}")
-    if hardware is None and memory is None:
-        raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     machine = smallest(memory or 0) if hardware is None else hardware_of(hardware)
     measured = bool(machine.crowds)
     size = ROWS_A_RANK[measured] * ranks if batch is None else batch
@@ -220,6 +218,8 @@ def question_of(
         known = [name for name in ("bf16", "fp16") if name in machine.peak and accelerator]
         precision = known[0] if known else "fp32"
     check_machine(precision, machine)
+    if hardware is None and memory is None:
+        raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # they share a host's memory
     budget = machine.memory // sharing if memory is None else memory
     return Question(subject, ranks, budget, machine, rows, tokens, precision, optimizer)
