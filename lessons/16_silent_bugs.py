@@ -28,7 +28,7 @@ from checks.pictures import evidence
 from checks.silent_bugs import another, check, hint, hunt, or_solution, scoreboard
 from minidist.parallel.debugging.detectors import ask
 from minidist.plain.mistakes import collection
-from minidist.plain.mistakes.detectors import DETECTORS, subject
+from minidist.plain.mistakes.examine import DETECTORS, subject
 
 torch.set_num_threads(1)
 ladder(16)

@@ -16,7 +16,7 @@ import torch
 import minidist as md
 from minidist import plain
 from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read, recipe
-from minidist.plain.mistakes.detectors import DETECTORS, examine, subject
+from minidist.plain.mistakes.examine import DETECTORS, examine, subject
 from minidist.plain.mistakes.ranks import Rank, on_ranks
 from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of, model_of, run
 from tests.helpers.plain_rungs import train
@@ -24,7 +24,7 @@ from tests.helpers.plain_rungs import train
 PAGE = Path(__file__).parents[2] / "docs/mistakes.md"
 KNOWN = collection()
 MODELS = {"tied": "tied", "positions": "positions"}
-RIGHT = [Mistake(rung) for rung in (*plain.LADDER, "recipe")]
+RIGHT = [Mistake(rung) for rung in (*plain.LADDER, "recipe")] + [Mistake("tensor_parallel", model="dropout")]
 RIGHT += [Mistake("sharded", options=(("row", row),)) for row in ("data parallel", "ZeRO 1", "ZeRO 2")]
 RIGHT += [Mistake(each.rung, each.name, MODELS.get(each.name, "")) for each in read("variants")]
 CHEAP = [name for name in DETECTORS if name != "loss"]  # which takes 100 steps

@@ -22,7 +22,8 @@ from ... import cuda
 from ...measure import harness
 from ..ptx.fault import Fault
 from ..report import profiled
-from .patches import changed, mistakes_in
+from .patches import changed as changed
+from .patches import mistakes_in
 
 FOLDER = Path(cuda.__file__).parent
 COUNTED = ("bank conflicts", "uncoalesced")

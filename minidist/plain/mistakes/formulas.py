@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from minidist.plain.gpt import Block
+
 CUT = re.compile(r"(query|key|value|up)\.(weight|bias)|(out|down)\.weight")
 """Names of the parameters of which tensor parallel ranks have a part."""
 
@@ -19,7 +21,7 @@ def sent_by(
 ) -> int | None:
     """Return the bytes that a rank sends in a step with so many tokens, or None. The model is float64's."""
     sizes = {name: p.nbytes for name, p in model.named_parameters()}
-    S, layers = sum(sizes.values()), len(model) - 3
+    S, layers = sum(sizes.values()), sum(isinstance(layer, Block) for layer in model)
     A = tokens * next(iter(model.parameters())).shape[1] * 8  # activations between two layers
     if rung in ("data_parallel", "buckets", "overlap"):
         return 2 * (n - 1) * S // n
