@@ -35,6 +35,7 @@ OWN = 8  # queries of a warp
 QUERIES = WARPS * OWN  # of a block
 KEYS = 32  # of a tile, one for each lane
 THREADS = 32 * WARPS
+WIDEST = 416  # in the 227 KB of shared memory that a block may have
 
 
 @functools.cache
@@ -128,6 +129,8 @@ def kernel(columns: int) -> Kernel:
 
 def compute(q: Matrix, k: Matrix, v: Matrix, out: Matrix, logs: Matrix, heads: int, causal: int) -> None:
     """Enqueue out = softmax(q k^T / sqrt(width)) v, and logs."""
+    if q.columns > WIDEST:
+        raise ValueError(f"q is {q.columns} wide: rung s3_shared_tiles takes {WIDEST} at most")
     columns, queries, keys = -(-q.columns // 32), q.rows // heads, k.rows // heads
     rows = [part for x in (q, k, v, out) for part in (x.data, x.row_stride)]
     shared = 4 * (QUERIES * 32 * columns + KEYS * (64 * columns + 1))
