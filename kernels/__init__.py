@@ -23,8 +23,7 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/systolic.py` |
 
 A ladder imports its rungs when it is first asked for, and one for CUDA Numba too. To add a rung, write its
-file and name it in `cpu/__init__.py` or `cuda/__init__.py`; tests, benchmarks and `Linear` go over the
-ladders.
+file; tests, benchmarks and `Linear` go over the ladders.
 """
 
 from __future__ import annotations

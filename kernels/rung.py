@@ -14,6 +14,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -40,6 +41,12 @@ def empty(rows: int, columns: int, dtype: DTypeLike) -> Array:
     memory = np.empty(size + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
     return memory[start : start + size].view(kind).reshape(rows, columns)
+
+
+def files_of_rungs(beside: str) -> tuple[str, ...]:
+    """Return the names of the rungs' files in the folder of the file `beside`, by their numbers."""
+    names = [path.stem for path in Path(beside).parent.glob("s[0-9]*_*.py")]
+    return tuple(sorted(names, key=lambda name: int(name[1:].partition("_")[0])))
 
 
 def require_numba() -> None:

@@ -78,13 +78,20 @@ def remembered(name: str, builds: tuple[str, ...], find: Callable[[], Any]) -> A
         return found
 
 
-def _identity(builds: tuple[str, ...]) -> str:
-    """Letters and digits for the CPU, its microcode and these builds."""
-    told = [platform.machine(), platform.processor()]
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
+def cpu_fields(cpuinfo: str = "/proc/cpuinfo") -> dict[str, str]:
+    """Return what Linux says of the first CPU, which speaks for all; nothing if nothing tells."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError), Path(cpuinfo).open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             key, separator, value = line.partition(":")
             if not separator:
-                break  # the first CPU speaks for all
-            told += [value.strip()] if key.strip() in CPU_FIELDS else []
+                break
+            fields[key.strip()] = value.strip()
+    return fields
+
+
+def _identity(builds: tuple[str, ...]) -> str:
+    """Letters and digits for the CPU, its microcode and these builds."""
+    told = [platform.machine(), platform.processor()]
+    told += [value for key, value in cpu_fields().items() if key in CPU_FIELDS]
     return hashlib.sha256("\n".join([*told, *builds]).encode()).hexdigest()[:16]

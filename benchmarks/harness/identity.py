@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
+
+from minidist.kernels.tried_once import cpu_fields
 
 CPU_FIELDS = (
     ("cpu family", "model", "stepping"),  # x86
@@ -40,11 +41,7 @@ def _identity(machine: dict[str, Any]) -> dict[str, Any]:
 
 def cpu_id(cpuinfo: str = "/proc/cpuinfo") -> str:
     """Return the CPU's family, model and stepping, as `25-17-1`, or ARM's numbers; "" if unknown."""
-    try:
-        first = Path(cpuinfo).read_text(errors="replace").split("\n\n")[0]
-    except OSError:
-        return ""
-    fields = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in first.splitlines())}
+    fields = cpu_fields(cpuinfo)
     for each in CPU_FIELDS:
         if fields.keys() >= set(each):
             return "-".join(fields[key] for key in each)

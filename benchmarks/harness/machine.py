@@ -20,6 +20,7 @@ from typing import Any
 
 from minidist.benchmarks.harness import identity
 from minidist.comm.launching.cores import available_cores, memory_limit
+from minidist.kernels.measure.peaks_file import cpu_name as cpu_name
 
 PACKAGES = ("minidist", "numpy", "torch", "numba", "numba-cuda", "cuda-bindings")
 GPU_QUERY = ("name", "driver_version", "memory.total", "compute_cap")
@@ -40,7 +41,7 @@ for number in range(driver.count):
 def describe() -> dict[str, Any]:
     """Return the machine's hardware as a JSON-ready dictionary; sizes are in bytes."""
     return {
-        "cpu": cpu_model(),
+        "cpu": cpu_name(),
         "cpu_id": identity.cpu_id(),
         "cores": available_cores(),
         "cores_of_machine": os.cpu_count() or 1,
@@ -107,23 +108,6 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def cpu_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the CPU's marketing name, or its architecture if the system does not tell the name."""
-    try:
-        lines = Path(cpuinfo).read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Hardware", "cpu model") and value.strip():
-            return " ".join(value.split())
-    if platform.system() == "Darwin":
-        name = output(["sysctl", "-n", "machdep.cpu.brand_string"])
-        if name:
-            return name.strip()
-    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 def memory_bytes() -> int | None:

@@ -1,7 +1,7 @@
 """The CPU ladder: eight ways to multiply two matrices, each with one idea more than the one before.
 
-A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file and
-name it in RUNGS; nothing else in the project lists rungs.
+A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file; nothing
+in the project lists rungs.
 
 | File | The one idea |
 |---|---|
@@ -22,22 +22,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..rung import files_of_rungs
+
 if TYPE_CHECKING:
     from ..rung import Rung
 
     CPU_LADDER: tuple[Rung, ...]
     """The eight rungs on a CPU: from three Python loops to the matrix unit."""
 
-RUNGS = (
-    "s1_python_loops",
-    "s2_vectors",
-    "s3_compiled",
-    "s4_loop_order",
-    "s5_cache_blocks",
-    "s6_register_tile",
-    "s7_threads",
-    "s8_matrix_unit",
-)
+RUNGS = files_of_rungs(__file__)
 
 
 def __getattr__(name: str) -> Any:

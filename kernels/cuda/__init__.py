@@ -1,7 +1,7 @@
 """The CUDA ladder in Numba: ten kernels, each with one idea more than the one before.
 
 The same source runs on a GPU, in an emulator of the GPU's instructions if there is none, and in Numba's
-simulator. To add a rung, write its file and name it in RUNGS; nothing else in the project lists rungs.
+simulator. To add a rung, write its file; nothing in the project lists rungs.
 
 | File or folder | Holds |
 |---|---|
@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from ..rung import files_of_rungs
+
 # NumPy 2.5 has it no more, and numba-cuda 0.30 asks for it as it is imported.
 vars(numpy).setdefault("row_stack", numpy.vstack)
 
@@ -37,18 +39,7 @@ if TYPE_CHECKING:
 
     CUDA_LADDER: tuple[CudaRung, ...]
 
-RUNGS = (
-    "s1_naive",
-    "s2_coalesced",
-    "s3_shared_tile",
-    "s4_thread_tile_1d",
-    "s5_thread_tile_2d",
-    "s6_vector_loads",
-    "s7_async_copy",
-    "s8_warp_tile",
-    "s9_tensor_core",
-    "s10_hopper",
-)
+RUNGS = files_of_rungs(__file__)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ rung never fails by bad luck. `error_bound` widens the bound for tensor cores, b
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -174,10 +175,10 @@ def bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
     return (m * k + k * n + m * n) * numpy_dtype(dtype).itemsize
 
 
-def within(seconds: float, rounds: int) -> Iterator[int]:
+def within(seconds: float, rounds: int | None = None) -> Iterator[int]:
     """Yield the numbers of `rounds` rounds, or of fewer, `LEAST` or more, if `seconds` pass meanwhile."""
     end = time.perf_counter() + seconds
-    for number in range(rounds):
+    for number in itertools.count() if rounds is None else range(rounds):
         if number >= LEAST and time.perf_counter() >= end:
             return
         yield number

@@ -18,6 +18,7 @@ from pathlib import Path
 from ..cache_folder import cache_folder, write_whole
 from ..cpu.support.caches import available_cpus
 from ..cpu.support.vector_unit import vector_unit
+from ..tried_once import cpu_fields
 from .peaks import Peaks
 
 FORMAT = 2  # of the file; with another format the peaks are measured again
@@ -55,13 +56,7 @@ def cpu_name(cpuinfo: str = "/proc/cpuinfo") -> str:
             name = subprocess.run(asked, capture_output=True, text=True, timeout=5).stdout.strip()
             if name:
                 return name
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError), open(cpuinfo, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            key, separator, value = line.partition(":")
-            if not separator:
-                break  # the first CPU speaks for all
-            fields[key.strip()] = value.strip()
+    fields = cpu_fields(cpuinfo)
     if fields.get("model name"):
         return " ".join(fields["model name"].split())
     part = [fields[key] for key in ("CPU implementer", "CPU part") if key in fields]

@@ -118,8 +118,7 @@ def median_seconds(
     times: list[float] = []
     with threadpool_limits(threads):
         function(a, b, **out)
-        end = time.perf_counter() + seconds
-        while len(times) < 3 or time.perf_counter() < end:
+        for _ in harness.within(seconds):
             start = time.perf_counter()
             function(a, b, **out)
             times.append(time.perf_counter() - start)

@@ -84,7 +84,7 @@ def looked(found: Any, part: MachinePart) -> MachinePart:
 def cores() -> MachinePart:
     """Cores that this process may use."""
     usable, all_of_them = available_cores(), os.cpu_count() or 1
-    found = f"{usable} of {all_of_them}, {machine.cpu_model()}"
+    found = f"{usable} of {all_of_them}, {machine.cpu_name()}"
     if usable > 1:
         return MachinePart("cores", True, found)
     remedy = "give this process more cores; taskset, the container or the job scheduler limits them"

@@ -10,7 +10,7 @@
 | s6_causal | blocks that the mask hides are skipped |
 | s7_backward | the backward pass computes the weights again |
 
-What the upper rungs share with each other, and with the matmul ladder, is in `../support`.
+What the upper rungs share with each other is in `support`, and with the matmul ladder in `../support`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ...rung import files_of_rungs
+
 if TYPE_CHECKING:
     from ...attention_rung import AttentionRung
 
     ATTENTION_LADDER: tuple[AttentionRung, ...]
     """The seven rungs of attention on a CPU: from the definition to a backward pass on all cores."""
 
-RUNGS = (
-    "s1_three_passes",
-    "s2_one_pass",
-    "s3_key_blocks",
-    "s4_register_tile",
-    "s5_threads",
-    "s6_causal",
-    "s7_backward",
-)
+RUNGS = files_of_rungs(__file__)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 The idea: scores are a product, q k^T, and so are weights times values. Rung 3 makes them one number at a
 time. Here a group of queries multiplies a block of keys, and then of values, in the tile of matmul's rung 6,
-from packed panels (`support/attention_forward.py`). What is left is exp, which the C library takes longer for
+from packed panels (`support/forward_pass.py`). What is left is exp, which the C library takes longer for
 than the tile for both products of a score. `support/vector_softmax.py` makes a vector of powers of 2 in a
 dozen instructions. The mask saves nothing yet: what it hides is computed, and then set to zero.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ...attention_rung import AttentionRung
 from ...rung import Array
-from ..support.attention import forward
+from .support.parts import forward
 
 
 def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:

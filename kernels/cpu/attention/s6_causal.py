@@ -15,7 +15,7 @@ from __future__ import annotations
 from ...attention_rung import AttentionRung
 from ...rung import Array
 from ..support import thread_pool
-from ..support.attention import forward
+from .support.parts import forward
 
 
 def compute(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, causal: int) -> None:

@@ -14,9 +14,6 @@
 | one_thread | a product in one thread, compiled once for rungs 6 and 7 |
 | shared_packing | a b that all threads pack, and products with it |
 | thread_pool, board, atomic | threads, the board where they find a product, and its counters |
-| vector_softmax | rows of a softmax in whole vectors: largest, powers of 2 and their sum |
-| attention, attention_sizes | parts of attention that threads take, and how large their blocks are |
-| attention_forward, attention_backward | attention by blocks of keys, in register tiles |
 | bf16_instructions, instruction_trial | which instructions for bf16 numbers this CPU has, found by trying |
 | bf16_packing | numbers as pairs of bf16, and in parts |
 | bf16_product, bf16_posting | the loops of rung 8 around the tile, and how its products are posted |

@@ -29,10 +29,10 @@ def compiled(
     `layouts` has one letter for each array, all of one dtype: "C" promises the compiler that rows are
     contiguous and follow each other, "A" stands for any strides. So there is one machine code for each
     dtype, whatever strides callers bring. Parameters after the arrays are integers. `uses` names modules of
-    this folder whose compiled functions the kernel calls; they import Numba, so they are imported when the
-    kernel is compiled. `variant` names what else the machine code depends on: Numba keeps it apart for each
-    CPU and its features, but not for what this machine lets a program use. `options` go to `numba.njit`
-    (`nogil`, ...).
+    this folder (with a dot: of `kernels/cpu`) whose compiled functions the kernel calls; they import Numba,
+    so they are imported when the kernel is compiled. `variant` names what else the machine code depends on:
+    Numba keeps it apart for each CPU and its features, but not for what this machine lets a program use.
+    `options` go to `numba.njit` (`nogil`, ...).
     """
 
     def decorate(kernel: KernelFunction) -> KernelFunction:
@@ -46,7 +46,9 @@ def compiled(
 
             types: Any = numba.types
             for module in uses:
-                kernel.__globals__[module] = importlib.import_module(f"{__package__}.{module}")
+                kernel.__globals__[module.rpartition(".")[2]] = importlib.import_module(
+                    f".{module}", __package__
+                )
             element = getattr(types, dtype.name)
             arrays = [
                 # Declared read-only, the inputs may be read-only or writable.

@@ -67,8 +67,11 @@ class Vectors:
 
     def spread(self, pointer: Value) -> Value:
         """One element, in every lane."""
-        element = self.builder.load(pointer)
-        first = self.builder.insert_element(self.undefined, element, ir.Constant(INT32, 0))
+        return self.every(self.builder.load(pointer))
+
+    def every(self, x: Value) -> Value:
+        """A scalar, in every lane."""
+        first = self.builder.insert_element(self.undefined, x, ir.Constant(INT32, 0))
         return self.shuffle(first, self.undefined, [0] * self.lanes)
 
     def shuffle(self, x: Value, y: Value, order: Sequence[int]) -> Value:

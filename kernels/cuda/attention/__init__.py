@@ -15,8 +15,9 @@ stands in `rung.py`; tiles and instructions are those of the matmul ladder.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ...rung import files_of_rungs
 
 if TYPE_CHECKING:
     from .rung import CudaAttentionRung
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     CUDA_ATTENTION_LADDER: tuple[CudaAttentionRung, ...]
     """The rungs of attention on a GPU: from three kernels to a backward pass on tensor cores."""
 
-RUNGS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("s[0-9]_*.py")))
+RUNGS = files_of_rungs(__file__)
 
 
 def __getattr__(name: str) -> Any:

@@ -75,7 +75,10 @@ class Gpu:
         device = self._current_device()
         if not getattr(self._thread, "ready", False):
             if not int(self.call("cuCtxGetCurrent")):
-                self.call("cuCtxSetCurrent", self._primary(device))
+                if device not in self._contexts:
+                    handle = self.call("cuDeviceGet", device)
+                    self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", handle)
+                self.call("cuCtxSetCurrent", self._contexts[device])
             self._thread.ready = True
         return device
 
@@ -87,11 +90,6 @@ class Gpu:
             device: int = torch.cuda.current_device()
             return device
         return int(self.call("cuCtxGetDevice")) if int(self.call("cuCtxGetCurrent")) else 0
-
-    def _primary(self, device: int) -> Any:
-        if device not in self._contexts:
-            self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
-        return self._contexts[device]
 
     def stream(self) -> int:
         """Return the address of the current stream: torch's, or the default one."""

@@ -72,13 +72,9 @@ def _comparison(name: str, flags: str, kind: str) -> tuple[Function, Function | 
         widened = compare
         compare = lambda a, b: widened(widen(a), widen(b))  # noqa: E731
     elif kind == "f32" and "ftz" in flags:
-        compare = flushing_operands(compare)
+        unflushed = compare
+        compare = lambda a, b: unflushed(flush(a), flush(b))  # noqa: E731
     return compare, BOOLEAN[joins[0]] if joins else None
-
-
-def flushing_operands(function: Function) -> Function:
-    """Return `function` with subnormal float32 operands read as zeros."""
-    return lambda *xs: function(*map(flush, xs))
 
 
 def _joined(compare: Function, boolean: Function | None) -> Function:

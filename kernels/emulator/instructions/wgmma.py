@@ -73,11 +73,6 @@ def read_operand(shared: Array, blocks: Array, addresses: Array, dtype: str, tra
     return lines.swapaxes(1, 2) if transposed else lines
 
 
-def register_operand(registers: Array, dtype: str) -> Array:
-    """Return tiles of a, (groups, 64, depth) float32, from registers (4, lanes) uint32."""
-    return WGMMA_A[BITS[dtype]].tile(decode(registers, dtype))
-
-
 def multiply_add(a: Array, b: Array, accumulators: Array | None, sums: str = "f32") -> Array:
     """Return the registers of d = a b + d. `accumulators` are the old registers of d; None stands for 0.
 
@@ -307,7 +302,7 @@ def mma_async(batch: Batch) -> Run:
         )
         if from_registers:
             held = np.broadcast_to(left(machine), (4, 1, machine.lanes))[:, 0, lanes.reshape(-1)]
-            tiles, read = register_operand(held, form.dtype), [b]
+            tiles, read = WGMMA_A[BITS[form.dtype]].tile(decode(held, form.dtype)), [b]
         else:
             words = same(left(machine), "the descriptor of a")
             tiles = _operand(machine, lanes, words, ROWS, form.dtype, form.transposed_a)

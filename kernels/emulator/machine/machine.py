@@ -112,7 +112,9 @@ class Machine:
         self.thread_of_lane: NDArray[np.intp] = shape.thread_of_lane  # within its block
         self.alive = shape.is_thread.copy()
         self.full = shape.threads == shape.lanes_per_block  # every lane is a thread, and none has ended
-        self.shared_size = _static_shared_size(program) + launch.shared
+        # Dynamic shared memory begins where the static part ends, aligned.
+        starts = [v.offset for v in program.variables.values() if v.space == "shared" and not v.size]
+        self.shared_size = max([program.shared, *starts]) + launch.shared
         self.shared_pitch = -(-max(self.shared_size, 16) // 1024) * 1024  # swizzled tiles need 1024 bytes
         self.shared = np.full((blocks, self.shared_pitch), POISON, np.uint8)
         self.local = np.full((self.lanes, -(-program.local // 16) * 16), POISON, np.uint8)
@@ -186,9 +188,3 @@ class Machine:
             if fault.instruction:
                 raise
             self.fault(fault.kind, fault.message, lanes=np.arange(self.lanes) == lane)
-
-
-def _static_shared_size(program: Program) -> int:
-    """Return the bytes of static shared memory, up to where the dynamic part begins."""
-    starts = [v.offset for v in program.variables.values() if v.space == "shared" and not v.size]
-    return max([program.shared, *starts])

@@ -136,7 +136,9 @@ def caught_by(step: Any, sizes: Iterable[int], dtype: str) -> tuple[str, str]:
         with np.errstate(invalid="ignore"):
             harness.check(step, m, n, k, dtype, np.random.default_rng())
     except Fault as fault:
-        return fault.kind if _has_a_place(fault) else "a fault without a place", str(fault)
+        file, _, line = fault.where.rpartition(":")  # a line of the source
+        has_a_place = Path(file).is_file() and int(line) > 0
+        return fault.kind if has_a_place else "a fault without a place", str(fault)
     except AssertionError as error:
         return "wrong numbers", str(error)
     return "", ""
@@ -157,9 +159,3 @@ def caught_by_counting(step: Any, sizes: Iterable[int], dtype: str, sectors: flo
 
 def _dotted(file: str) -> str:
     return file.replace("/", ".")
-
-
-def _has_a_place(fault: Fault) -> bool:
-    """Return whether it names a line of the source."""
-    file, _, line = fault.where.rpartition(":")
-    return Path(file).is_file() and int(line) > 0

@@ -250,29 +250,24 @@ def arrive(batch: Batch) -> Run:
     return run
 
 
-@unit_of_lanes("mbarrier.expect_tx", order="fence", operands=("address", "u32"), counted="barrier")
-def expect(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
-    """mbarrier.expect_tx{.sem.scope}{.space}.b64 [addr], bytes: announce them, without an arrival."""
-    for mbarrier, amount in _amounts(machine, lanes, addresses, amounts):
-        machine.events += mbarrier.expect(amount)
+@unit_of_lanes(
+    *("mbarrier.expect_tx", "mbarrier.complete_tx"),
+    order="fence",
+    operands=("address", "u32"),
+    counted="barrier",
+)
+def announce(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
+    """mbarrier.expect_tx{.sem.scope}{.space}.b64 [addr], bytes: announce them, without an arrival.
 
-
-@unit_of_lanes("mbarrier.complete_tx", order="fence", operands=("address", "u32"), counted="barrier")
-def complete(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
-    """mbarrier.complete_tx{.sem.scope}{.space}.b64 [addr], bytes: count them, without a copy."""
-    for mbarrier, amount in _amounts(machine, lanes, addresses, amounts):
-        machine.events += mbarrier.complete(amount, np.zeros(machine.clocks.agents, np.int32))
-
-
-def _amounts(
-    machine: Machine, lanes: Array, addresses: Array, amounts: Array
-) -> Iterator[tuple[Mbarrier, int]]:
-    """Yield each mbarrier that lanes use, and the sum of their amounts. Faults of its user name the lane."""
+    mbarrier.complete_tx counts them, without a copy.
+    """
+    assert machine.instruction is not None
+    sign = 1 if machine.instruction.opcode[1] == "expect_tx" else -1
     mbarriers = machine.state(Mbarriers)
     for key, which in mbarriers.by_key(addresses, lanes):
         mbarrier = mbarriers.at(key, lanes[which])
         with machine.located(int(lanes[which[0]])):
-            yield mbarrier, int(amounts[which].sum())
+            machine.events += mbarrier.expect(sign * int(amounts[which].sum()))
 
 
 def _look(batch: Batch, waits: bool) -> Callable[[Machine, Array], Lanes]:

@@ -52,7 +52,3 @@ def test_the_same_machine_with_another_kernel():
 def test_cpu_id(tmp_path, text, found):
     (tmp_path / "cpuinfo").write_text(text)
     assert identity.cpu_id(str(tmp_path / "cpuinfo")) == found
-
-
-def test_cpu_id_where_nothing_tells(tmp_path):
-    assert identity.cpu_id(str(tmp_path / "missing")) == ""

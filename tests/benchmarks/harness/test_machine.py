@@ -58,13 +58,6 @@ def test_this_machine_is_described_without_its_name():
         assert platform.node() not in text
 
 
-def test_cpu_model_where_nothing_tells(tmp_path):
-    assert machine.cpu_model(str(tmp_path / "missing"))
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nmodel name\t: Some   CPU  @ 3 GHz\n")
-    assert machine.cpu_model(str(cpuinfo)) == "Some CPU @ 3 GHz"
-
-
 def limits(root, own, files):
     """CPU and memory that these files of control groups allow a process in the groups `own`."""
     for path, text in files.items():

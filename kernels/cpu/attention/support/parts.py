@@ -7,25 +7,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...rung import Array
-from . import thread_pool
-from .attention_sizes import QUERIES, backward_memory, forward_memory, most_queries, padded
-from .block_sizes import memory
-from .compiling import compiled
+from ....rung import Array
+from ...support import thread_pool
+from ...support.block_sizes import memory
+from ...support.compiling import compiled
+from .sizes import QUERIES, backward_memory, forward_memory, most_queries, padded
 
 if TYPE_CHECKING:
-    from . import atomic, attention_backward, attention_forward
+    from ...support import atomic
+    from . import backward_pass, forward_pass
 
 
-@compiled("CCCCCC", uses=("attention_forward", "atomic"), nogil=True, boundscheck=False)
+@compiled("CCCCCC", uses=("atomic", ".attention.support.forward_pass"), nogil=True, boundscheck=False)
 def _forward(
     q: Array, k: Array, v: Array, out: Array, logs: Array, space: Array, counter: int,
     heads: int, parts: int, causal: int, skip: int,
 ) -> None:  # fmt: skip
     part = atomic.fetch_add(counter, 1)
     while part < heads * parts:
-        own, seen, first, _ = attention_forward.place(part, heads, parts, q.shape[0], k.shape[0])
-        attention_forward.attend(q[own], k[seen], v[seen], out[own], logs[own], space, first, causal, skip)
+        own, seen, first, _ = forward_pass.place(part, heads, parts, q.shape[0], k.shape[0])
+        forward_pass.attend(q[own], k[seen], v[seen], out[own], logs[own], space, first, causal, skip)
         part = atomic.fetch_add(counter, 1)
 
 
@@ -46,7 +47,10 @@ def forward(
 
 
 @compiled(
-    "CCCCCCCCCC", uses=("attention_backward", "attention_forward", "atomic"), nogil=True, boundscheck=False
+    "CCCCCCCCCC",
+    uses=("atomic", ".attention.support.backward_pass", ".attention.support.forward_pass"),
+    nogil=True,
+    boundscheck=False,
 )
 def _backward(
     q: Array, k: Array, v: Array, out: Array, d_out: Array, logs: Array, dq: Array, dk: Array, dv: Array,
@@ -54,9 +58,9 @@ def _backward(
 ) -> None:  # fmt: skip
     part = atomic.fetch_add(counter, 1)
     while part < heads * parts:
-        own, seen, first, sums = attention_forward.place(part, heads, parts, q.shape[0], k.shape[0])
+        own, seen, first, sums = forward_pass.place(part, heads, parts, q.shape[0], k.shape[0])
         inputs, results = (q[own], k[seen], v[seen]), (dq[own], dk[sums], dv[sums])
-        attention_backward.attend(inputs, (out[own], d_out[own], logs[own]), results, space, first, causal)
+        backward_pass.attend(inputs, (out[own], d_out[own], logs[own]), results, space, first, causal)
         part = atomic.fetch_add(counter, 1)
 
 

@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .vector_instructions import INT32, INT64, Value, Vectors
+from ...support.vector_instructions import INT32, INT64, Value, Vectors
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 POWERS = (1.00000007, 0.69314695, 0.24022122, 0.055507426, 0.0096754597, 0.0013266970)  # of f, from f^0
@@ -38,11 +38,6 @@ class Rows(Vectors):
     def of(self, number: float) -> Value:
         """A number that is known when compiling, in every lane."""
         return ir.Constant(self.type, [number] * self.lanes)
-
-    def every(self, x: Value) -> Value:
-        """A scalar, in every lane."""
-        first = self.builder.insert_element(self.undefined, x, ir.Constant(INT32, 0))
-        return self.shuffle(first, self.undefined, [0] * self.lanes)
 
     def larger(self, x: Value, y: Value) -> Value:
         """The larger element in each lane: one instruction, since NaN in y is NaN here."""

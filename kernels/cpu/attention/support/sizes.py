@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .vector_unit import vector_unit
+from ...support.vector_unit import vector_unit
 
 TILES = 18  # of queries in a part, at most: they share one packing of the keys
 GAP = 16  # elements between rows of scores; no power of two, so rows fall into different sets of a cache

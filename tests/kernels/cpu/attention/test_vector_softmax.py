@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from minidist.kernels.cpu.support import vector_softmax
+from minidist.kernels.cpu.attention.support import vector_softmax
 from minidist.kernels.cpu.support.vector_moves import pointer
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from . import register_tile
-from .attention_forward import COLUMNS, INFINITY, product
-from .attention_sizes import GAP, QUERIES, TALL
-from .packed_product import pack, pack_panels
-from .vector_moves import offset, pointer
+from ...support import register_tile
+from ...support.packed_product import pack, pack_panels
+from ...support.vector_moves import offset, pointer
+from .forward_pass import COLUMNS, INFINITY, product
+from .sizes import GAP, QUERIES, TALL
 from .vector_softmax import LOG2_E, gradients
 
 ROW = QUERIES + GAP  # from a row of scores to the next

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from . import register_tile
-from .attention_sizes import GAP, GROUP, KEYS
-from .packed_product import pack_panels
-from .vector_moves import offset, pointer, vector
+from ...support import register_tile
+from ...support.packed_product import pack_panels
+from ...support.vector_moves import offset, pointer, vector
+from .sizes import GAP, GROUP, KEYS
 from .vector_softmax import LN_2, LOG2_E, largest, powers, scaled
 
 ROW = KEYS + GAP  # from a row of scores to the next
