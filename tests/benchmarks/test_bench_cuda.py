@@ -222,6 +222,8 @@ def test_attention_is_checked_then_compared_with_torchs(bench, monkeypatch, back
     """On the emulator; two programs are timed in turns, and a wrong result is never timed."""
     monkeypatch.setenv(device.VARIABLE, "emulator")
     monkeypatch.setattr(cuda_timing, "HEADS", 2)
+    checked = []
+    monkeypatch.setattr(bench, "check_attention", lambda *given: checked.append(given))
     gpu, benchmark, step = EmulatedGpu(), FakeBenchmark(), CUDA_ATTENTION_LADDER[-1]
     bench.test_attention(benchmark, False, gpu, step, "bfloat16", True, backward, 40)
     extra = benchmark.extra_info
@@ -229,10 +231,12 @@ def test_attention_is_checked_then_compared_with_torchs(bench, monkeypatch, back
     work = (5 if backward else 2) * 2 * 40 * 40 * 64
     assert extra["gflops"] == pytest.approx(work / benchmark.stats.stats.median / 1e9)
     assert extra["peer"] == "scaled_dot_product_attention"
+    assert checked == [(step, "bfloat16", "cpu")]
     wrong = dataclasses.replace(step, compute=lambda q, k, v, out, *_: out.data.fill(0))
-    with pytest.raises(AssertionError):
-        bench.test_attention(FakeBenchmark(), False, gpu, wrong, "bfloat16", True, backward, 40)
-    assert gpu.waits == 2
+    benchmark = FakeBenchmark()
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        bench.test_attention(benchmark, False, gpu, wrong, "bfloat16", True, backward, 40)
+    assert not benchmark.extra_info
 
 
 def test_launching_is_compared_with_torchs_and_has_a_goal(measure, monkeypatch):
