@@ -17,13 +17,18 @@ log=$OUT/log-$what-${part/\//-of-}.txt results=$OUT/results.json ladder="s10_hop
 s7_async_copy s6_vector_loads s5_thread_tile_2d s4_thread_tile_1d s3_shared_tile s2_coalesced s1_naive"
 attention="s5_backward s4_tensor_core s3_shared_tiles s2_warp_rows s1_three_kernels"
 
+running=
+trap '[ -n "$running" ] && kill "$running" 2>/dev/null; exit 143' INT TERM HUP
+
 say() { echo "[$SECONDS s] $*" | tee -a "$log"; }
 # Run a command for at most $1 seconds, and never beyond 580 of this call; a failure ends only that command.
 go() {
     local limit=$1 left=$((580 - SECONDS)) code
     shift
     [ "$left" -lt 15 ] && { say "no time for: $*"; return 1; }
-    timeout -k 5 "$((limit < left ? limit : left))" "$@" >>"$log" 2>&1
+    timeout -k 5 "$((limit < left ? limit : left))" "$@" >>"$log" 2>&1 &
+    running=$!
+    wait "$running"
     code=$?
     [ "$code" = 0 ] || say "exit code $code: $*"
     return "$code"
