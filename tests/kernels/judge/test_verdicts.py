@@ -54,7 +54,12 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
     return judge
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+SLOW = ("attention", "attention_causal")  # seconds of the emulator
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.deep] * (one in SLOW)) for one in PROBLEMS]
+)
 def test_a_solution_of_each_problem_is_par(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
     [verdict] = verdicts.judge(PARS, [name])
