@@ -53,6 +53,7 @@ class Counts:
     lines: dict[str, LineCounts] = field(default_factory=dict)
     matrix_flops: int = 0
     copied_bytes: int = 0  # by cp.async and TMA, into shared memory
+    tensor_bytes: int = 0  # by TMA alone, whose loads are in no sectors
 
     @property
     def total(self) -> LineCounts:
