@@ -18,4 +18,5 @@ TITLES = (
     "ZeRO 1, 2, 3",
     "All together",
     "Bugs that the loss does not show",
+    "Attention without the square",
 )

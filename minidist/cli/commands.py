@@ -87,7 +87,10 @@ def train(
     batch: shared.BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     optimizer: shared.Optimizer = "adamw",
-    rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
+    rung: Annotated[
+        str | None,
+        typer.Option(help="The mlp's matmul rung, such as s4_loop_order, or a GPT's of attention."),
+    ] = None,
     dtype: shared.Dtype = "float32",
     seed: shared.Seed = 0,
     clip_norm: shared.ClipNorm = None,

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import groupby
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
-from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.dry_run.transformer import subject_of
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.state_bytes import OPTIMIZERS
@@ -32,6 +31,9 @@ from minidist.scale.planning.candidates import Candidate, Question, Refused, can
 from minidist.scale.time.hardware import Hardware, smallest
 from minidist.scale.time.hardware import hardware as hardware_of
 from minidist.scale.time.step_time import check_machine
+
+if TYPE_CHECKING:
+    from minidist.scale.dry_run.own_model import OwnModel
 
 MEANINGFUL = 0.1
 """A predicted difference counts from this share of a step's time on."""
