@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from minidist.plain.mistakes import CLASSES, collection
-from minidist.plain.mistakes.detectors import DETECTORS, Found, examine
+from minidist.plain.mistakes.examine import DETECTORS, Found, examine
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN = "# Mistakes that the loss does not show\n"

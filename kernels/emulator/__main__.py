@@ -1,6 +1,7 @@
-"""Count in the emulator what the rungs of the CUDA ladder do; no GPU needed.
+"""Count in the emulator what the rungs of a CUDA ladder do; no GPU needed.
 
 python -m minidist.kernels.emulator                    # all rungs side by side, 128 x 128 x 128
+python -m minidist.kernels.emulator --attention        # those of attention: 128 positions, one head of 64
 python -m minidist.kernels.emulator s6 256             # one rung, line by line
 python -m minidist.kernels.emulator s9 256 --dtype bfloat16
 """
@@ -10,11 +11,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from .. import rung
+from ..attention_rung import AttentionRung
 from ..cuda import CUDA_LADDER
-from ..measure import harness
+from ..cuda.attention import CUDA_ATTENTION_LADDER
+from ..measure import attention, harness
+from ..rung import Step
 from .ptx.fault import EmulatorError
 from .report import Profile, profiled
 
@@ -27,17 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minidist.kernels.emulator", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("rung", nargs="?", help="s1 to s10, or a full name (default: all)")
-    parser.add_argument("n", nargs="?", type=int, default=128, help="multiply n x n by n x n (128)")
+    parser.add_argument("n", nargs="?", type=int, default=128, help="sizes, or positions (128)")
+    parser.add_argument("--attention", action="store_true", help="the ladder of attention, with backward")
     parser.add_argument("--dtype", help="float32 where the rung takes it")
     options = parser.parse_args(arguments)
     if not 1 <= options.n <= 1024:
         parser.error(f"n is {options.n}: pass 1 to 1024, as the emulator takes minutes for more")
+    ladder: Sequence[Step] = CUDA_ATTENTION_LADDER if options.attention else CUDA_LADDER
     try:
         if options.rung is not None:
-            print(measured(rung(options.rung, CUDA_LADDER), options.n, options.dtype)[0])
+            print(measured(rung(options.rung, ladder), options.n, options.dtype)[0])
             return 0
         print(_row(tuple(WIDTHS)))
-        for step in CUDA_LADDER:
+        for step in ladder:
             print(_row(_cells(step, options.n, options.dtype)))
     except (ValueError, TypeError, EmulatorError) as error:
         print(error, file=sys.stderr)
@@ -46,31 +55,51 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(step: Any, n: int, dtype: str | None) -> tuple[Profile, float]:
-    """Return the profile of a rung's n x n x n product, and the seconds of a run without counting."""
-    kind = dtype or ("float32" if "float32" in step.dtypes else step.dtypes[0])
+    """Return the profile of a rung's n x n x n product or n positions, and the seconds without counting."""
+    kind = dtype or _usual(step)
     a, b = harness.inputs(n, n, n, harness.numpy_dtype(kind), seed=n)
-    step.matmul(a, b)  # compiles
+
+    def call() -> None:
+        if isinstance(step, AttentionRung):
+            attention.run(step, _size(n), False, kind)
+        else:
+            step.matmul(a, b, out=np.empty_like(a))
+
+    call()  # compiles
     start = time.perf_counter()
-    c = step.matmul(a, b)
+    call()
     seconds = time.perf_counter() - start
-    with profiled(f"{step.name}, {n} x {n} x {n}, {kind}") as counts:
-        step.matmul(a, b, out=c)
+    what = f"{n} positions of 64" if isinstance(step, AttentionRung) else f"{n} x {n} x {n}"
+    with profiled(f"{step.name}, {what}, {kind}") as counts:
+        call()
     return counts, seconds
+
+
+def _usual(step: Step) -> str:
+    return "float32" if "float32" in step.dtypes else step.dtypes[0]
+
+
+def _size(n: int) -> attention.Size:
+    return (1,), n, n, 64
 
 
 def _cells(step: Any, n: int, dtype: str | None) -> tuple[str, ...]:
     if dtype is not None and dtype not in step.dtypes:
         return (step.name, f"takes {' or '.join(step.dtypes)}", *[""] * 6)
     counts, seconds = measured(step, n, dtype)
-    total = counts.total
-    size = 2 if "float32" not in step.dtypes else 4
-    moved = 32 * (total.load_sectors + total.store_sectors) + counts.counts.copied_bytes
+    total, kind = counts.total, dtype or _usual(step)
+    if isinstance(step, AttentionRung):
+        backward = step.gradients is not None
+        work = attention.flops(_size(n), False, False) + backward * attention.flops(_size(n), False, True)
+        least = attention.least_bytes(step, _size(n), False, kind)
+    else:
+        work, least = harness.flops(n, n, n), harness.bytes(n, n, n, kind)
     return (
         step.name,
         str(total.instructions),
-        f"{2 * n**3 / max(total.instructions, 1):.0f}",
+        f"{work / max(total.instructions, 1):.0f}",
         f"{counts.sectors_per_load:.2f}" if total.loads else "-",
-        f"{moved / (3 * n * n * size):.1f}",
+        f"{counts.moved / least:.1f}",
         str(total.shared_passes),
         str(counts.shared_conflicts),
         f"{seconds:.2f}",

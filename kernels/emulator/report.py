@@ -228,6 +228,12 @@ class Profile:
         return _ratio(self.total.load_bytes, self.total.load_sectors * SECTOR)
 
     @property
+    def moved(self) -> int:
+        """Bytes moved from and to global memory: whole sectors, and what the copy engine loads."""
+        sectors = self.total.load_sectors + self.total.store_sectors
+        return sectors * SECTOR + self.counts.tensor_bytes
+
+    @property
     def shared_conflicts(self) -> int:
         """Passes through shared memory beyond those of conflict-free requests."""
         return self.total.shared_passes - self.total.shared_least

@@ -6,7 +6,7 @@
 | recorder | runs the reader's file in a process of its own, and notes what it launches |
 | verdicts | runs what was noted in the emulator, checks it, and counts what it costs |
 
-`minidist judge FILE` prints the verdicts.
+`minidist judge FILE` prints the verdicts; docs/ladders/judge.md has the rules.
 """
 
 from .problems import PROBLEMS as PROBLEMS

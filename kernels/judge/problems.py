@@ -195,7 +195,7 @@ def matmul(draw: Draw, m: int, n: int, k: int) -> Case:
     return _sums({"a": a, "b": b}, _unwritten(m, n), product, magnitude, k)
 
 
-@problem(128, 128, 128, most=(150, 150, 300), step=(1, 1, 16), par=65267)
+@problem(128, 128, 128, most=(150, 150, 300), step=(1, 1, 16), par=40691)
 def matmul_f16(draw: Draw, m: int, n: int, k: int) -> Case:
     """matmul_f16(a, b, out): out = a times b transposed, with sums in float32, as tensor cores add.
 

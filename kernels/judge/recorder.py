@@ -63,8 +63,10 @@ class Recorded:
         if isinstance(x, tuple):
             return {"items": [*map(self.code, x)]}
         if not isinstance(x, np.ndarray):
-            typed = isinstance(x, np.generic)
-            return {"number": x.item() if typed else x, "dtype": x.dtype.str if typed else ""}
+            value = x.item() if isinstance(x, np.generic) else x
+            if not isinstance(value, int | float):
+                raise TypeError(f"an argument is a {type(x).__name__}: kernels get arrays and numbers here")
+            return {"number": value, "dtype": x.dtype.str if isinstance(x, np.generic) else ""}
         owner: Any = x
         while getattr(owner, "base", None) is not None:
             owner = owner.base

@@ -254,7 +254,7 @@ def _costs(meter: Meter, launches: Any, programs: list[str]) -> Costs:
     return Costs(
         instructions=total.instructions + meter.in_float64,
         registers=max(registers, default=0),
-        sectors=total.load_sectors + total.store_sectors + meter.copied_sectors,
+        sectors=total.load_sectors + total.store_sectors,
         conflicts=total.shared_passes - total.shared_least + meter.turns,
         barriers=meter.classes["barrier"],
         matrix=meter.matrix_flops // 2048,

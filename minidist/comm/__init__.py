@@ -42,6 +42,7 @@ cost/           predicts the time of a collective from latency and bandwidth
 | is the rank named that failed first? | `collect` | launching/collect_results.py |
 | are deadlocks and different calls found? | `Checker.enter` | checking/__init__.py |
 | is a dtype refused that a call cannot take? | `refusal` | tensor_checks.py |
+| does a failed call become an error in words? | `failed` | errors.py |
 | are bytes and seconds counted? | `Ledger` | ledgers.py |
 | is the time of a collective predicted? | `predict` | cost/model.py |
 

@@ -31,6 +31,7 @@ A package imports only from the floors below it:
 | does the loss get its scale in fp16? | `LossScale` | training/precision.py |
 | are float32 copies of the weights updated? | `optimizer_of_masters` | training/master_weights.py |
 | are activations computed again? | `recompute` | training/recompute.py |
+| does a compression keep back what it has not sent? | `Reduction` | compression/compressor.py |
 | is 1F1B's order made? | `one_f_one_b` | pipeline/schedules.py |
 | is a schedule executed, pass by pass? | `ScheduleRun.execute` | pipeline/execution.py |
 | do activations go to the next stage? | `StageMessages.send` | pipeline/stage_messages.py |

@@ -64,7 +64,19 @@ def test_help_and_a_plan_import_nothing_heavy(words):
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "mistakes", "lessons", "doctor"],
+    [
+        "train",
+        "compare",
+        "trace",
+        "bench",
+        "report",
+        "plan",
+        "dryrun",
+        "mistakes",
+        "judge",
+        "lessons",
+        "doctor",
+    ],
 )
 def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")

@@ -11,8 +11,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda.runtime.kernel import Kernel
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import attention, harness
 
 OPCODES = {
     0x023: "FFMA",  # multiply-add, float32
@@ -87,18 +88,24 @@ def shortcomings(compiled, registers, wanted):
 
 def launched(step, dtype, n):
     """The kernel that a rung launches for n x n x n, its types and dynamic shared memory; nothing runs."""
+    (found,) = launches(step, dtype, n)
+    return found
+
+
+def launches(step, dtype, n, width=64):
+    """Like `launched`, all kernels of a rung, also of attention with n positions of this width."""
     caught = []
 
     def launch(self, grid, *args, shared=0, cluster=1, stream=None):
         caught.append((self, self.types(args), shared))
 
-    kind = harness.numpy_dtype(dtype)
-    a, b = np.empty((n, n), kind), np.empty((n, n), kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "launch", launch)
-        step.matmul(a, b)
-    (found,) = caught
-    return found
+        if isinstance(step, AttentionRung):
+            attention.run(step, ((1,), n, n, width), True, dtype)
+        else:
+            step.matmul(*(np.empty((n, n), harness.numpy_dtype(dtype)) for _ in "ab"))
+    return caught
 
 
 def section(elf, name):

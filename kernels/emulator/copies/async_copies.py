@@ -110,7 +110,7 @@ class AsyncCopies:
         agents, first = np.unique(copies.agents[some], return_index=True)
         clocks.join(agents, copies.clocks[some][first])
         if machine.counts is not None:
-            machine.counts.copied(machine.shape, source, copies.size, lanes)
+            machine.counts.copied_bytes += data.size
 
     def _read(self, copies: Copies, lanes: Array, source: Array, taken: Array | None) -> Array:
         """Return the bytes that arrive, (n, lanes, size): `taken` bytes of global memory, then zeros."""

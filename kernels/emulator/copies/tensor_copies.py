@@ -185,7 +185,7 @@ class BulkCopies:
             machine.events += mbarrier.complete(box_bytes(load.tensor), load.clock)
         if machine.counts is not None:
             machine.counts.copied_bytes += box_bytes(load.tensor)
-            machine.counts.copied_sectors += box_bytes(load.tensor) // 32
+            machine.counts.tensor_bytes += box_bytes(load.tensor)
 
     def begin_load(self, load: Transfer) -> None:
         """Check a load, note what it will write, and begin it."""

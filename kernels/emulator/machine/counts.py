@@ -53,7 +53,7 @@ class Counts:
     lines: dict[str, LineCounts] = field(default_factory=dict)
     matrix_flops: int = 0
     copied_bytes: int = 0  # by cp.async and TMA, into shared memory
-    copied_sectors: int = 0
+    tensor_bytes: int = 0  # by TMA alone, whose loads are in no sectors
 
     @property
     def total(self) -> LineCounts:
@@ -97,11 +97,6 @@ class Counts:
                 line.loads += requests
                 line.load_sectors += sectors
                 line.load_bytes += lanes.size * width
-
-    def copied(self, shape: MachineShape, addresses: Array, width: int, lanes: Array) -> None:
-        """Count copies of `width` bytes from addresses (instructions, lanes) of global memory."""
-        self.copied_bytes += addresses.size * width
-        self.copied_sectors += sum(_sectors(shape, row, width, lanes)[1] for row in addresses)
 
     def shared_access(
         self,

@@ -1,7 +1,8 @@
 """Mutants: a rung's source with one mistake in it, built beside the rung and put to the checks of the rung.
 
 A check that cannot fail says nothing. So each mistake names the check that has to find it: the kind of the
-emulator's Fault, "wrong numbers", "bank conflicts", "uncoalesced", or what the assembler reports.
+emulator's Fault, "wrong numbers", "bank conflicts", "uncoalesced", "moves too much", or what the assembler
+reports.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from typing import Any
 import numpy as np
 
 from ... import cuda
-from ...measure import harness
+from ...attention_rung import AttentionRung
+from ...measure import attention, harness
 from ..ptx.fault import Fault
 from ..report import profiled
 from .patches import changed as changed
 from .patches import mistakes_in
 
 FOLDER = Path(cuda.__file__).parent
-COUNTED = ("bank conflicts", "uncoalesced")
+COUNTED = ("bank conflicts", "uncoalesced", "moves too much")
 ALIGNED = (64, 128, 64)  # m, n, k where sectors are counted
+ALIGNED_HEAD = ((1,), 256, 256, 64)  # of attention
 SECTORS = {"s2_coalesced": 2.5, "s3_shared_tile": 4, "s4_thread_tile_1d": 4, "s5_thread_tile_2d": 4}
-# The usual sizes, ragged and of several tiles each way, and the dtype.
+SECTORS |= {"attention/s2_warp_rows": 4, "attention/s3_shared_tiles": 4}
+# The usual sizes, ragged and of several tiles each way; of attention heads, queries, keys, width.
 USUAL = {
     "s2_coalesced": ((37, 45, 70), "float32"),
     "s3_shared_tile": ((37, 45, 70), "float32"),
@@ -40,6 +44,8 @@ USUAL = {
     "s8_warp_tile": ((70, 140, 53), "float32"),
     "s9_tensor_core": ((37, 141, 300), "float16"),
     "s10_hopper": ((300, 250, 280), "float16"),
+    "attention/s2_warp_rows": ((2, 37, 37, 33), "float32"),
+    "attention/s3_shared_tiles": ((2, 70, 70, 40), "float32"),
 }
 SMALL_TILES = ("s8_warp_tile", "s9_tensor_core", "s10_hopper")
 
@@ -51,7 +57,7 @@ class Mutant:
     mistake: str
     caught: str
     changes: tuple[str, ...]  # of the rung's file, or after "@tiling/panels" of another one of kernels/cuda
-    sizes: tuple[int, ...] = ()  # m, n, k, where the rung's usual ones don't show it
+    sizes: tuple[int, ...] = ()  # where the rung's usual ones don't show it
 
 
 def swap(old: str, new: str) -> tuple[str]:
@@ -131,11 +137,18 @@ def caught(rung: str, module: Any, mutant: Mutant) -> tuple[str, str]:
 
 
 def caught_by(step: Any, sizes: Iterable[int], dtype: str) -> tuple[str, str]:
-    """Return the check that a product of these sizes does not pass, and what it says; "" where it passes."""
-    m, n, k = sizes
+    """Return the check that a result of these sizes does not pass, and what it says; "" where it passes."""
+    first, *others = sizes  # m, or heads
+    rng = np.random.default_rng()
     try:
         with np.errstate(invalid="ignore"):
-            harness.check(step, m, n, k, dtype, np.random.default_rng())
+            if isinstance(step, AttentionRung):
+                queries, keys, width = others
+                for causal in (False, True)[: 1 + (queries == keys)]:
+                    attention.check(step, ((first,), queries, keys, width), causal, rng, dtype)
+            else:
+                n, k = others
+                harness.check(step, first, n, k, dtype, rng)
     except Fault as fault:
         file, _, line = fault.where.rpartition(":")  # a line of the source
         has_a_place = Path(file).is_file() and int(line) > 0
@@ -146,15 +159,25 @@ def caught_by(step: Any, sizes: Iterable[int], dtype: str) -> tuple[str, str]:
 
 
 def caught_by_counting(step: Any, sizes: Iterable[int], dtype: str, sectors: float) -> tuple[str, str]:
-    """As `caught_by`: banks must not conflict, and a load take `sectors` of 32 bytes at most."""
-    m, n, k = sizes
-    a, b = harness.inputs(m, n, k, dtype, seed=0)
+    """As `caught_by`: banks must not conflict, and a load take `sectors` of 32 bytes at most.
+
+    Attention, causal, of `ALIGNED_HEAD` must not move more than 1.3 times what its tiles do.
+    """
+    limit = float("inf")
     with profiled() as counts:
-        step.matmul(a, b)
+        if isinstance(step, AttentionRung):
+            attention.run(step, ALIGNED_HEAD, True, dtype)
+            if step.number > 2:  # which have tiles
+                limit = 1.3 * attention.least_bytes(step, ALIGNED_HEAD, True, dtype)
+        else:
+            m, n, k = sizes
+            step.matmul(*harness.inputs(m, n, k, dtype, seed=0))
     if counts.shared_conflicts:
         return "bank conflicts", str(counts)
     if counts.sectors_per_load > sectors:
         return "uncoalesced", str(counts)
+    if counts.moved > limit:
+        return "moves too much", f"{counts.moved} bytes, not {limit:.0f}"
     return "", ""
 
 

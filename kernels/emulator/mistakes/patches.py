@@ -35,7 +35,7 @@ def mistakes_in(path: Path) -> tuple[list[Mistake], list[str]]:
     above: list[str] = []
     part = ""
     for line in path.read_text().splitlines():
-        if named := re.fullmatch(r"\[(\w+)\]", line):
+        if named := re.fullmatch(r"\[([\w/]+)\]", line):
             part = named[1]
         elif not part:
             above.append(line)

@@ -66,8 +66,8 @@ def prepare(
     | cp | a model of transformers, or attention with an attribute `attend`; inputs and targets (B, T) |
     | ep | a mixture of experts: `GPTConfig(experts=8)`, or one of transformers, such as Mixtral |
 
-    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO stage 1
-    too. Stages 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
+    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO 1
+    too. ZeRO 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
     micro-batch.
 
     A model that fits on no rank can be made on the meta device for a layout with tp, pp or zero=3. Ranks then

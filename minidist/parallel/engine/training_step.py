@@ -334,7 +334,7 @@ class Engine:
 
         They are the same on all ranks, with BatchNorms' statistics, and lie on the model's device.
         """
-        copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
+        copies = {name: value.clone() for name, value in self.whole()}  # ZeRO 3 gives them unit by unit
         return {name: copies[name] for name in self.tensor_map.entries}
 
     @contextmanager

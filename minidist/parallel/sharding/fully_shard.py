@@ -1,4 +1,4 @@
-"""ZeRO stage 3 for a loop of one's own: each rank keeps an n-th of parameters, gradients and optimizer state.
+"""ZeRO 3 for a loop of one's own: each rank keeps an n-th of parameters, gradients and optimizer state.
 
 The model is cut into units (units.py), such as transformer blocks. A unit's parameters are gathered just
 before its forward pass, and again before its backward pass, and freed after each. After the backward pass its
@@ -90,7 +90,7 @@ class FullyShard(nn.Module):
     synchronize = delegated("shared", ShardedParameters.sum_over_ranks)
     clip_grad_norm = delegated("shared", ShardedParameters.clip_grad_norm)
     step = delegated("shared", ShardedParameters.update)
-    zero_grad = delegated("shared", ShardedParameters.zero_grad)
+    zero_grad = delegated("shared", ShardedParameters.forget)
     no_sync = delegated("shared", ShardedParameters.no_sync)
     summon = delegated("shared", gathered_model.summon)
     named_shards = delegated("shared", gathered_model.named_shards)

@@ -141,7 +141,7 @@ class ShardedParameters(AllParameters):
         """Have the optimizer's own methods complete the gradients before, and publish after."""
         optimizer.register_step_pre_hook(weakly(self._before_step))
         optimizer.register_step_post_hook(weakly(self._after_step))
-        optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
+        optimizer.zero_grad = weakly(self.forget)  # type: ignore[method-assign]
         follow_own_methods(optimizer, weakly(self.after_own_method))
 
     def pieces(self) -> list[nn.Parameter]:
@@ -311,11 +311,7 @@ class ShardedParameters(AllParameters):
         """
         self.slices.update(self.complete, self.publish, closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        self.forget()
-
-    def forget(self) -> None:
+    def forget(self, set_to_none: bool = True) -> None:
         """Forget the gradients; the next ones are the first."""
         self.wait()
         for param_set in self.sets:

@@ -19,7 +19,7 @@ from torch import Tensor
 from minidist.comm.work import rank_in
 from minidist.parallel.flat.bucket_layout import BucketLayout, WholeTensors
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.exchange import Pieces, exchange
+from minidist.parallel.flat.joined_messages import Pieces, exchange
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.training.elementwise_optimizers import Work
 

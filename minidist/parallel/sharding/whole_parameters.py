@@ -399,7 +399,7 @@ class WholeParameters(AllParameters):
         Data parallelism sends 2 (n - 1) / n of the bytes of each bucket, compressed or not, and of P + 2
         counts for P parameters. ZeRO sends (n - 1) / n twice, by a reduce-scatter and an all-gather of every
         bucket, padded so that n divides it; and for the counts of ranks that used each parameter, and totals,
-        2 (n - 1) / n of 8 (P + 3) bytes. In stage 2 each further backward pass sends all but the all-gather.
+        2 (n - 1) / n of 8 (P + 3) bytes. With ZeRO 2 each further backward pass sends all but the all-gather.
         Sparse gradients, rows and buffers come on top.
         """
         if any(reducer.buckets is None for reducer in self.reducers):

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdRef
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat.bucket_layout import longest_first, matrix_work, whole_shape
-from minidist.parallel.flat.exchange import exchange
+from minidist.parallel.flat.joined_messages import exchange
 from minidist.parallel.flat.ranges import narrowed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

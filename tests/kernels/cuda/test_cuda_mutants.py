@@ -16,7 +16,7 @@ from minidist.kernels.cuda.runtime import gpu_driver
 from minidist.kernels.emulator.mistakes import mutants, silicon
 from minidist.kernels.emulator.mistakes.mutants import SMALL_TILES, USUAL, built, forget, small_tiles, swap
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
-from tests.helpers.machine_code import launched, shortcomings
+from tests.helpers.machine_code import launches, shortcomings
 
 ASSEMBLED = ("spills", "stack", "missing STG.128", "looped copies")
 # The most registers, and instructions without which the idea is not there.
@@ -62,8 +62,8 @@ def caught(rung, mutant, folder):
 
 
 def caught_by_assembling(step, dtype, registers, wanted):
-    """As `mutants.caught_by`: what the assembler says of the kernel for 64 x 64 x 64."""
-    kernel, types, _ = launched(step, dtype, 64)
+    """As `mutants.caught_by`: what the assembler says of the kernel for 64 x 64 x 64, or the first of 64."""
+    kernel, types, _ = launches(step, dtype, 64)[0]
     found = shortcomings(kernel.compile(types, kernel.architecture), registers, wanted)
     return (found[0], str(found)) if found else ("", "")
 
@@ -86,7 +86,7 @@ def test_a_mistake_is_caught_by_the_check_named(rung, mutant, tmp_path, monkeypa
 )
 def test_without_a_mistake_all_checks_pass(rung, tmp_path, monkeypatch):
     """Rungs whose tiles stay the same are those of the ladder: its tests have compiled them."""
-    module = importlib.import_module(f"minidist.kernels.cuda.{rung}")
+    module = importlib.import_module(f"minidist.kernels.cuda.{rung.replace('/', '.')}")
     if rung in SMALL_TILES:
         monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path))
         module = built(rung, (), tmp_path)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
@@ -152,21 +151,61 @@ def test_a_trick_scores_nothing(judge: Judge, trick: str) -> None:
 def test_a_file_that_opens_things_is_stopped(judge: Judge, tried: str, said: str) -> None:
     """Also one that would not mind."""
     text = f"{HEAD}{ADD}    try:\n        {tried}\n    except BaseException:\n        pass\n"
-    with pytest.raises(ValueError, match=rf"answer.py:{len(text.splitlines()) - 2}: the file {said}.*stopped"):
+    with pytest.raises(
+        ValueError, match=rf"answer.py:{len(text.splitlines()) - 2}: the file {said}.*stopped"
+    ):
         judge(text)
 
 
-LOOP = "\n@cuda.jit\ndef loop(x, out):\n    i = 0\n    while x[0] + i != -1:\n        i += 1\n    out[0] = i\n"
+LOOP = (
+    "\n@cuda.jit\ndef loop(x, out):\n    i = 0\n    while x[0] + i != -1:\n        i += 1\n    out[0] = i\n"
+)
+MUCH = """
+@cuda.jit
+def kernel(x, out):
+    array = cuda.local.array(1 << 24, float32)
+    for i in range(x.size):
+        array[i] = x[i]
+    for i in range(x.size):
+        out[0] += array[i]
+
+def reduction(x, out):
+    launch(kernel, 1, 1, x, out)
+"""
 SENTENCES = {
-    "a kernel that does not end": (LOOP + "def reduction(x, out):\n    launch(loop, 1, 1, x, out)", "no end: the kernels go on"),  # fmt: skip
-    "too many launches": ("def reduction(x, out):\n    while True:\n        launch(lambda x: None, 1, 1, x)", "answer.py:9: ValueError: more than 100 launches"),  # fmt: skip
-    "a thread with much memory": ("@cuda.jit\ndef k(x, out):\n    a = cuda.local.array(1 << 24, float32)\n    for i in range(x.size):\n        a[i] = x[i]\n    for i in range(x.size):\n        out[0] += a[i]\ndef reduction(x, out):\n    launch(k, 1, 1, x, out)", "67108864 bytes of local memory, and GPUs give it 524288"),  # fmt: skip
-    "large arrays": ("def reduction(x, out):\n    launch(lambda x: None, 1, 1, np.empty(1 << 28, np.int8))", "makes arrays of 268,435,456 bytes"),  # fmt: skip
-    "a name that is not there": (ADD.replace("x[i]", "z[i]"), r"answer.py:\d+: TypingError: NameError: name 'z'"),
-    "a kernel's arguments": (ADD.replace("x, y, out):\n    i", "x, out):\n    i"), "kernel takes 2 arguments"),
-    "other arguments": (ADD.replace("def add(x, y, out)", "def add(x, out)"), r"add\(x, out\) has other arguments than the problem: add\(x, y, out\)"),  # fmt: skip
-    "a kernel for a function": ("@cuda.jit\ndef add(x, y, out):\n    out[0] = 1", r"write a function add\(x, y, out\) that launches"),  # fmt: skip
-    "rounds to tensor cores' bits": ("def matmul(a, b, out):\n    rung('s9_tensor_core').matmul(a, b, out=out)", r"out\[.* is right: \d+ of"),  # fmt: skip
+    "a kernel that does not end": (
+        LOOP + "def reduction(x, out):\n    launch(loop, 1, 1, x, out)",
+        "no end: the kernels go on",
+    ),
+    "too many launches": (
+        "def reduction(x, out):\n    while True:\n        launch(lambda x: None, 1, 1, x)",
+        "answer.py:9: ValueError: more than 100 launches",
+    ),
+    "a thread with much memory": (MUCH, "67108864 bytes of local memory, and GPUs give it 524288"),
+    "large arrays": (
+        "def reduction(x, out):\n    launch(lambda x: None, 1, 1, np.empty(1 << 28, np.int8))",
+        "makes arrays of 268,435,456 bytes",
+    ),
+    "a name that is not there": (
+        ADD.replace("x[i]", "z[i]"),
+        r"answer.py:\d+: TypingError: NameError: name 'z'",
+    ),
+    "a kernel's arguments": (
+        ADD.replace("x, y, out):\n    i", "x, out):\n    i"),
+        "kernel takes 2 arguments",
+    ),
+    "other arguments": (
+        ADD.replace("def add(x, y, out)", "def add(x, out)"),
+        r"add\(x, out\) has other arguments than the problem: add\(x, y, out\)",
+    ),
+    "a kernel for a function": (
+        "@cuda.jit\ndef add(x, y, out):\n    out[0] = 1",
+        r"write a function add\(x, y, out\) that launches",
+    ),
+    "rounds to tensor cores' bits": (
+        "def matmul(a, b, out):\n    rung('s9_tensor_core').matmul(a, b, out=out)",
+        r"out\[.* is right: \d+ of",
+    ),
 }
 
 
@@ -203,7 +242,9 @@ def test_a_file_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest
 
 def test_the_score_is_the_same_each_time_and_nothing_that_python_does_changes_it(judge: Judge) -> None:
     honest = judge(HEAD + ADD)
-    lies = "from minidist.kernels.judge import verdicts\nfrom minidist.kernels.emulator.machine import counts\n"
+    lies = (
+        "from minidist.kernels.judge import verdicts\nfrom minidist.kernels.emulator.machine import counts\n"
+    )
     lies += "verdicts.Costs.total = property(lambda _: 1)\ncounts.Counts.step = lambda *_: None\n"
     assert judge(HEAD + lies + ADD) == honest == judge(HEAD + ADD)
     assert 0 < honest.score < 100
@@ -248,7 +289,7 @@ GLUE = {
     "add": "def add(x, y, out):\n    launch(_own, -(-x.size // 32), 32, x, y, out)",
     "matmul": "def matmul(a, b, out):\n    side = max(out.shape)\n"
     "    launch(_own, (-(-side // 32), -(-side // 8)), (32, 8), a, b, out)",
-    "sums": "@cuda.jit\ndef _finish(partial, out):\n    for i in range(partial.size):\n        out[0] += partial[i]\n"
+    "sums": "@cuda.jit\ndef _finish(partial, out):\n    for i in range(192):\n        out[0] += partial[i]\n"
     "def reduction(x, out):\n    partial = np.empty(192, np.float32)\n    launch(_own, 3, 64, x, partial)\n"
     "    launch(_finish, 1, 1, partial, out)",
     "tiled_matmul": "def matmul(a, b, out):\n    m, n = out.shape\n"
@@ -272,7 +313,7 @@ def in_a_file(answer: str, exercise: str) -> str:
     """A lesson's answer, launched as the problem wants it. Other exercises of its file are no problems'."""
     plain = re.sub(r"^def (add|matmul|transpose)\b", r"def _\1", answer, flags=re.MULTILINE)
     own = f"_{exercise}" if exercise in ("add", "matmul", "transpose") else exercise
-    return f"{plain}\nimport numpy as np\nfrom minidist.kernels.emulator import launch\n_own = {own}\n{GLUE[exercise]}"
+    return f"{plain}\n{HEAD}\n_own = {own}\n{GLUE[exercise]}"
 
 
 def answer_cases() -> list[Any]:
@@ -280,7 +321,9 @@ def answer_cases() -> list[Any]:
     first = {each.exercise: each for each in reversed(ANSWERS)}.values()
     kept = [each for each in ANSWERS if each.mistake.name not in THE_SAME_HERE]
     return [
-        pytest.param(each, id=f"{each.exercise}-{each.name}", marks=[] if each in first else [pytest.mark.faults])
+        pytest.param(
+            each, id=f"{each.exercise}-{each.name}", marks=[] if each in first else [pytest.mark.faults]
+        )
         for each in kept
     ]
 
@@ -301,7 +344,12 @@ def test_a_wrong_answer_of_a_lesson_is_rejected_or_scores_less(judge: Judge, wro
 def planted() -> list[Any]:
     """The ladder's mistakes in a rung's own file, of rungs 2 and 3; with `faults` all."""
     return [
-        pytest.param(rung, mutant, id=f"{rung[:3]}-{mutant.mistake}", marks=[pytest.mark.faults] * (rung[1] not in "23"))
+        pytest.param(
+            rung,
+            mutant,
+            id=f"{rung[:3]}-{mutant.mistake}",
+            marks=[pytest.mark.faults] * (rung[1] not in "23"),
+        )
         for rung, several in mutants.planted().items()
         for mutant in several
         if not any(line[0] == "@" for line in mutant.changes)

@@ -1,17 +1,30 @@
-"""Every rung of the CUDA ladder of attention without a GPU: what it computes, and what it counts."""
+"""Every rung of the CUDA ladder of attention without a GPU: what it computes, its counts, its machine code.
+
+That these checks can fail is in `../test_cuda_mutants.py`.
+"""
+
+import inspect
+import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 pytest.importorskip("ml_dtypes")
 
+from minidist.kernels import rung
 from minidist.kernels.cuda import attention
 from minidist.kernels.cuda.attention import CUDA_ATTENTION_LADDER
-from tests.helpers.attention import check
+from minidist.kernels.emulator import profiled
+from minidist.kernels.measure.attention import assert_near, check, drawn, formula, least_bytes, run
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
+from tests.helpers.machine_code import launches, shortcomings
 from tests.helpers.products import check_ladder
 
+LAST = CUDA_ATTENTION_LADDER[-1]
 EVERY_DTYPE = [(step, dtype) for step in CUDA_ATTENTION_LADDER for dtype in step.dtypes]
 every_rung = pytest.mark.parametrize("step", CUDA_ATTENTION_LADDER, ids=lambda step: step.name)
 every_dtype = pytest.mark.parametrize(
@@ -19,10 +32,24 @@ every_dtype = pytest.mark.parametrize(
 )
 # What stands before, queries, keys, width: a single number, ragged, past a tile each way, the usual width.
 SIZES = [((1,), 1, 1, 1), ((2, 3), 5, 3, 7), ((), 37, 150, 33), ((2,), 70, 70, 64), ((1,), 133, 133, 128)]
+HEAD = ((1,), 128, 128, 64)
+# The most registers of a thread, the blocks that share a multiprocessor's 65536, and bytes of shared memory.
+ROOM = {
+    "scores": (64, 4, 0),
+    "softmax": (64, 4, 0),
+    "values": (64, 4, 0),
+    "warp_rows": (72, 7, 0),
+    "shared_tiles": (128, 2, 4 * (64 * 64 + 32 * (65 + 64))),
+    "tensor_core_attention": (184, 2, 5 * 64 * 128),
+    "backward": (255, 2, 6 * 64 * 128 + 2 * 64 * 8),
+}
 
 
 def test_the_ladder_holds_every_rung_file_in_order():
     check_ladder(attention, CUDA_ATTENTION_LADDER, lambda step: f"Attention in CUDA, rung {step.number}: ")
+    for step in CUDA_ATTENTION_LADDER:
+        assert rung(step.name, CUDA_ATTENTION_LADDER) is step
+        assert len(Path(inspect.getfile(step.compute)).read_text().splitlines()) <= 150
 
 
 @every_dtype
@@ -31,3 +58,105 @@ def test_each_rung_is_the_formula(step, dtype):
     for size in SIZES:
         for causal in (False, True)[: 1 + (size[1] == size[2])]:
             check(step, size, causal, rng, dtype)
+
+
+@every_dtype
+def test_tensors_strides_and_nothing_to_attend_to(step, dtype):
+    kind, rng = getattr(torch, dtype), np.random.default_rng()
+    check(step, ((2,), 40, 40, 24), True, rng, dtype, to=lambda x: torch.from_numpy(x.astype("f4")).to(kind))
+    q, k, v, _ = drawn(((2,), 20, 20, 24), rng, dtype)
+    views = np.asfortranarray(q), k[:, ::-1].copy()[:, ::-1], np.repeat(v, 2, axis=-1)[..., ::2]
+    for x in views:
+        x.flags.writeable = False
+    np.testing.assert_array_equal(step.attention(*views, causal=True), step.attention(q, k, v, causal=True))
+    turned = [torch.from_numpy(x.astype("f4")).to(kind).transpose(0, 1).contiguous() for x in (q, k, v)]
+    found = step.attention(*(x.transpose(0, 1) for x in turned), causal=True)
+    np.testing.assert_array_equal(found.float(), step.attention(q, k, v, causal=True).astype("f4"))
+    out, logs = step.forward(q, k[:, :0], v[:, :0])
+    assert (out == 0).all()
+    assert (logs == -np.inf).all()
+    assert step.attention(q[:, :0], k, v).shape == (2, 0, 24)
+
+
+@every_dtype
+def test_large_scores_do_not_overflow_and_nan_is_not_lost(step, dtype):
+    q, k, v, _ = drawn(((), 20, 150, 8), np.random.default_rng(), dtype)
+    q[:, 0], k[:, 0] = 200, np.linspace(-100, 100, 150)  # each tile's scores are larger than the last one's
+    assert_near([step.attention(q, k, v)], [formula(q, k, v, q, False)[0]], dtype)
+    k[120, 3] = np.nan
+    assert np.isnan(step.attention(q, k, v).astype("f4")).all()
+
+
+@every_rung
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_a_rung_moves_and_that_no_banks_conflict(step, causal):
+    with profiled() as counts:
+        run(step, HEAD, causal, step.dtypes[0])
+    assert counts.shared_conflicts == 0
+    least = least_bytes(step, HEAD, causal, step.dtypes[0])
+    if step.number == 1:  # 128 x 128 scores, and a key's column in each of 32 rows
+        assert counts.moved > 100 * least
+    elif step.number == 2:  # a query reads itself and all that it sees, and writes its row and a sector
+        seen = 128 * 129 / 2 if causal else 128 * 128
+        assert counts.moved == 4 * 64 * (2 * 128 + 2 * seen) + 32 * 128
+    else:
+        assert least <= counts.moved <= 1.3 * least
+    assert (counts.total.matrix > 0) == (step.number > 3)
+
+
+@every_rung
+def test_the_emulator_is_fast_enough_for_tests_and_lessons(step):
+    """128 positions in 300,000 calls of functions, some 0.2 s: a call for each thread would be millions."""
+    run(step, HEAD, True, step.dtypes[0])
+    calls, profile = itertools.count(), sys.getprofile()
+    sys.setprofile(lambda *_: next(calls))
+    try:
+        run(step, HEAD, True, step.dtypes[0])
+    finally:
+        sys.setprofile(profile)
+    assert next(calls) < 600_000  # calls and returns
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [  # bfloat16's code differs from float16's in the names of two instructions
+        pytest.param(*each, id=name, marks=[pytest.mark.deep] if "bf" in name else [])
+        for each in EVERY_DTYPE
+        for name in ["-".join([each[0].name, each[1]])]
+    ],
+)
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_nothing_spills_and_blocks_fit(step, dtype, architecture, width):
+    for kernel, types, dynamic in launches(step, dtype, 256, width):
+        registers, blocks, shared = ROOM[kernel.name]
+        compiled = kernel.compile(types, architecture)
+        assert shortcomings(compiled, registers, {}) == [], compiled.report
+        assert blocks * kernel.threads * -(-compiled.report.registers // 8) * 8 <= 65536
+        assert compiled.report.shared + dynamic <= shared * (width // 64)
+
+
+Q = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((Q, Q.numpy(), Q), TypeError, "k is a ndarray, not a torch tensor, as q is"),
+        ((Q.numpy(), Q, Q), TypeError, "k is a Tensor, not a NumPy array"),
+        ((Q, Q, Q.to("meta")), TypeError, "v is on meta and q on cpu"),
+        ((Q.to("meta"),) * 3, ValueError, "q is on meta, where rung s1_three_kernels can't run"),
+        ((Q, Q.clone().requires_grad_(), Q), TypeError, "k requires a gradient"),
+        ((Q.double(),) * 3, TypeError, r"q is float64: rung s1_three_kernels .*\.to\(torch.float32\)"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        CUDA_ATTENTION_LADDER[0].attention(*arguments)
+
+
+def test_rows_too_wide_for_shared_memory_are_refused():
+    q = np.ones((2, 417), "f4")
+    check(CUDA_ATTENTION_LADDER[1], ((), 2, 3, 417), False, np.random.default_rng())
+    with pytest.raises(ValueError, match="q is 417 wide: rung s3_shared_tiles takes 416 at most"):
+        CUDA_ATTENTION_LADDER[2].attention(q, q, q)

@@ -1,4 +1,4 @@
-"""What finds a mistake: the detectors of any training (minidist/parallel/debugging), and two of the ladder.
+"""Examine a mistake: ask the detectors of any training (minidist/parallel/debugging), and two of the ladder.
 
 They see runs alone, and never which mistake there is.
 """
