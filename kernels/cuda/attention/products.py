@@ -54,7 +54,7 @@ class Products(NamedTuple):
 def parts_of(width: int) -> int:
     """Return how many parts a tile of this width has."""
     if width > WIDEST:
-        raise ValueError(f"q is {width} wide: rungs 4 and 5 take {WIDEST} at most, s3_shared_tiles any width")
+        raise ValueError(f"q is {width} wide: tensor cores' rungs take {WIDEST} at most; take s2_warp_rows")
     return -(-width // SIDE)
 
 

@@ -45,6 +45,8 @@ USUAL = {
     "s10_hopper": ((300, 250, 280), "float16"),
     "attention/s2_warp_rows": ((2, 37, 37, 33), "float32"),
     "attention/s3_shared_tiles": ((2, 70, 70, 40), "float32"),
+    "attention/s4_tensor_core": ((2, 70, 70, 40), "bfloat16"),
+    "attention/s5_backward": ((2, 70, 70, 40), "bfloat16"),
 }
 SMALL_TILES = ("s8_warp_tile", "s9_tensor_core", "s10_hopper")
 

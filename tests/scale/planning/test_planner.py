@@ -225,7 +225,7 @@ SHAPES = [each for each in CONFIGS.values() if isinstance(each, GPTConfig)]
 SHAPES += [SHARED, replace(SHARED, heads=3, width=48), replace(SHARED, experts=0, vocabulary=7)]
 
 
-@pytest.mark.parametrize("shape", {replace(each, layers=2) for each in SHAPES}, ids=str)
+@pytest.mark.parametrize("shape", dict.fromkeys(replace(each, layers=2) for each in SHAPES), ids=str)
 def test_a_shape_says_what_the_model_itself_says_of_its_matrices_and_layers(shape: GPTConfig) -> None:
     # A plan imports no torch, so it asks the shape where `prepare` asks the model.
     model = GPT(shape, device="meta")

@@ -40,8 +40,9 @@ ROOM = {
     "values": (64, 4, 0),
     "warp_rows": (72, 7, 0),
     "shared_tiles": (128, 2, 4 * (64 * 64 + 32 * (65 + 64))),
-    "tensor_core_attention": (184, 2, 5 * 64 * 128),
-    "backward": (255, 2, 6 * 64 * 128 + 2 * 64 * 8),
+    # Tiles of 8 KB: queries, and two pairs; two of its own, two pairs, and twice 64 logs and deltas.
+    "tensor_core_attention": (192, 2, 5 * 8192),
+    "backward": (255, 2, 6 * 8192 + 2 * 512),
 }
 
 
@@ -85,6 +86,40 @@ def test_large_scores_do_not_overflow_and_nan_is_not_lost(step, dtype):
     assert_near([step.attention(q, k, v)], [formula(q, k, v, q, False)[0]], dtype)
     k[120, 3] = np.nan
     assert np.isnan(step.attention(q, k, v).astype("f4")).all()
+
+
+@pytest.mark.parametrize(("step", "dtype"), [case for case in EVERY_DTYPE if case[0].number > 3])
+def test_tensor_cores_round_weights_and_results_and_nothing_else(step, dtype):
+    """One tile of keys has the largest scores of the rows. Numbers next to a tie may fall to either side."""
+    q, k, v, d_out = drawn(((2,), 61, 61, 64), np.random.default_rng(), dtype)
+    found = [*step.forward(q, k, v, causal=True)]
+    if step.gradients:
+        found += step.backward(q, k, v, *found, d_out, causal=True)
+
+    def rounded(x, kind=q.dtype):
+        return x.astype(kind).astype("f8")
+
+    out, logs = (x.astype("f8") for x in found[:2])
+    q, k, v, d_out = (x.astype("f8") for x in (q, k, v, d_out))
+    scores = np.where(np.tri(61), q @ k.swapaxes(1, 2) / 8, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = [rounded(weights) @ v / weights.sum(-1, keepdims=True)]
+    p = np.exp(scores - logs[..., None])
+    ds = rounded(p * (d_out @ v.swapaxes(1, 2) - (out * d_out).sum(-1, keepdims=True)) / 8)
+    exact += [ds @ k, ds.swapaxes(1, 2) @ q, rounded(p).swapaxes(1, 2) @ d_out]
+    for x, numbers in zip([out, *found[2:]], exact, strict=False):
+        assert (x.astype("f8") == rounded(numbers)).mean() > 0.97
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_past_the_last_give_no_gradient_if_all_scores_are_very_negative(causal):
+    """Zeros fill up a tile, whose weights would be exp(0 - logs): infinite."""
+    q, k, v, d_out = drawn(((), 70, 70, 64), np.random.default_rng(), "bfloat16")
+    q, k = abs(q) * 8, -abs(k) * 8
+    found = LAST.forward(q, k, v, causal=causal)
+    gradients = LAST.backward(q, k, v, *found, d_out, causal=causal)
+    assert found[1].max() < -100
+    assert all(np.isfinite(x.astype("f4")).all() for x in gradients)
 
 
 @every_rung
