@@ -10,8 +10,9 @@
 | rung.py | what a rung is: checks, and copies to a GPU and back |
 | products.py | products of tiles on tensor cores, for rungs 4 and 5 |
 
-To add a rung, write its file `s<number>_<name>.py`; nothing else in the project lists rungs. Tiles and
-instructions are those of the matmul ladder.
+To add a rung, write its file `s<number>_<name>.py`, of at most 150 lines. No list names rungs; ROOM in the
+ladder's test holds the registers and shared memory of each kernel. Tiles and instructions are those of the
+matmul ladder.
 """
 
 from __future__ import annotations
