@@ -1,6 +1,7 @@
-"""The CUDA ladder on a GPU: each rung is checked against float64, then timed in turn with `torch.matmul`.
+"""The CUDA ladders on a GPU: each rung is checked against float64, then timed in turn with torch.
 
-    minidist bench cuda                               under four minutes on one H200
+    minidist bench cuda                               under four minutes on one H200, and attention
+    minidist bench cuda -k test_attention             attention's ladder alone
     minidist bench cuda --full                        longer rounds, and the slow rungs at larger sizes
     minidist bench cuda --full --part 1/2             the better half of the rungs, in less than ten minutes
     python -m minidist bench cuda --full --json --out results.json
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -21,13 +22,14 @@ from _pytest.mark import ParameterSet
 from minidist import kernels
 from minidist.benchmarks.harness import formats
 from minidist.benchmarks.harness.cuda import cuda_timing
-from minidist.benchmarks.harness.cuda.cuda_check import check_rung, dtype_of, kind_of
+from minidist.benchmarks.harness.cuda.cuda_check import check_attention, check_rung, dtype_of, kind_of
 from minidist.benchmarks.harness.cuda.cuda_timing import Gpu, Operands
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
-from minidist.kernels.measure import harness
+from minidist.kernels.measure import attention, harness
 
 if TYPE_CHECKING:
-    from minidist.kernels.cuda.rung import CudaRung
+    from minidist.kernels.cuda.attention.rung import CudaAttentionRung
+    from minidist.kernels.cuda.rung import CudaRung, CudaStep
 
 REASON = cuda_timing.unavailable()
 if REASON:
@@ -145,6 +147,69 @@ def test_launch(benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung) -> N
     }
 
 
+@pytest.mark.parametrize("positions", cuda_timing.POSITIONS)
+@pytest.mark.parametrize(
+    ("step", "dtype", "causal", "backward"),
+    [
+        pytest.param(step, dtype, causal, backward, id="-".join([step.name, dtype, *named]))
+        for step in kernels.CUDA_ATTENTION_LADDER
+        for dtype in step.dtypes
+        for causal in (False, True)
+        for backward in (False, True)[: 1 + bool(step.gradients)]
+        for named in [["causal"] * causal + ["backward"] * backward]
+    ],
+)
+@compared(f"CUDA ladder of attention, {cuda_timing.HEADS} heads of 64")
+def test_attention(
+    benchmark: Benchmark,
+    full: bool,
+    gpu: Gpu,
+    step: CudaAttentionRung,
+    dtype: str,
+    causal: bool,
+    backward: bool,
+    positions: int,
+) -> None:
+    """A rung beside torch's scaled_dot_product_attention, after a check of small sizes and of two heads."""
+    import torch
+
+    _refuse(gpu, step)
+    check_attention(step, dtype, gpu.device)
+    drawn = torch.randn(4, cuda_timing.HEADS, positions, 64, device=gpu.device)
+    q, k, v, slope = drawn.to(getattr(torch, dtype))
+    peers = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+    torch_attention: Any = torch.nn.functional.scaled_dot_product_attention
+    out, logs = step.forward(q, k, v, causal=causal)
+    gpu.wait()  # with a limit; to read the result waits for ever if the kernel never ends
+    exact = torch_attention(*(x[:2].double() for x in (q, k, v)), is_causal=causal)
+    attention.assert_near([out[:2]], [exact.cpu().numpy()], dtype)
+    graph = torch_attention(*peers, is_causal=causal)
+
+    def ours() -> Any:
+        if backward:
+            return step.backward(q, k, v, out, logs, slope, causal=causal)
+        return step.forward(q, k, v, causal=causal)
+
+    def theirs() -> Any:
+        if backward:
+            return torch.autograd.grad(graph, peers, slope, retain_graph=True)
+        return torch_attention(*peers, is_causal=causal)
+
+    ours(), theirs()
+    gpu.wait()
+    record(
+        benchmark, *cuda_timing.time_in_turns(gpu, ours, theirs, BUDGET[full]), "scaled_dot_product_attention"
+    )
+    if not benchmark.disabled:
+        size = (cuda_timing.HEADS,), positions, positions, 64
+        benchmark.extra_info |= {
+            "label": f"{step.name}, {dtype}, {positions}{', causal' * causal}{', backward' * backward}",
+            "rung": step.name,
+            "dtype": dtype,
+            "gflops": attention.flops(size, causal, backward) / benchmark.stats.stats.median / 1e9,
+        }
+
+
 def _beside_torch(
     benchmark: Benchmark, full: bool, gpu: Gpu, step: CudaRung, kind: str, size: int, order: str
 ) -> None:
@@ -204,6 +269,6 @@ def _expected_seconds(gpu: Gpu, step: CudaRung, kind: str, size: int) -> float:
     return harness.flops(size, size, size) / rates[step.name, kind]
 
 
-def _refuse(gpu: Gpu, step: CudaRung) -> None:
+def _refuse(gpu: Gpu, step: CudaStep) -> None:
     if reason := gpu.refuses(step):
         pytest.skip(reason)

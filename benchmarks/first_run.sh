@@ -2,6 +2,7 @@
 # The first run on a machine with a GPU, in calls of at most ten minutes; docs/gpu.md says what to carry there.
 #     bash benchmarks/first_run.sh smoke       compile, check every rung, speed at 4096 and 8192
 #     bash benchmarks/first_run.sh full 1/2    the whole benchmark of the better rungs; then 2/2
+#     bash benchmarks/first_run.sh attention   attention: check every rung, then times beside torch's
 #     bash benchmarks/first_run.sh tune        rung 10 with other constants
 #     bash benchmarks/first_run.sh profile     rungs 8, 9 and 10 under the profiler; training on CPU and GPU
 #     bash benchmarks/first_run.sh faults      twenty broken kernels, and the emulator's counts beside the profiler's
@@ -14,6 +15,10 @@ python=${PYTHON:-python3} wheels=${WHEELS:-$PWD/wheels} what=${1:-smoke} part=${
 mkdir -p "$OUT"
 log=$OUT/log-$what-${part/\//-of-}.txt results=$OUT/results.json ladder="s10_hopper s9_tensor_core s8_warp_tile
 s7_async_copy s6_vector_loads s5_thread_tile_2d s4_thread_tile_1d s3_shared_tile s2_coalesced s1_naive"
+attention="s5_backward s4_tensor_core s3_shared_tiles s2_warp_rows s1_three_kernels"
+
+running=
+trap '[ -n "$running" ] && kill "$running" 2>/dev/null; exit 143' INT TERM HUP
 
 say() { echo "[$SECONDS s] $*" | tee -a "$log"; }
 # Run a command for at most $1 seconds, and never beyond 580 of this call; a failure ends only that command.
@@ -21,7 +26,9 @@ go() {
     local limit=$1 left=$((580 - SECONDS)) code
     shift
     [ "$left" -lt 15 ] && { say "no time for: $*"; return 1; }
-    timeout -k 5 "$((limit < left ? limit : left))" "$@" >>"$log" 2>&1
+    timeout -k 5 "$((limit < left ? limit : left))" "$@" >>"$log" 2>&1 &
+    running=$!
+    wait "$running"
     code=$?
     [ "$code" = 0 ] || say "exit code $code: $*"
     return "$code"
@@ -40,7 +47,7 @@ case $what in
 smoke)
     say "compiling"
     go 240 "$python" -m minidist bench cuda --compile
-    for rung in $ladder; do
+    for rung in $ladder $attention; do
         go 60 "$python" -m minidist.benchmarks.harness.cuda_smoke "$rung"
     done
     say "speed at 4096 and 8192"
@@ -50,6 +57,13 @@ smoke)
 full)
     go 580 "$python" -m minidist bench cuda --full --part "$part" --out "$results" --json
     tail -n 40 "$log"
+    ;;
+attention)
+    for rung in $attention; do
+        go 60 "$python" -m minidist.benchmarks.harness.cuda_smoke "$rung"
+    done
+    go 560 "$python" -m minidist bench cuda -k test_attention --out "$results" --json
+    grep -E "^right|wrong|Error" "$log" | tail -n 40
     ;;
 tune)
     for buffers in 2 1 4; do
@@ -90,7 +104,7 @@ faults)
     done
     ;;
 *)
-    say "unknown call $what: give smoke, full, tune, profile or faults"
+    say "unknown call $what: give smoke, full, attention, tune, profile or faults"
     exit 2
     ;;
 esac

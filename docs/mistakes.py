@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from minidist.plain.mistakes import CLASSES, collection
-from minidist.plain.mistakes.detectors import DETECTORS, Found, examine
+from minidist.plain.mistakes.examine import DETECTORS, Found, examine
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN = "# Mistakes that the loss does not show\n"
@@ -82,6 +82,7 @@ that people make. Each is a few changed lines of a page of the [training ladder]
 [recipe](../minidist/plain/mistakes/recipe.py) that adds to it epochs, padding, dropout, bfloat16, clipping
 and checkpoints. The loss after 100 steps, which most people look at, misses {missed} of them.
 [Placements](../minidist/plain/placements.py) find {placed} before anything is sent.
+[Lesson 16](../lessons/16_silent_bugs.ipynb) is a game: you hunt six of them, and name and mend the line.
 
 ```
 minidist mistakes                              # this table, on your machine

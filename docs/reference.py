@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ class Reference(griffe.Extension):
             obj = waiting.pop()
             if obj.is_alias:
                 continue
+            for name, member in [*obj.members.items()]:
+                if isinstance(member, griffe.Attribute) and str(member.value).startswith("delegated("):
+                    obj.set_member(name, delegated(pkg, member, name))
             waiting += obj.members.values()
             if obj.docstring and (obj.is_function or obj.is_class):
                 kinds = {each.name: each.kind and each.kind.value for each in obj.parameters}
@@ -60,6 +64,17 @@ class Reference(griffe.Extension):
                 obj.docstring = griffe.Docstring(text.strip(), parent=obj)
             else:
                 obj.docstring.value += text
+
+
+def delegated(pkg: griffe.Module, member: Any, name: str) -> griffe.Function:
+    """The method that a face passes on: `step = delegated("shared", ShardedParameters.update)`."""
+    path, _, method = member.value.arguments[1].canonical_path.rpartition(".")
+    found = copy(pkg[path.removeprefix("minidist.")].all_members[method])
+    while found.is_alias:
+        found = copy(found.final_target)
+    found.name, found.parent = name, member.parent
+    found.parameters = griffe.Parameters(*[*found.parameters][1:])  # the first is the object itself
+    return found
 
 
 def parted(text: str, kinds: Mapping[str, str | None]) -> str:

@@ -1,7 +1,7 @@
 """Run the lessons with their solutions, for the outputs that the site shows: `python docs/run_lessons.py`.
 
 Each notebook with its outputs is kept in build/lessons, and runs again only once its cells have changed. All
-sixteen take three to four minutes on two cores. A lesson that fails is named, and shown without outputs.
+eighteen take three to four minutes on two cores. A lesson that fails is named, and shown without outputs.
 """
 
 from __future__ import annotations

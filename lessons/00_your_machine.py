@@ -15,7 +15,7 @@
 #
 # **Time:** about 1 hour. **Builds on:** nothing but Python.
 #
-# Welcome. Sixteen lessons lead from three loops that multiply two matrices to training one model on many
+# Welcome. Eighteen lessons lead from three loops that multiply two matrices to training one model on many
 # machines. You write each step yourself, predict what it costs, and then measure it. This lesson is about the
 # machine that you sit at. How fast can it compute? How fast can it move numbers? And which of the two will keep
 # a program waiting? A pencil and a minute are enough to tell.

@@ -727,4 +727,4 @@ rate_against_error(rates, errors, matrix_unit())
 # - Markidis, Chien, Laure, Peng and Vetter, *NVIDIA Tensor Core Programmability, Performance & Precision*,
 #   2018: the abilities of the first tensor cores, and a way to win lost bits back.
 #
-# Next: lesson 07 trains a network on products of your own.
+# Next: lesson 07 trains a network on products of your own. Lesson 17 goes on with kernels: attention.

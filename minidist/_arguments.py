@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+LONGEST_TIMEOUT = 1e6
+"""Seconds. Beyond this the clocks of the libraries below soon overflow."""
+
 
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether `value` is an integer, and not True or False."""
@@ -25,3 +28,12 @@ def check_whole(name: str, value: object, least: int | None = None, hint: str = 
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); give an integer{hint}")
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}; give at least {least}{hint}")
+
+
+def check_seconds(name: str, value: object, hint: str = "") -> float:
+    """Return a time limit as a float; refuse a `value` that is none. `hint` ends the message."""
+    if not is_number(value):
+        raise TypeError(f"{name} is {value!r}; give a number of seconds")
+    if not 0 < value <= LONGEST_TIMEOUT:
+        raise ValueError(f"{name} is {value}; give seconds above 0 and up to {LONGEST_TIMEOUT:.0f}{hint}")
+    return float(value)

@@ -23,7 +23,6 @@ from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.rank_processes import supervisor
 from minidist.comm.launching.supervisor import PRELOAD
 from minidist.parallel.training import bf16_on_cpu
-from tests.helpers import lost_tests
 from tests.helpers.clocks import HANG
 from tests.helpers.made_once import made_once
 
@@ -134,10 +133,6 @@ def start_supervisor(items: list[pytest.Function]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(PRELOAD, ",".join([os.environ[PRELOAD], *known]))
             supervisor()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(lost_tests)
 
 
 @pytest.fixture(scope="session")

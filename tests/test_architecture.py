@@ -52,6 +52,28 @@ def test_every_package_names_its_files() -> None:
     assert not missing
 
 
+def named_in_tables(init: Path) -> set[tuple[Path, str]]:
+    """The names in a package's tables, `| file.py | `Name`: ... |` and `| Where ... | `Name` | file.py |`."""
+    found = set()
+    for line in (ast.get_docstring(ast.parse(init.read_text())) or "").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[2].endswith(".py"):
+            found |= {(init.parent / cells[2], name) for name in re.findall(r"`([\w.]+)`", cells[1])}
+        elif line.startswith("|") and re.fullmatch(r"[\w./]+\.py", cells[0]):
+            found |= {(init.parent / cells[0], name) for name in re.findall(r"`([A-Za-z_][\w.]*)`", cells[1])}
+    return found
+
+
+def test_names_in_package_docstrings_exist(tmp_path: Path) -> None:
+    inits = [*ROOT.glob("minidist/**/__init__.py"), *ROOT.glob("kernels/**/__init__.py")]
+    named = set[tuple[Path, str]]().union(*map(named_in_tables, inits))
+    assert len(named) > 100
+    assert [each for each in sorted(named) if each[1] not in names_in(each[0])] == []
+    (tmp_path / "__init__.py").write_text('"""| Where? | `Gone.there` | here.py |\n| here.py | `gone` |"""')
+    here = tmp_path / "here.py"
+    assert named_in_tables(tmp_path / "__init__.py") == {(here, "Gone.there"), (here, "gone")}
+
+
 def lint(folder: Path) -> str:
     """What import-linter says of the package in `folder`; "" where every contract is kept."""
     program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"

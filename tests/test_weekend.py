@@ -43,7 +43,7 @@ INTERFACES = {
     ),
     "minidist.kernels": ("Rung rung", "Rung is the same as rung.Rung, and rung looks one up by its name"),
     "minidist.kernels.rung": (
-        "Array Rung empty",
+        "Array Rung Step empty",
         "a rung is a number, a name, an idea and compute(a, b, out); its checks are for callers' mistakes",
     ),
     "minidist.kernels.cpu.support.compiling": ("compiled", "numba.njit at the first call, kept on disk"),

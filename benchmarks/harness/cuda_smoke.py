@@ -1,4 +1,4 @@
-"""Check one rung of the CUDA ladder on small and ragged products, before anything is timed.
+"""Check one rung of a CUDA ladder on small and ragged products, or heads, before anything is timed.
 
     python -m minidist.benchmarks.harness.cuda_smoke s10_hopper
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from minidist.benchmarks.harness.cuda import cuda_check
-from minidist.kernels.cuda import load
+from minidist.kernels.cuda import attention, load
 from minidist.kernels.measure import gpu_timer
 
 SHAPES = ((512, 512, 512), (256, 512, 1024), (129, 257, 72), (300, 130, 65), (1, 7, 3))  # m, n, k
@@ -54,6 +54,15 @@ def smoke(
         yield f"right: {name} in {dtype}, {count} products on {device}, largest error {worst:.1e}"
 
 
+def smoke_attention(name: str) -> Iterator[str]:
+    """Check a rung of attention as `smoke` does one of matmul."""
+    rung = attention.load(name)
+    device = "cuda" if gpu_timer.find() is not None else "cpu"
+    for dtype in rung.dtypes:
+        worst = cuda_check.check_attention(rung, dtype, device)
+        yield f"right: {name} in {dtype} on {device}, largest error {worst:.1e}"
+
+
 if __name__ == "__main__":
-    for line in smoke(sys.argv[1]):
+    for line in (smoke_attention if sys.argv[1] in attention.RUNGS else smoke)(sys.argv[1]):
         print(line, flush=True)

@@ -85,7 +85,7 @@ def launch(
     threads = min(max(math.prod(whole_block), 1), 1024)
     debug = bool(options.get("debug", False))
     ptx = _compiled_ptx(function, types, architecture, threads, fastmath, debug)
-    run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, names)
+    run_kernel(ptx, whole_grid, whole_block, arrays, shared, cluster, names=names)
 
 
 def profile(

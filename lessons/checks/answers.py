@@ -79,7 +79,7 @@ class Answer:
         given = ", ".join([*map(described, args), *(f"{k}={described(v)}" for k, v in kwargs.items())])
         call = f"{self.name}({given})"
         try:
-            with _limit(LIMIT), contextlib.redirect_stdout(self.printed):
+            with in_time(LIMIT), contextlib.redirect_stdout(self.printed):
                 return as_python(self.function)(*args, **kwargs)
         except TimeLimit as late:
             place = reader_line(late, self.function)
@@ -160,7 +160,7 @@ def line_of_cell(filename: str, line: int) -> str:
 
 
 @contextlib.contextmanager
-def _limit(seconds: float) -> Iterator[None]:
+def in_time(seconds: float) -> Iterator[None]:
     """A Limit in what takes more: in the main thread, where signals arrive; a compiled loop is not cut."""
     if threading.current_thread() is not threading.main_thread():
         yield

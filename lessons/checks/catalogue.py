@@ -17,4 +17,6 @@ TITLES = (
     "Tensor and sequence parallel",
     "ZeRO 1, 2, 3",
     "All together",
+    "Bugs that the loss does not show",
+    "Attention without the square",
 )

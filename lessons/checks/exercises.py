@@ -92,7 +92,7 @@ class Lesson:
         right = self.judge(exercise.name, answer, seed)
         print(right)
         exercise.passed = answer
-        progress.note(self.topic, exercise.name, right.at_par)
+        progress.note(self.topic, exercise.name, right.at_par, right.points)
         return points if points is None or right.at_par else points * 2 / 3
 
     def judge(self, name: str, answer: Any, seed: int | None = None) -> Right:

@@ -23,6 +23,8 @@ def file() -> Path:
 def read(which: str = "passed") -> dict[str, dict[str, Any]]:
     """By topic, by exercise, the day: of those that have "passed", or of those among them "at_par".
 
+    Or a game's "points".
+
     A damaged file is set aside, with a sentence. A file from before par was kept has nothing at par.
     """
     path = file()
@@ -44,18 +46,21 @@ def read(which: str = "passed") -> dict[str, dict[str, Any]]:
         return {}
 
 
-def note(topic: str, exercise: str, at_par: bool = False) -> None:
+def note(topic: str, exercise: str, at_par: bool = False, points: int | None = None) -> None:
     """Keep that an exercise has passed. Where the file cannot be written, that costs a sentence.
 
-    Once at par, always at par: a later answer that costs more does not take it back.
+    Once at par, always at par: a later answer that costs more does not take it back. Points are those of the
+    first time.
     """
     path = file()
-    passed, best = read(), read("at_par")
+    passed, best, game = read(), read("at_par"), read("points")
     today = time.strftime("%Y-%m-%d")
     passed.setdefault(topic, {})[exercise] = today
     if at_par:
         best.setdefault(topic, {})[exercise] = today
-    kept = {"version": 1, "passed": passed, "at_par": best}
+    if points is not None:
+        game.setdefault(topic, {}).setdefault(exercise, points)
+    kept = {"version": 1, "passed": passed, "at_par": best} | ({"points": game} if game else {})
     text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
     try:
         with tempfile.NamedTemporaryFile(

@@ -11,6 +11,7 @@ import statistics
 from typing import Any
 from unittest import mock
 
+from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda import CUDA_LADDER
 from minidist.kernels.cuda.emulator import Profile, profiled
 from minidist.kernels.cuda.rung import CudaRung
@@ -26,6 +27,16 @@ def counted(number: int, a: Any, b: Any) -> Profile:
     """What a rung does as it multiplies two arrays: in the emulator, even where there is a GPU."""
     with mock.patch.dict(os.environ, {VARIABLE: "emulator"}), profiled(rung(number).name) as counts:
         rung(number).matmul(a, b)
+    return counts
+
+
+def counted_attention(step: AttentionRung, *tensors: Any) -> Profile:
+    """What a rung of attention does with q, k and v, (T, D) each, in the first dtype that it takes."""
+    import torch
+
+    inputs = [x.to(getattr(torch, step.dtypes[0])) for x in tensors]
+    with mock.patch.dict(os.environ, {VARIABLE: "emulator"}), profiled() as counts:
+        step.attention(*inputs)
     return counts
 
 

@@ -50,6 +50,7 @@ class Score:
     par: float
     idea: str = ""  # how par is reached, said where the cost is above it: "send parts, not the whole"
     unit: str = ""
+    slack: float = SLACK
 
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
@@ -62,8 +63,8 @@ class Score:
 
     @property
     def far_over(self) -> bool:
-        """Above `SLACK` times par: such an answer does not pass. Where par is 0, that is any cost."""
-        return self.cost > self.par * SLACK * (1 + 1e-9)
+        """Above `slack` times par: such an answer does not pass. Where par is 0, that is any cost."""
+        return self.cost > self.par * self.slack * (1 + 1e-9)
 
 
 class Tally:
@@ -96,6 +97,7 @@ class Right:
     inputs: int  # how many were tried
     scores: tuple[Score, ...] = ()
     remark: str = ""
+    points: int | None = None  # of a game
 
     @property
     def at_par(self) -> bool:

@@ -108,7 +108,7 @@ def export(
             "its end"
         )
     if isinstance(source, Engine):
-        entries = source.placement.entries.items()
+        entries = source.tensor_map.entries.items()
         shaped: dict[str, Shaped] = {name: (tuple(entry.shape), entry.dtype) for name, entry in entries}
         extra, tied, config = extra_state(source.model), ties(source), config_files(source.model)
         writes = comm.rank() == 0

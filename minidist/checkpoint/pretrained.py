@@ -155,7 +155,7 @@ def _sources(
     engine: Engine, tensors: Mapping[str, InFile], rename: Callable[[str], str]
 ) -> tuple[dict[str, InFile], Differences]:
     """Return the tensor in the files that each name of the whole model is read from; and the differences."""
-    first, names = engine.placement.first, [*engine.placement.entries]
+    first, names = engine.tensor_map.first, [*engine.tensor_map.entries]
     here = {name: rename(name) for name in names}
     # A tied parameter has several names, and files may have any of them; all read the same one.
     source: dict[str, InFile] = {}
@@ -170,7 +170,7 @@ def _sources(
 
 def _check_shapes(engine: Engine, path: Path, sources: Mapping[str, InFile]) -> None:
     """Raise CheckpointError if tensors have other shapes in the files than in the model."""
-    shapes = {name: tuple(engine.placement.entries[name].shape) for name in sources}
+    shapes = {name: tuple(engine.tensor_map.entries[name].shape) for name in sources}
     wrong = [
         f"{name} has {shapes[name]} and the files {source.shape}"
         for name, source in sources.items()

@@ -59,7 +59,7 @@ def collect_state(
 ) -> CheckpointState:
     """Return this rank's state. copied: copy it to the CPU's memory, so that training may go on."""
     rank = comm.rank()
-    boxes, own = [box for box in engine.state_boxes() if not engine.placement.is_copy(box.name)], {}
+    boxes, own = [box for box in engine.state_boxes() if not engine.tensor_map.is_copy(box.name)], {}
     buffers = buffer_names(engine)
     for box in [box for box in boxes if box.name in buffers]:
         mine = box._replace(name=own_name(rank, box.name))
@@ -98,7 +98,7 @@ def classes(engine: Engine, scheduler: Scheduler | None) -> dict[str, str | None
 
 def ties(engine: Engine) -> dict[str, str]:
     """Return the names of tied parameters that are not their first ones, each with the first."""
-    return {name: first for name, first in engine.placement.first.items() if name != first}
+    return {name: first for name, first in engine.tensor_map.first.items() if name != first}
 
 
 def config_files(model: Any) -> dict[str, dict[str, Any]]:

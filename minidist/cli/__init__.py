@@ -5,7 +5,8 @@ Modules with a command import torch only when the command runs.
 | File | Holds |
 |---|---|
 | commands.py | the commands train and doctor; the list of all commands; exit codes |
-| compare.py, trace.py, bench.py, report.py, plan.py, dryrun.py, mistakes.py, lessons.py | one command each |
+| compare.py, trace.py, bench.py, report.py, plan.py, dryrun.py | one command each |
+| mistakes.py, judge.py, lessons.py | one command each |
 | lessons_export.py | the lessons as assignments for nbgrader and Otter-Grader |
 | own_model.py | the functions of a model of your own, which options name |
 | options.py, output.py | options that commands share; what they print |

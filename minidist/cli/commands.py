@@ -1,5 +1,5 @@
-"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, mistakes, lessons,
-doctor.
+"""The command `minidist`: train, compare, trace, bench, report, plan, dryrun, mistakes, judge,
+lessons, doctor.
 
     minidist train --data digits --ranks 2
     minidist bench && minidist report
@@ -29,6 +29,7 @@ from minidist.cli import options as shared
 from minidist.cli.bench import bench
 from minidist.cli.compare import compare
 from minidist.cli.dryrun import dryrun
+from minidist.cli.judge import judge
 from minidist.cli.lessons import lessons
 from minidist.cli.mistakes import mistakes
 from minidist.cli.output import console, explain, print_json, say, show, speaks
@@ -36,7 +37,7 @@ from minidist.cli.own_model import is_own
 from minidist.cli.plan import plan
 from minidist.cli.report import report
 from minidist.cli.trace import trace
-from minidist.comm.launchers import started
+from minidist.comm.started_by import started
 
 if TYPE_CHECKING:
     from minidist.cli.train import TrainResult
@@ -80,13 +81,16 @@ def train(
     loss: shared.OwnLoss = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks: --layout dp=N.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,pp=2,micro_batches=4.")
+        str | None, typer.Option(help="Fields of md.Layout, such as dp=2,tp=2,precision=bf16.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches to train on.")] = 230,
     batch: shared.BatchOption = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     optimizer: shared.Optimizer = "adamw",
-    rung: Annotated[str | None, typer.Option(help="The mlp's matmul rung, such as s4_loop_order.")] = None,
+    rung: Annotated[
+        str | None,
+        typer.Option(help="The mlp's matmul rung, such as s4_loop_order, or a GPT's of attention."),
+    ] = None,
     dtype: shared.Dtype = "float32",
     seed: shared.Seed = 0,
     clip_norm: shared.ClipNorm = None,
@@ -199,6 +203,7 @@ for command, example in (
     (plan, "plan --model bert-large --memory 16GB --ranks 8"),
     (dryrun, "dryrun --model gpt2-xl --layout dp=64,tp=4,pp=4,zero=1"),
     (mistakes, "mistakes --show backward-adds-again. One class: minidist mistakes tensor"),
+    (judge, "judge my_kernels.py --table scores.csv. The problems: minidist judge --list"),
     (lessons, "lessons --progress. From a wheel: minidist lessons --to my-lessons"),
     (doctor, "doctor --json. On a GPU: minidist doctor --gpu"),
 ):
@@ -227,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
-        code = explain(error)
+        code = explain(error, words)
     if code == 130:
         say("stopped")
     sys.exit(code if isinstance(code, int) else 0)

@@ -47,7 +47,7 @@ def mistakes(
         return
     import torch
 
-    from minidist.plain.mistakes.detectors import DETECTORS, examine
+    from minidist.plain.mistakes.examine import DETECTORS, examine
 
     torch.set_num_threads(1)
     heads = [f"{name:^12}" for name in DETECTORS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from minidist._files import check_file
-from minidist.comm.launchers import started
+from minidist.comm.started_by import started
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from minidist.scale.time.hardware import Hardware
@@ -27,14 +29,22 @@ MOST_HERE = 16
 """The most ranks that are started to measure it."""
 
 
-def explain(error: Exception) -> int:
-    """Print an error in one line; return the exit code."""
+def explain(error: Exception, words: Sequence[str] = ()) -> int:
+    """Print an error of a command with these words in one line; return the exit code."""
     from minidist.comm.errors import RankCountError, RankError
 
     # click may be installed or vendored by typer, so its usage error is reached through typer's exports.
     usage_error = typer.BadParameter.__mro__[1]
     if isinstance(error, usage_error):
-        say(f"{error.format_message()} (minidist --help)")  # type: ignore[attr-defined]
+        context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+        given = [
+            following
+            for word, following in itertools.pairwise(" ".join(words).replace("=", " ").split())
+            if parameter is not None and word in parameter.opts
+        ]
+        value = f", and it is {given[-1]}" if isinstance(error, typer.BadParameter) and given else ""
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        say(f"{message}{value} ({context.command_path if context else 'minidist'} --help)")
         return 2
     if isinstance(error, RankError):
         say(error.summary)

@@ -59,7 +59,6 @@ def plan(
     from minidist.scale.planning import report as plan_words
     from minidist.scale.planning.planner import ROWS_A_RANK, question_of
     from minidist.scale.planning.planner import plan as find
-    from minidist.scale.planning.trial import require_trainable, trial
     from minidist.scale.time.hardware import hardware as hardware_of
 
     chosen = model_or_name(model, data, loss)
@@ -70,6 +69,8 @@ def plan(
             raise ValueError(
                 f"--measure runs on this machine and --profile is {profile}; leave one of them out"
             )
+        from minidist.scale.planning.trial import require_trainable, trial
+
         require_trainable(chosen)
         profile = HERE
     check_here(profile, ranks, figures)
@@ -108,7 +109,6 @@ def plan(
 def _print(found: Any, tried: dict[str, float] | None) -> None:
     """Print the answer, the table, and why other layouts do not fit."""
     from minidist.scale.planning import report as plan_words
-    from minidist.scale.planning.trial import verdict
 
     terminal = console(wide=True)
     show(plan_words.answer(found))
@@ -120,6 +120,8 @@ def _print(found: Any, tried: dict[str, float] | None) -> None:
         if left > 0:
             show(f"{left} more fit (--json has all).")
     if tried:
+        from minidist.scale.planning.trial import verdict
+
         show(verdict(found.fitting, tried))
     lines = plan_words.unfit(found)
     if lines:

@@ -28,9 +28,9 @@ from minidist.cli.resuming import Resuming, reserved
 from minidist.cli.train_config import TrainConfig as TrainConfig
 from minidist.cli.train_config import build, engine_of
 from minidist.comm.errors import RankDied
-from minidist.comm.launchers import started as started_by
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.launching.launch import launch
+from minidist.comm.started_by import started as started_by
 from minidist.model import Rows, Sampler, accuracy, masked_accuracy
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, record

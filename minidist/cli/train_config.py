@@ -60,7 +60,7 @@ class TrainConfig:
     batch: int = 64  # rows of a global batch, over all data-parallel ranks
     learning_rate: float = 3e-3
     optimizer: str = "adamw"
-    rung: str | None = None  # the matmul rung that the MLP's layers run on; None for torch's product
+    rung: str | None = None  # of matmul for the MLP, of attention for a GPT; None for torch's own
     dtype: str = "float32"
     seed: int = 0  # of the weights and of the order of rows
     clip_norm: float | None = None  # the largest norm that gradients may have; None for any
@@ -90,14 +90,14 @@ class TrainConfig:
             fitting = "the mlp" if self.data == "digits" else texts
             raise ValueError(f"the model {self.model_name} cannot train on {self.data}; give {fitting}")
         if self.rung is not None:
-            from minidist.kernels import rung
+            from minidist.kernels import ATTENTION_LADDER, rung
 
-            rung(self.rung)
-            if self.model_name != "mlp":
+            if self.model_name != "mlp" and not isinstance(CONFIGS.get(self.model_name), GPTConfig):
                 raise ValueError(
-                    f"a rung ({self.rung}) is for the mlp's layers, and the model is {self.model_name}; "
-                    "leave the rung out, or train the mlp"
+                    f"a rung ({self.rung}) is for the mlp or a GPT, and the model is {self.model_name}; "
+                    "leave the rung out, or train one of these"
                 )
+            rung(self.rung, None if self.model_name == "mlp" else ATTENTION_LADDER)
         for what in ("steps", "batch", "save_every", "keep"):
             check_whole(what, getattr(self, what), 1)
         check_whole("seed", self.seed)
@@ -169,7 +169,9 @@ def build(config: TrainConfig) -> tuple[nn.Module, Dataset]:
     if config.model_name != "mlp":
         shape = shape_of(config.model_name, vocabulary=256)  # of bytes, whatever the name's text was
         assert isinstance(shape, GPTConfig)
-        model = GPT(shape, seed=config.seed, dtype=dtype, device=device)
+        if config.rung is not None:  # on the CPU, as the mlp below
+            device = torch.device("cpu")
+        model = GPT(shape, seed=config.seed, dtype=dtype, device=device, attention=config.rung)
         return model, dataset("bytes", length=shape.context)
     data, linear = dataset("digits"), nn.Linear
     if config.rung is not None:

@@ -17,7 +17,7 @@ world           which rank this process is; joining and leaving the world
 mesh            ranks in a grid, and the groups along its axes
 ledgers         the bytes and the time of every call
 errors          the exceptions that name a rank, and why the backend could not complete a call, in words
-launchers       the rank that torchrun, mpirun or srun gave this process
+started_by      the rank that torchrun, mpirun or srun gave this process
 membership      processes that come and go, each with a connection to one coordinator
 rendezvous      the store in which the ranks of a world find each other
 launching/      starts processes for ranks, in a script, a notebook or under torchrun
@@ -25,6 +25,29 @@ transport/      how bytes travel between the ranks of a host: shared memory and 
 algorithms/     ring, tree and other collectives as schedules of messages, and their execution
 checking/       `check=True`: ranks compare their calls, and a deadlock is named
 cost/           predicts the time of a collective from latency and bandwidth
+
+| Where ... | Function | File |
+|---|---|---|
+| is an algorithm chosen for a call? | `choose` | collectives.py |
+| is a call started, counted and waited for? | `run` | work.py |
+| is it said which messages a ring all-reduce sends? | `ring_all_reduce` | algorithms/ring.py |
+| are the messages of such an algorithm sent? | `execute` | algorithms/execute.py |
+| do ranks of a host read each other's tensors? | `all_reduce` | transport/shared_memory.py |
+| does a message go to a rank of the same host? | `Outgoing.put` | transport/mailbox.py |
+| are the groups along tp, pp and dp made? | `Mesh` | mesh.py |
+| do ranks form their world? | `join` | world.py |
+| is it found out that torchrun, mpirun or srun started this rank? | `started` | started_by.py |
+| are processes for ranks started? | `SupervisorServer.start` | launching/supervisor.py |
+| does the death of a rank become known? | `SupervisorServer.reap` | launching/supervisor.py |
+| is the rank named that failed first? | `collect` | launching/collect_results.py |
+| are deadlocks and different calls found? | `Checker.enter` | checking/__init__.py |
+| is a dtype refused that a call cannot take? | `refusal` | tensor_checks.py |
+| does a failed call become an error in words? | `failed` | errors.py |
+| are bytes and seconds counted? | `Ledger` | ledgers.py |
+| is the time of a collective predicted? | `predict` | cost/model.py |
+
+To add an algorithm, write a generator like `ring_all_reduce`, and name it in `ALGORITHMS`
+(algorithms/registry.py); give its bytes in algorithms/formulas.py.
 """
 
 from __future__ import annotations

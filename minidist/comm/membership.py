@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from minidist._arguments import check_whole, is_number
+from minidist._arguments import check_seconds, check_whole
 from minidist.comm import ledgers
 from minidist.comm.errors import CollectiveError
 from minidist.comm.launching.channel import Connection
@@ -33,14 +33,6 @@ def check_port(port: int) -> None:
     check_whole("port", port, 0)
     if port > 65535:
         raise ValueError(f"port is {port}; give at most 65535, or 0 for a free one")
-
-
-def check_timeout(timeout: float) -> None:
-    """Refuse what is no time limit."""
-    if not is_number(timeout):
-        raise TypeError(f"timeout is {timeout!r}; give a number of seconds")
-    if not 0 < timeout <= 1e6:
-        raise ValueError(f"timeout is {timeout}; give seconds above 0 and up to 1000000")
 
 
 class Members:
@@ -123,7 +115,7 @@ class Membership:
         host, _, port = address.rpartition(":")
         if host != LOOPBACK or not port.isdecimal() or not 0 < int(port) <= 65535:
             raise ValueError(f"coordinator is {address!r}; give its address, such as '{LOOPBACK}:29400'")
-        check_timeout(timeout)
+        check_seconds("timeout", timeout)
         self.address, self.timeout = address, timeout
         try:
             end = socket.create_connection((host, int(port)), timeout)

@@ -15,8 +15,9 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from minidist.comm import launchers
-from minidist.comm.launchers import number
+from minidist._arguments import check_seconds
+from minidist.comm import started_by
+from minidist.comm.started_by import number
 
 # The functions that need torch import it: a script that only launches others does not pay for it.
 if TYPE_CHECKING:
@@ -50,18 +51,15 @@ def init(timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> None:
         TimeoutError: the others did not come in time.
     """
     global _joined_here
-    if not 0 < timeout <= 1e6:
-        raise ValueError(
-            f"timeout is {timeout}; give seconds above 0 and up to 1000000 to wait for the others"
-        )
+    check_seconds("timeout", timeout, " to wait for the others")
     if _is_joined():
         return
     described = ("RANK", "WORLD_SIZE")
     if not any(name in os.environ for name in described):
-        launchers.adopt()
+        started_by.adopt()
     if not any(name in os.environ for name in described):
         return
-    launchers.end_with_launcher()
+    started_by.end_with_launcher()
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(

@@ -10,7 +10,7 @@
 | mixture_of_experts.py | many MLPs, and a router that picks some for each token |
 | seeding.py | first weights that depend only on a seed and a name |
 | loss.py | cross-entropy and accuracy, also of masked tokens alone |
-| matmul.py | a linear layer that runs on any rung of the matmul ladders |
+| matmul.py, attention.py | a linear layer, and a GPT's attention, that run on any rung of their ladders |
 
 `minidist.model.matmul` loads the ladders, so import it by its full name where you need it.
 """

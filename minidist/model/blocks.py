@@ -29,13 +29,18 @@ class Embedding(nn.Module):
         self.positions: Callable[[Tensor], Tensor] | None = None  # from tokens (B, T); None for 0 to T - 1
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) integers -> (B, T, D)
-        """Raises ValueError if tokens are not (B, T), or T is more than the context."""
+        """Raises ValueError for tokens that are not (B, T), too many for the context, or unknown."""
         context = self.position.num_embeddings
         if tokens.dim() != 2 or tokens.shape[1] > context:
             raise ValueError(f"tokens are {tuple(tokens.shape)}; give (B, T) with T at most {context}")
         own = self.positions
         positions = torch.arange(tokens.shape[1], device=tokens.device) if own is None else own(tokens)
-        x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        try:
+            x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        except IndexError as error:  # on the CPU; a GPU has no time to look
+            raise ValueError(
+                f"tokens are {tokens.min()} to {tokens.max()}; give 0 to {self.token.num_embeddings - 1}"
+            ) from error
         return x
 
 

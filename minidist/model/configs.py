@@ -108,6 +108,11 @@ class GPTConfig(TransformerConfig):
             raise ValueError(f"capacity is {self.capacity}; give a positive factor, or None for no limit")
         if not self.balance_rate >= 0:
             raise ValueError(f"balance_rate is {self.balance_rate}; give at least 0")
+        for name in ("expert_width", "capacity", "balance_rate"):
+            if getattr(self, name) and not self.experts:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but there are no experts; give some, or leave it out"
+                )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; give at least 0 and less than 1")
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from minidist.kernels.attention_rung import AttentionRung
+from minidist.model.attention import Attend, named
 from minidist.model.blocks import Attention as Attention
 from minidist.model.blocks import Block, Embedding, Head
 from minidist.model.blocks import FeedForward as FeedForward
@@ -33,14 +35,16 @@ def gpt_layers(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     device: Device = None,
+    attention: AttentionRung | str | None = None,
 ) -> list[nn.Module]:
     """Return layers start to stop of a GPT, without stop, with the weights that they have in the whole model.
 
     Layer 0 is the embedding, 1 to config.layers are the blocks, config.layers + 1 is the head. If config.tied
     and both ends are among the layers, they share one parameter. A head built without the embedding starts
     with an equal copy; its stage and the embedding's then have to sum the gradient. dtype, device: torch's
-    defaults unless given; "meta" allocates nothing. Raises TypeError if config is not a GPTConfig, ValueError
-    if the range is empty or out of bounds.
+    defaults unless given; "meta" allocates nothing. attention: a rung of attention for the blocks, or its
+    name, such as "s6_causal"; None for torch's. Raises TypeError if config is not a GPTConfig, ValueError if
+    the range is empty or out of bounds, for an unknown rung, and for a rung with dropout.
     """
     if not isinstance(config, GPTConfig):
         raise TypeError(f"config is a {type(config).__name__}, which cannot be built; give a GPTConfig")
@@ -53,6 +57,11 @@ def gpt_layers(
     layers = list(stage.values())
     if config.tied and isinstance(layers[0], Embedding) and isinstance(layers[-1], Head):
         layers[-1].output.weight = layers[0].token.weight
+    if attention is not None:
+        rung = named(attention) if isinstance(attention, str) else attention
+        for block in layers:
+            if isinstance(block, Block):
+                block.attention.attend = Attend(rung, config.dropout)
     _fill_gpt(((f"layers.{name}", p) for name, p in stage.named_parameters()), config, seed)
     return layers
 
@@ -80,7 +89,7 @@ class GPT(nn.Module):
     """A GPT with GPT-2's shape: integer tokens (B, T) -> logits (B, T, V).
 
     Weights are drawn from N(0, 0.02^2), projections onto the residual stream with deviation 0.02 / sqrt(2
-    layers). See `gpt_layers` for dtype, device and errors.
+    layers). See `gpt_layers` for dtype, device, attention and errors.
     """
 
     def __init__(
@@ -90,10 +99,12 @@ class GPT(nn.Module):
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: Device = None,
+        attention: AttentionRung | str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.seed = config, seed
-        self.layers = nn.ModuleList(gpt_layers(config, seed=seed, dtype=dtype, device=device))
+        layers = gpt_layers(config, seed=seed, dtype=dtype, device=device, attention=attention)
+        self.layers = nn.ModuleList(layers)
 
     def initialize_part(self, part: nn.Module) -> None:
         """Fill a submodule's own tensors, for a model made on "meta" that gets memory part by part."""

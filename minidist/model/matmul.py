@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from minidist import kernels
 from minidist.kernels import Rung
+from minidist.kernels.rung import Step
 
 
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
@@ -28,23 +29,8 @@ def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
     tensors, and for dtypes that differ or that the rung does not take; ValueError for shapes that do not
     multiply, and for tensors on another device than the rung's.
     """
-    for name, tensor in (("x", x), ("w", w)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor; pass torch.as_tensor({name})"
-            )
-        # A CUDA rung also takes CPU tensors: its emulator works on them, and a GPU gets copies.
-        if tensor.device.type not in ("cpu", rung.device):
-            raise ValueError(
-                f"{name} is on {tensor.device}, but rung {rung.name} runs on {rung.device}; "
-                f"move the tensor with .to({rung.device!r}), or take a rung for {tensor.device.type}"
-            )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in rung.dtypes:
-            raise TypeError(
-                f"{name} has dtype {dtype}, but rung {rung.name} takes {' or '.join(rung.dtypes)}; "
-                f"convert it with .to(torch.{rung.dtypes[0]})"
-            )
+    check_operand("x", x, rung)
+    check_operand("w", w, rung)
     if x.dtype != w.dtype:
         raise TypeError(
             f"x is {x.dtype} and w is {w.dtype}; convert one with .to(), so that both are the same"
@@ -58,6 +44,24 @@ def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y: Tensor = _Product.apply(rows, w, rung)  # type: ignore[no-untyped-call]
     return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+def check_operand(name: str, tensor: Tensor, rung: Step) -> None:
+    """Raise TypeError or ValueError unless the rung takes what `tensor` is, in its dtype, on its device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor; pass torch.as_tensor({name})")
+    # A CUDA rung also takes CPU tensors: its emulator works on them, and a GPU gets copies.
+    if tensor.device.type not in ("cpu", rung.device):
+        raise ValueError(
+            f"{name} is on {tensor.device}, but rung {rung.name} runs on {rung.device}; "
+            f"move the tensor with .to({rung.device!r}), or take a rung for {tensor.device.type}"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in rung.dtypes:
+        raise TypeError(
+            f"{name} has dtype {dtype}, but rung {rung.name} takes {' or '.join(rung.dtypes)}; "
+            f"convert it with .to(torch.{rung.dtypes[0]})"
+        )
 
 
 class Linear(nn.Module):

@@ -85,7 +85,8 @@ class Placements(TorchDispatchMode):
 
     def wrong(self, sentence: str) -> None:
         """Raise a sentence with the training's line, if there are two ranks and they communicate at all."""
-        lines = [f.lineno for f in traceback.extract_stack() if f.filename.startswith("<")]
+        own = [f for f in traceback.extract_stack() if re.match("<(?!frozen|st)", f.filename)]  # not <stdin>
+        lines = [f.lineno for f in own]
         if self.other and self.other.calls:
             raise Wrong(f"rank {self.number}, line {lines[-1] if lines else 'last'}: {sentence}")
 

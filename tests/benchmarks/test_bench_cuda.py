@@ -16,6 +16,8 @@ from minidist.benchmarks.harness import results
 from minidist.benchmarks.harness.cuda import cuda_check, cuda_timing, one_rung
 from minidist.benchmarks.report import ladders
 from minidist.kernels.cuda import RUNGS
+from minidist.kernels.cuda.attention import CUDA_ATTENTION_LADDER
+from minidist.kernels.cuda.runtime import device
 from tests.benchmarks.harness.test_turns import FakeBenchmark as WithoutStatistics
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
@@ -213,6 +215,28 @@ def test_transposed_operands_are_multiplied_and_labelled(measure, order):
     assert strides == {((24, 1), (1, 24)) if order == "nt" else ((1, 24), (24, 1))}
     assert (extra["label"], extra["order"]) == (f"s9_some_idea, float32, {order}", order)
     assert "series" not in extra
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_is_checked_then_compared_with_torchs(bench, monkeypatch, backward):
+    """On the emulator; two programs are timed in turns, and a wrong result is never timed."""
+    monkeypatch.setenv(device.VARIABLE, "emulator")
+    monkeypatch.setattr(cuda_timing, "HEADS", 2)
+    checked = []
+    monkeypatch.setattr(bench, "check_attention", lambda *given: checked.append(given))
+    gpu, benchmark, step = EmulatedGpu(), FakeBenchmark(), CUDA_ATTENTION_LADDER[-1]
+    bench.test_attention(benchmark, False, gpu, step, "bfloat16", True, backward, 40)
+    extra = benchmark.extra_info
+    assert extra["label"] == "s5_backward, bfloat16, 40, causal" + ", backward" * backward
+    work = (5 if backward else 2) * 2 * 40 * 40 * 64
+    assert extra["gflops"] == pytest.approx(work / benchmark.stats.stats.median / 1e9)
+    assert extra["peer"] == "scaled_dot_product_attention"
+    assert checked == [(step, "bfloat16", "cpu")]
+    wrong = dataclasses.replace(step, compute=lambda q, k, v, out, *_: out.data.fill(0))
+    benchmark = FakeBenchmark()
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        bench.test_attention(benchmark, False, gpu, wrong, "bfloat16", True, backward, 40)
+    assert not benchmark.extra_info
 
 
 def test_launching_is_compared_with_torchs_and_has_a_goal(measure, monkeypatch):

@@ -46,22 +46,37 @@ def in_a_terminal(command, **more):
     return process.returncode, told.decode()
 
 
-def test_help_imports_nothing_heavy():
+PLAN = ["plan", "--model=gpt2-small", "--ranks=2", "--profile=h100"]
+
+
+@pytest.mark.parametrize("words", [["--help"], PLAN], ids=["help", "plan"])
+def test_help_and_a_plan_import_nothing_heavy(words):
     program = (
-        "import sys\nfrom minidist.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
+        f"import sys\nfrom minidist.cli import main\ntry:\n    main({words})\nexcept SystemExit as end:\n"
         "    heavy = {'torch', 'numpy', 'numba', 'matplotlib', 'pytest', 'sklearn'} & set(sys.modules)\n"
         "    sys.exit(end.code or sorted(heavy) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
-    assert all(
-        name in done.stdout for name in ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
-    )
+    told = ("train", "compare", "bench", "report", "plan", "lessons", "doctor")
+    assert all(name in done.stdout for name in told) or words is PLAN
 
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "compare", "trace", "bench", "report", "plan", "dryrun", "mistakes", "lessons", "doctor"],
+    [
+        "train",
+        "compare",
+        "trace",
+        "bench",
+        "report",
+        "plan",
+        "dryrun",
+        "mistakes",
+        "judge",
+        "lessons",
+        "doctor",
+    ],
 )
 def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
@@ -119,6 +134,8 @@ def test_the_version_is_the_packages(run):
         (["bench", "lunch"], "'launch'"),
         (["report", "--results", "/no/such/folder"], "minidist bench"),
         (["doctor", "--jsn"], "--json"),
+        (["train", "--ranks=0"], "greater than or equal to 1, and it is 0 (minidist train --help)"),
+        (["plan", "--model", "gpt2-xl", "--precision", "fp8"], "saves no time on any machine"),
     ],
 )
 def test_bad_input_is_one_line_that_helps(run, words, told):

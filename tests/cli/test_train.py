@@ -65,6 +65,13 @@ def test_the_model_lies_where_its_products_run(
     assert {parameter.device.type for parameter in model.parameters()} == {device}
 
 
+def test_a_gpts_rung_is_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "device", lambda: torch.device("meta"))
+    model, _ = build(TrainConfig(data="bytes", rung="s7"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {block.attention.attend.rung.name for block in list(model.layers)[1:-1]} == {"s7_backward"}
+
+
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
@@ -126,7 +133,11 @@ def test_ranks_with_different_data_are_found(cluster_of: Clusters) -> None:
         ({"optimizer": "adammw"}, "did you mean 'adamw'"),
         ({"dtype": "float23"}, "unknown dtype 'float23'"),
         ({"rung": "?"}, "unknown rung ...: the ladder is"),
-        ({"data": "bytes", "rung": "s4"}, "a rung .s4. is for the mlp's layers"),
+        ({"data": "bytes", "rung": "s9"}, "unknown rung 's9': .*the ladder is s1_three_passes"),
+        (
+            {"data": "bytes", "model": "bert-tiny-mlm", "rung": "s4"},
+            "a rung .s4. is for the mlp or a GPT, and",
+        ),
         ({"learning_rate": float("inf")}, "learning_rate is inf"),
         ({"steps": 0}, "steps is 0; give at least 1"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0; give the largest norm"),

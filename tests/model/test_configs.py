@@ -40,6 +40,7 @@ def test_unknown_names_and_fields_offer_the_nearest():
         ({"width": 64.0}, TypeError, r"width is 64\.0 \(float\); give an integer"),
         ({"dropout": 1.0}, ValueError, r"dropout is 1\.0"),
         ({"dropout": math.nan}, ValueError, "dropout is nan"),
+        ({"balance_rate": 0.1}, ValueError, r"balance_rate is 0\.1, but there are no experts"),
     ],
 )
 def test_a_shape_validates_itself(changes, error, message):

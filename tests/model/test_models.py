@@ -132,6 +132,8 @@ def test_a_later_token_does_not_change_earlier_logits(dtype):
 def test_tokens_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"tokens are \(1, 9\); give \(B, T\) with T at most 8"):
         GPT(TINY)(draw_tokens((1, 9)))
+    with pytest.raises(ValueError, match="tokens are 3 to 11; give 0 to 10"):
+        GPT(TINY)(torch.tensor([[3, 11]]))
     with pytest.raises(ValueError, match="tokens are"):
         GPT(TINY)(draw_tokens((4,)))
 

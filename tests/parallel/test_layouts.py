@@ -28,10 +28,10 @@ from minidist.model import GPT, config
 from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from minidist.parallel.engine import (
-    parameter_placement,
     partition_model,
     staged_passes,
     step_executor,
+    tensor_map,
     training_step,
 )
 from minidist.parallel.sharding import sharded
@@ -170,7 +170,7 @@ def with_equal_shares_of_tokens(patch: pytest.MonkeyPatch) -> None:
 def with_every_ranks_norm(patch: pytest.MonkeyPatch) -> None:
     """Parameters that are whole on all tensor-parallel ranks count on each."""
     none = property(lambda _: set(), lambda *_: None)
-    patch.setattr(parameter_placement.Placement, "_copies", none, raising=False)
+    patch.setattr(tensor_map.TensorMap, "_copies", none, raising=False)
 
 
 def without_the_first_stages_weights(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 import minidist as md
 from minidist import plain
 from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read, recipe
-from minidist.plain.mistakes.detectors import DETECTORS, examine
+from minidist.plain.mistakes.examine import DETECTORS, examine
 from minidist.plain.mistakes.ranks import Rank, on_ranks
 from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of, model_of, run
 from tests.helpers.plain_rungs import train

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 from minidist.benchmarks.harness import machine
 from minidist.benchmarks.harness.cuda import cuda_timing
 from minidist.comm.launching.cores import available_cores
-from minidist.kernels.cuda import RUNGS, load
+from minidist.kernels.attention_rung import AttentionRung
+from minidist.kernels.cuda import RUNGS, attention, load
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.cuda.runtime.kernel import Kernel
+from minidist.kernels.measure.attention import run
 
 RAGGED = ((129, 257, 72), (300, 130, 65))  # m, n, k: some rows are not 16 bytes apart
 HOPPER = (9, 0)  # the GPU to compile for where there is none
@@ -34,7 +36,7 @@ class Variant(NamedTuple):
 
     rung: str
     dtype: str
-    order: str  # of a and b, in BLAS's letters
+    order: str  # of a and b, in BLAS's letters; of attention "causal" or "whole"
 
 
 def this_gpu() -> tuple[int, int]:
@@ -49,13 +51,14 @@ def this_gpu() -> tuple[int, int]:
 def variants(capability: tuple[int, int]) -> tuple[list[Variant], list[str]]:
     """Return what to compile for a GPU, the slowest to compile first, and why some rungs are left out."""
     found, left_out = [], []
-    for rung in map(load, reversed(RUNGS)):
+    for rung in (*map(load, reversed(RUNGS)), *map(attention.load, reversed(attention.RUNGS))):
         try:
             device.architecture_on(rung.architecture, capability, f"rung {rung.name}", "the GPU")
         except RuntimeError as error:
             left_out.append(str(error))
             continue
-        found += [Variant(rung.name, dtype, order) for dtype in rung.dtypes for order in ("nn", "nt", "tn")]
+        orders = ("whole", "causal") if isinstance(rung, AttentionRung) else ("nn", "nt", "tn")
+        found += [Variant(rung.name, dtype, order) for dtype in rung.dtypes for order in orders]
     return found, left_out
 
 
@@ -82,15 +85,19 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> str:
     """
     import torch
 
-    started, rung, kind = time.perf_counter(), load(variant.rung), getattr(torch, variant.dtype)
+    started, kind = time.perf_counter(), getattr(torch, variant.dtype)
 
     def matrix(rows: int, columns: int, order: str) -> Any:  # its values are never read
         shape = (columns, rows) if order == "t" else (rows, columns)
         return torch.empty(shape, dtype=kind).T if order == "t" else torch.empty(shape, dtype=kind)
 
+    sizes = [*((size,) * 3 for size in (cuda_timing.TINY, *cuda_timing.SIZES)), *RAGGED]
     with noted() as launches:
-        for m, n, k in [*((size,) * 3 for size in (cuda_timing.TINY, *cuda_timing.SIZES)), *RAGGED]:
-            rung.matmul(matrix(m, k, variant.order[0]), matrix(k, n, variant.order[1]))
+        if variant.rung in attention.RUNGS:
+            sizes = []
+            run(attention.load(variant.rung), ((1,), 1, 1, 64), variant.order == "causal", variant.dtype)
+        for m, n, k in sizes:
+            load(variant.rung).matmul(matrix(m, k, variant.order[0]), matrix(k, n, variant.order[1]))
     reports = []
     for kernel, types in dict.fromkeys(launches):
         architecture = device.architecture_on(kernel.architecture, capability, kernel.name, "the GPU")

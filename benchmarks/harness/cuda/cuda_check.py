@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from minidist.kernels.measure import harness
+import numpy as np
+
+from minidist.kernels.measure import attention, harness
 
 if TYPE_CHECKING:
+    from minidist.kernels.cuda.attention.rung import CudaAttentionRung
     from minidist.kernels.cuda.rung import CudaRung
 
 LARGEST_WHOLE = 4096  # up to this many rows, columns and terms, a product is checked whole
@@ -39,6 +42,21 @@ def check_rung(
     wait()  # with a limit; to read the result waits for ever if the kernel never ends
     message = f"rung {rung.name}, {c.shape[0]} x {c.shape[1]} x {a.shape[1]} in {kind}, {more}"
     return assert_product(c, a, b, message, sums=rung.sums(dtype_of(kind)), tf32=kind == "tf32", seed=seed)
+
+
+def check_attention(rung: CudaAttentionRung, dtype: str, device: str) -> float:
+    """Check a rung of attention on small and ragged heads, also causal, and return the largest error."""
+    import torch
+
+    def to(x: Any) -> Any:
+        return torch.from_numpy(x.astype("f4")).to(device, getattr(torch, dtype))
+
+    rng, sizes = np.random.default_rng(), [(1, 1, 1), (37, 150, 33), (133, 133, 64)]
+    return max(
+        attention.check(rung, ((2,), queries, keys, width), causal, rng, dtype, to)
+        for queries, keys, width in sizes
+        for causal in (False, True)[: 1 + (queries == keys)]
+    )
 
 
 def assert_product(c: Any, a: Any, b: Any, message: str, *, sums: str, tf32: bool, seed: int) -> float:

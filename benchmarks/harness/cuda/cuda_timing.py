@@ -23,10 +23,11 @@ from minidist.kernels.measure.gpu_timer import GpuTimer
 from minidist.kernels.measure.peaks import Roof
 
 if TYPE_CHECKING:
-    from minidist.kernels.cuda.rung import CudaRung
+    from minidist.kernels.cuda.rung import CudaRung, CudaStep
 
 SIZES = (1024, 2048, 4096, 8192, 16384)  # n of n x n times n x n
 TRANSPOSED_SIZE = 4096
+HEADS, POSITIONS = 32, (1024, 4096)  # of attention
 TINY = 64  # a product that runs in less time than Python takes to launch it
 TURN = 1e-3  # minimal seconds of a turn
 MOST_CALLS = 64  # in a turn; a GPU's queue takes about a thousand launches before Python has to wait
@@ -67,7 +68,7 @@ class Gpu(GpuTimer):
         """Return this GPU's peaks, which each process measures once, or None if they can't be measured."""
         return self._roof
 
-    def refuses(self, step: CudaRung) -> str | None:
+    def refuses(self, step: CudaStep) -> str | None:
         """Return the reason why a rung does not run here, or None if this GPU has its instructions."""
         name, capability = self._cuda.get_device_name(), self._cuda.get_device_capability()
         try:

@@ -23,7 +23,7 @@ import pytest
 
 from minidist.benchmarks.harness import formats
 from minidist.benchmarks.harness.progress import Watcher
-from minidist.kernels.cuda import RUNGS
+from minidist.kernels.cuda import RUNGS, attention
 
 SUITE = "bench_cuda"
 PROGRAM = (sys.executable, "-m", "minidist")
@@ -36,7 +36,7 @@ REAPED = 5.0  # seconds to wait for a killed process, which may hang in the GPU'
 def of_part(names: Iterable[str], part: tuple[int, int]) -> list[str]:
     """Return the rungs that these benchmarks are named after, best first; of them, part i of n for (i, n)."""
     named = list(names)
-    found = [rung for rung in reversed(RUNGS) if any(rung in name for name in named)]
+    found = [rung for rung in reversed((*attention.RUNGS, *RUNGS)) if any(rung in name for name in named)]
     number, parts = part
     return found[len(found) * (number - 1) // parts : len(found) * number // parts]
 

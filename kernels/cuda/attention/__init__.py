@@ -7,9 +7,11 @@
 | s3_shared_tiles | tiles of keys and values in shared memory serve many queries |
 | s4_tensor_core | tensor cores, and the softmax in registers |
 | s5_backward | the backward pass computes the weights again, on tensor cores |
+| rung.py | what a rung is: checks, and copies to a GPU and back |
+| products.py | products of tiles on tensor cores, for rungs 4 and 5 |
 
-To add a rung, write its file `s<number>_<name>.py`; nothing else in the project lists rungs. What a rung is
-stands in `rung.py`; tiles and instructions are those of the matmul ladder.
+To add a rung, write its file `s<number>_<name>.py`; nothing else in the project lists rungs. Tiles and
+instructions are those of the matmul ladder.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from ..runtime import kernel_cache, nvvm
 from .device import capability, require_compiler
@@ -119,15 +119,23 @@ def _kept(given: tuple[Any, ...], make: Callable[[], bytes]) -> bytes:
     return kept
 
 
-def link(code: bytes, architecture: str, name: str) -> tuple[bytes, str]:
-    """Return the cubin that nvJitLink makes of LTO-IR, and its log; raise RuntimeError if it fails."""
+@functools.lru_cache(maxsize=128)
+def report_of_ptx(ptx: str, architecture: str) -> Report:
+    """Return the assembler's report on PTX. Raises as `link` does."""
+    return parse(link(ptx.encode(), architecture, "the kernel", "ptx")[1], architecture)
+
+
+def link(
+    code: bytes, architecture: str, name: str, kind: Literal["ltoir", "ptx"] = "ltoir"
+) -> tuple[bytes, str]:
+    """Return the cubin that nvJitLink makes of code, and its log; raise RuntimeError if it fails."""
     core: Any = importlib.import_module("cuda.core")
     options = core.LinkerOptions(
-        name=name, arch=architecture, link_time_optimization=True, ptxas_options=["-v"]
+        name=name, arch=architecture, link_time_optimization=kind == "ltoir", ptxas_options=["-v"]
     )
     linker = None
     try:
-        linker = core.Linker(core.ObjectCode.from_ltoir(code, name=name), options=options)
+        linker = core.Linker(getattr(core.ObjectCode, f"from_{kind}")(code, name=name), options=options)
         cubin: bytes = linker.link("cubin").code
         log: str = linker.get_info_log()
     except Exception as error:  # each kind of failure has its own class, which changes with releases

@@ -11,7 +11,6 @@
 | compare | setp, set, selp, slct, testp |
 | convert | cvt between all types |
 | warp_operations | shuffles, votes, matches and reductions of a warp |
-| atomics | the arithmetic of atom and red |
 | fragments | where the elements of a matrix tile lie in registers |
 """
 

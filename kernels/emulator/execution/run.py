@@ -80,6 +80,7 @@ THREADS = 1024  # in a block
 CLUSTER = 16  # blocks in a cluster
 BLOCK, GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 SHARED = 227 * 1024  # bytes of a block, on any GPU so far
+LOCAL = 512 * 1024  # bytes of a thread
 # Of cuda.jit(debug=True): where a kernel stores the first exception that it raises. Without debug, a thread
 # that raises one just ends.
 ERROR = "__errcode__"  # the end of the variable's name
@@ -122,6 +123,10 @@ def run_kernel(
         raise ValueError(
             f"a block takes {program.shared + shared} bytes of shared memory, and GPUs give it {SHARED} "
             "at most: use smaller tiles or fewer stages"
+        )
+    if program.local > LOCAL:
+        raise ValueError(
+            f"a thread takes {program.local} bytes of local memory, and GPUs give it {LOCAL} at most"
         )
     memory = GlobalMemory()
     memory.watch_blocks = not program.flow.learns_of_blocks

@@ -8,13 +8,20 @@ gives the seconds of a collective from either.
 - `fitting.py`: measure the links between the ranks that run
 """
 
-from minidist.comm.cost.fitting import fit as fit
-from minidist.comm.cost.links import PROFILES as PROFILES
-from minidist.comm.cost.links import LinkProfile as LinkProfile
-from minidist.comm.cost.model import FORMULAS as FORMULAS
-from minidist.comm.cost.model import SEGMENT as SEGMENT
-from minidist.comm.cost.model import Formula as Formula
-from minidist.comm.cost.model import Terms as Terms
-from minidist.comm.cost.model import crossover as crossover
-from minidist.comm.cost.model import predict as predict
-from minidist.comm.cost.model import terms as terms
+from typing import TYPE_CHECKING
+
+from minidist._lazy import lazy
+
+if TYPE_CHECKING:
+    from minidist.comm.cost.fitting import fit as fit
+    from minidist.comm.cost.links import PROFILES as PROFILES
+    from minidist.comm.cost.links import LinkProfile as LinkProfile
+    from minidist.comm.cost.model import FORMULAS as FORMULAS
+    from minidist.comm.cost.model import SEGMENT as SEGMENT
+    from minidist.comm.cost.model import Formula as Formula
+    from minidist.comm.cost.model import Terms as Terms
+    from minidist.comm.cost.model import crossover as crossover
+    from minidist.comm.cost.model import predict as predict
+    from minidist.comm.cost.model import terms as terms
+
+__getattr__, __dir__, __all__ = lazy(__name__)

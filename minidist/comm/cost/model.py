@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from minidist._names import unknown
 from minidist.comm.cost.links import PROFILES, LinkProfile
-from minidist.comm.transport.shared_memory import STAGE
+from minidist.comm.transport import STAGE
 
 SEGMENT = 2**18
 """Bytes of a segment that a chain of ranks passes on at a time: 2^16 elements of float32."""

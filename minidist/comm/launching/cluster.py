@@ -18,14 +18,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from minidist._arguments import check_whole, is_number, is_whole
+from minidist._arguments import check_seconds, check_whole, is_whole
 from minidist.comm.errors import RankError
-from minidist.comm.launchers import without_launcher
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
 from minidist.comm.launching.rank_processes import RankProcess, stop, supervisor
 from minidist.comm.launching.sending import Keeping, Kept, WithSource, pickle_call, unpickle_result
 from minidist.comm.launching.worker import Setup
+from minidist.comm.started_by import without_launcher
 
 START_TIMEOUT = 120.0
 """Seconds that ranks may take to start. Importing torch from a cold disk can take most of a minute."""
@@ -34,8 +34,6 @@ COLLECTIVE_TIMEOUT = 300.0
 COLLECTIVE_MARGIN = 5.0
 """Seconds that a collective waits beyond the run's limit. The run's error comes first, since it says where
 each rank is."""
-LONGEST_TIMEOUT = 1e6
-"""Seconds. Beyond this the clocks of the libraries below soon overflow."""
 _REPLACED = """fresh processes replace the ranks, and what they kept is gone, because their last run caught an
 error that left them out of step: {}"""
 
@@ -82,8 +80,10 @@ class Cluster:
         self.ranks = ranks
         self.threads = max(1, available_cores() // ranks) if threads is None else threads
         check_whole("threads", self.threads, 1)
-        self.timeout = None if timeout is None else _check_seconds("timeout", timeout)
-        self.start_timeout = _check_seconds("start_timeout", start_timeout)
+        self.timeout = (
+            None if timeout is None else check_seconds("timeout", timeout, ", or None for no limit")
+        )
+        self.start_timeout = check_seconds("start_timeout", start_timeout)
         if not isinstance(check, bool):
             raise TypeError(f"check is {check!r}; give True or False")
         self.check = check
@@ -247,16 +247,6 @@ def _check_ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
     if not set(given) <= set(range(ranks)):
         raise ValueError(f"{name} is {given}; the ranks are 0 to {ranks - 1}: give some of them")
     return frozenset(given)
-
-
-def _check_seconds(name: str, value: float) -> float:
-    """Return `value` as a float; raise an error unless it is a time limit."""
-    if not is_number(value):
-        raise TypeError(f"{name} is {value!r}; give a number of seconds")
-    if not 0 < value <= LONGEST_TIMEOUT:
-        none = ", or None for no limit" if name == "timeout" else ""
-        raise ValueError(f"{name} is {value}; give seconds above 0 and up to {LONGEST_TIMEOUT:.0f}{none}")
-    return float(value)
 
 
 def _check_loopback() -> None:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from minidist.comm.errors import RankCountError
-from minidist.comm.launchers import Started, started
 from minidist.comm.launching.cluster import START_TIMEOUT, Cluster
+from minidist.comm.started_by import Started, started
 
 
 def launch(

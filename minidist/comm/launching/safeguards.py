@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-from minidist.comm.launchers import end_with
+from minidist.comm.started_by import end_with
 
 _PR_SET_PDEATHSIG = 1
 _starting = False

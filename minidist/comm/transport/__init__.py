@@ -7,3 +7,6 @@ Everything else goes through torch.distributed. `choose` in collectives.py says 
 - `host.py`: what ranks of one host share: each other's processes, files in memory, semaphores, a barrier
 - `gloo_workarounds.py`: a lean reduce-scatter for gloo, and the shape of its broadcast tree
 """
+
+STAGE = 2**20
+"""Bytes of a staging buffer in shared memory; those of all ranks should fit into the last-level cache."""

@@ -32,7 +32,7 @@ from torch import Tensor
 from minidist.comm import returned_ranks
 from minidist.comm.algorithms.execute import COMBINE
 from minidist.comm.errors import failed
-from minidist.comm.transport import host
+from minidist.comm.transport import STAGE, host
 from minidist.comm.transport.host import ProcessBarrier
 from minidist.comm.work import (
     Failed,
@@ -45,8 +45,6 @@ from minidist.comm.work import (
     ranks_of,
 )
 
-STAGE = 2**20
-"""Bytes of a staging buffer. The buffers of all ranks should fit into the last-level cache."""
 BUFFERS = 3
 """Staging buffers of a rank. Ranks may be a step apart: one fills, one reduces, one empties a buffer."""
 PIECE = 2**17

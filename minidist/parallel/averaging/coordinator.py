@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from minidist._arguments import check_whole
-from minidist.comm.membership import Members, check_port, check_timeout
+from minidist._arguments import check_seconds, check_whole
+from minidist.comm.membership import Members, check_port
 from minidist.comm.world import DEFAULT_TIMEOUT
 from minidist.parallel.averaging.exchanges import REFUSED, hello, nesterov, whole_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
@@ -89,7 +89,7 @@ class Coordinator:
         check_whole("workers", workers, 1)
         check_whole("fragments", fragments, 1)
         check_port(port)
-        check_timeout(timeout)
+        check_seconds("timeout", timeout)
         self.model, self.timeout = model, timeout
         self._parts = deal_parameters(trainable(model), fragments, "fragments")
         self._whole = whole_of(model)

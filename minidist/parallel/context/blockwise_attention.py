@@ -4,7 +4,7 @@ The softmax of a row needs the row's largest score and the sum of its exponentia
 keys seen so far, together with the weighted sum of values. When a new block raises the largest score, the
 sums are multiplied by the exponential of the difference. What remains is one number a row, the log of the
 sum, from which the backward pass computes each block's weights again. No matrix is larger than queries by
-`tile` keys.
+`tile` keys. A rung of the attention ladder may compute the blocks in its own way (`RungSoftmax`).
 
 Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", section 3; Rabe and Staats
 2021, "Self-attention Does Not Need O(n^2) Memory", section 2; Dao et al. 2022, "FlashAttention", section 3.1
@@ -17,6 +17,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from minidist.kernels.attention_rung import AttentionRung
+from minidist.model.attention import on_rung
+from minidist.model.matmul import check_operand
 
 
 class OnlineSoftmax:
@@ -73,6 +77,46 @@ class SoftmaxGradient:
             scores = _scores(gradient, v[:, keys]).sub_(self._mean[:, :, rows]).mul_(weights)
             into[0, :, keys] += _times_transposed(scores, q)
             self.queries[:, :, rows] += _times(scores, k[:, keys])
+
+
+class RungSoftmax(OnlineSoftmax):
+    """`OnlineSoftmax` on a rung: of each block it has the result, and the log of the sum."""
+
+    def __init__(self, queries: Tensor, rung: AttentionRung) -> None:
+        check_operand("q", queries, rung)
+        super().__init__(queries)
+        self._rung = rung
+        self.total += 1  # `largest` is the log of the whole sum
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, first: int, diagonal: bool, tile: int) -> None:
+        """As `OnlineSoftmax.add`, with a tile of the rung's own."""
+        found, logs = on_rung(self._rung, *_for_rung(q[:, :, first:], k, v), causal=diagonal)
+        mixed, before = self.mixed[:, :, first:], self.largest[:, :, first:]
+        together = torch.logaddexp(before, logs[..., None])
+        mixed.mul_((before - together).exp_()).add_(found.mul_((logs[..., None] - together).exp_()))
+        before.copy_(together)
+
+
+class RungGradient(SoftmaxGradient):
+    """`SoftmaxGradient` on a rung."""
+
+    def __init__(self, rung: AttentionRung, *given: Tensor) -> None:  # as for SoftmaxGradient
+        super().__init__(*given)
+        self._rung, self._given = rung, given
+
+    def add(self, k: Tensor, v: Tensor, into: Tensor, first: int, diagonal: bool, tile: int) -> None:
+        """As `SoftmaxGradient.add`, with a tile of the rung's own."""
+        q, mixed, logs, gradient = (x[:, :, first:] for x in self._given)
+        given = (*_for_rung(q, k, v), mixed, logs[..., 0], gradient)
+        q_gradient, *found = on_rung(self._rung, *given, causal=diagonal)
+        self.queries[:, :, first:] += q_gradient.mul_(q.shape[3] ** 0.5)
+        into += torch.stack([x.sum(1) for x in found])
+
+
+def _for_rung(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Undo the rung's factor 1 / sqrt(D), and give each query head its keys: all (N, G, _, D)."""
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return q * q.shape[3] ** 0.5, k, v
 
 
 def _scores(q: Tensor, k: Tensor, diagonal: bool = False) -> Tensor:  # (N, G, T, D), (N, S, D)

@@ -26,8 +26,9 @@ from minidist import comm
 from minidist._arguments import check_whole, is_number
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, Work, rank_in, ranks_of
+from minidist.kernels.attention_rung import AttentionRung
+from minidist.parallel.context import blockwise_attention as blocks
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.blockwise_attention import OnlineSoftmax, SoftmaxGradient
 
 TILE = 512
 """Keys that a rank computes with at once: the largest matrix is its queries by TILE keys."""
@@ -46,6 +47,7 @@ def ring_attention(
     length: int | None = None,
     scale: float | None = None,
     tile: int = TILE,
+    rung: AttentionRung | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks; all ranks of the group call it.
 
@@ -65,6 +67,7 @@ def ring_attention(
         length: of the whole sequence; None for the sum of the ranks' positions.
         scale: multiplies the scores; None for 1 / sqrt(D).
         tile: keys to compute with at once.
+        rung: of attention, for the blocks; the ring gives it float32. None for torch's products.
 
     Returns (B, H, T, D), of q's dtype; sums are kept in float32, or in float64 if q is float64. Raises
     TypeError for a wrong type or dtype, ValueError if shapes do not fit, on this rank or between ranks, or if
@@ -73,7 +76,7 @@ def ring_attention(
     check_attention_arguments(q, k, v, tile, length, scale)
     rank, ranks = rank_in(group), len(ranks_of(group))
     length = agreed_length(q, k, length, causal, group)
-    ring = _Ring(group, rank, ranks, length, causal, tile)
+    ring = _Ring(group, rank, ranks, length, causal, tile, rung)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     mixed: Tensor = _RingAttention.apply(q, k, v, ring, factor)  # type: ignore[no-untyped-call]
     return mixed
@@ -117,6 +120,7 @@ class _Ring(NamedTuple):
     length: int
     causal: bool
     tile: int
+    rung: AttentionRung | None
 
     def owner(self, step: int) -> int:
         """The rank whose block is here after `step` hops."""
@@ -155,7 +159,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, scale: float) -> Tensor:
         queries = _grouped(q, k.shape[1]).mul(scale)
         block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
-        softmax = OnlineSoftmax(queries)
+        softmax = blocks.RungSoftmax(queries, ring.rung) if ring.rung else blocks.OnlineSoftmax(queries)
         for step in range(ring.ranks):
             # Launch: send the block on while computing with it.
             works, coming = ring.go_on(block, step)
@@ -179,7 +183,8 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, result, log_total = ctx.saved_tensors
         ring, scale, heads = ctx.ring, ctx.scale, k.shape[1]
         queries = _grouped(q, heads).mul(scale)
-        softmax = SoftmaxGradient(queries, _grouped(result, heads), log_total, _grouped(gradient, heads))
+        given = queries, _grouped(result, heads), log_total, _grouped(gradient, heads)
+        softmax = blocks.RungGradient(ring.rung, *given) if ring.rung else blocks.SoftmaxGradient(*given)
         block = torch.stack((k.flatten(0, 1), v.flatten(0, 1)))  # (2, N, T, D)
         own = sums = torch.empty(0)
         arriving: list[Work] = []  # the sums of gradients that travel one step behind

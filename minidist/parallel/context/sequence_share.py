@@ -157,8 +157,15 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
                 f"dropout is {dropout} in the model's attention, which cannot drop weights where ranks share "
                 "tokens; set it to 0, or leave cp out"
             )
+        rung: Any = getattr(part.attend, "rung", None)
+        if share.blocks is not None and rung is not None:
+            raise ValueError(
+                f"the model attends on rung {rung.name}, but these ranks trade heads, and a rung "
+                'takes the blocks of a ring; set cp_kind="ring", or leave the rung out'
+            )
     for part in parts:
-        part.attend = partial(_attend, share, causal)  # type: ignore[assignment]
+        rung = getattr(part.attend, "rung", None)
+        part.attend = partial(_attend, share, causal, rung)  # type: ignore[assignment]
     for part in model.modules():
         if hasattr(part, "positions"):
             part.positions = partial(_positions, share, part)  # type: ignore[assignment]
@@ -178,11 +185,13 @@ def key_heads(model: nn.Module) -> int | None:
 
 
 def _attend(
-    share: SequenceShare, causal: bool, query: Tensor, key: Tensor, value: Tensor, dropout: float
+    share: SequenceShare, causal: bool, rung: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float
 ) -> Tensor:
     if dropout > 0:
         raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
-    return share.attend(query, key, value, causal)
+    if rung is None:
+        return share.attend(query, key, value, causal)
+    return ring_attention(query, key, value, causal, share.group, length=share.length, rung=rung)
 
 
 @opaque

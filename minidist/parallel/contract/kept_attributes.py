@@ -33,7 +33,7 @@ State = list[tuple[dict[str, Any], str, Any]]
 """Each tensor, number and None with the dict that has it, and its name there."""
 
 
-def state_of(*owners: Any) -> State:
+def state_of(*objects: Any) -> State:
     """The buffers and plain attributes of modules and their parts, and the attributes of other objects.
 
     Only tensors, numbers and None count: a forward pass may change them. A method or a partial stands for its
@@ -41,7 +41,7 @@ def state_of(*owners: Any) -> State:
     """
     return [
         (store, name, value)
-        for store in stores_of(owners)
+        for store in stores_of(objects)
         for name, value in store.items()
         if isinstance(value, Tensor | int | float | None)
     ]
@@ -53,10 +53,10 @@ def computed(model: nn.Module) -> dict[int, Any]:
     return {id(x): x.detach() for x in tensors}
 
 
-def stores_of(owners: Iterable[Any]) -> list[dict[str, Any]]:
+def stores_of(objects: Iterable[Any]) -> list[dict[str, Any]]:
     """The dicts of attributes and buffers of modules and their parts, and of attributes of other objects."""
-    objects = [getattr(getattr(each, "func", each), "__self__", each) for each in owners]
-    parts = [part for each in objects for part in (each.modules() if isinstance(each, nn.Module) else [each])]
+    behind = [getattr(getattr(each, "func", each), "__self__", each) for each in objects]
+    parts = [part for each in behind for part in (each.modules() if isinstance(each, nn.Module) else [each])]
     found = [getattr(part, name, None) for part in parts for name in ("__dict__", "_buffers")]
     return [store for store in found if isinstance(store, dict)]
 
@@ -87,19 +87,19 @@ class KeptAttributes:
     and the items of lists and dicts are put back; a tensor's values only if it is an attribute or a buffer.
     """
 
-    def __init__(self, *owners: Any) -> None:
-        self._stores = [(store, {*store}) for store in stores_of(owners)]
+    def __init__(self, *objects: Any) -> None:
+        self._stores = [(store, {*store}) for store in stores_of(objects)]
         self._values: list[tuple[Callable[[Any], None], Any, Any]] = [
             (partial(store.__setitem__, name), store[name], copied(store[name]))
             for store, names in self._stores
             for name in names
             if is_kept(name, store[name])
         ]
-        variables = [each for owner in owners for each in _variables(owner)]
+        variables = [each for one in objects for each in _variables(one)]
         self._values += [(put, x, x if isinstance(x, Tensor) else copied(x)) for put, x in variables]
 
     def restore(self) -> None:
-        """Give the owners the values that they had, and remove attributes that are new."""
+        """Give the objects the values that they had, and remove attributes that are new."""
         for store, known in self._stores:
             for name in {*store} - known:
                 if is_kept(name, store[name]):

@@ -19,8 +19,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", *FP8_RECIPES)
 class Layout:
     """How a model is trained on `dp * tp * pp * cp` ranks.
 
-    All axes can be combined, with micro-batches, every precision and recomputation. ZeRO stage 1 works with
-    all of them, stages 2 and 3 with all but pp.
+    All axes can be combined, with micro-batches, every precision and recomputation. ZeRO 1 works with
+    all of them, ZeRO 2 and 3 with all but pp.
 
     >>> Layout(dp=4)
     >>> Layout.parse("dp=2,tp=2,pp=2,micro_batches=4")

@@ -63,7 +63,8 @@ class Run:
     parameters: list[dict[str, Tensor]]  # of every rank, by name
     calls: list[list[Call]]
     work: list[int]  # of every rank: multiplications in products of matrices
-    held: list[int]  # and bytes: parameters, gradients and state, and activations at their most
+    held: list[int]  # and bytes: parameters, gradients and state after a step; and at their most in it
+    # parameters, which may be whole only while they are at work, and activations
     unread: int = 0  # messages that nobody received
     failed: str = ""
 
@@ -73,14 +74,17 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work = self.most = self.now = self.kept = 0
+        self.work = self.most = self.now = self.kept = self.values = 0
         self.calls: list[Call] = []
+        self.owned: list[Tensor] = []  # parameters, of the optimizer and of the model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the multiplications of a product, or a collective."""
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         if name in ("mm", "bmm", "addmm"):
             self.work += result.numel() * args[name == "addmm"].shape[-1]
+            self.values = _bytes(self.owned)
+            self.most = max(self.most, self.now + self.values)
         elif "scaled_dot_product" in name:  # two products forward, five backward
             q = args["backward" in name]
             self.work += (5 if "backward" in name else 2) * q.numel() * q.shape[-2]
@@ -95,15 +99,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> torch.optim.Optimizer:
         """Make an optimizer that notes what lies in memory after its steps."""
         optimizer = make(parameters)
+        self.owned = [p for group in optimizer.param_groups for p in group["params"]]
+        self.owned += model.parameters() if model is not None else []
 
         def look(*_: Any) -> None:
-            values = [p for group in optimizer.param_groups for p in group["params"]]
-            values += model.parameters() if model is not None else []
             state = [x for each in optimizer.state.values() for x in each.values()]
-            tensors = [*values, *state, *(p.grad for p in values if p.grad is not None)]
-            tensors = [getattr(x, "_local_tensor", x) for x in tensors]
-            storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-            self.kept = sum(storages.values())
+            self.kept = _bytes([*self.owned, *state, *(p.grad for p in self.owned if p.grad is not None)])
 
         optimizer.register_step_post_hook(look)
         return optimizer
@@ -117,13 +118,19 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __init__(self, x: Tensor) -> None:
                 self.x, self.bytes = x.detach(), x.nbytes
                 counter.now += self.bytes
-                counter.most = max(counter.most, counter.now)
+                counter.most = max(counter.most, counter.now + counter.values)
 
             def __del__(self) -> None:
                 counter.now -= self.bytes
 
         with self, saved_tensors_hooks(Kept, lambda kept: kept.x):
             yield
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' memory, each counted once."""
+    storages = (getattr(x, "_local_tensor", x).untyped_storage() for x in tensors)
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 class Subject(NamedTuple):
@@ -210,8 +217,8 @@ def work(it: Subject) -> str:
 
 
 def memory(it: Subject) -> str:
-    """Every rank holds as much as it has to: parameters, gradients, state, and activations at their most."""
-    return _unequal(it, lambda run: run.held, "holds {:,} bytes")
+    """Every rank holds as much as it has to: after a step, and parameters and activations at their most."""
+    return _unequal(it, lambda run: run.held, "holds {:,} bytes, after a step and at most in it,")
 
 
 def _unequal(it: Subject, count: Callable[[Run], list[int]], does: str) -> str:

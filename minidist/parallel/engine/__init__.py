@@ -12,7 +12,7 @@
 | whole_state.py | an engine's state, to put back after a trial; the whole state and all rows on one rank |
 | step_difference.py | what differs, and the likely cause |
 | partition_model.py | `RankModel`: how a model is cut: its layers, its matrices, its tokens |
-| parameter_placement.py | where a rank's tensors lie in the whole model |
+| tensor_map.py | `TensorMap`: where a rank's tensors lie in the whole model |
 | ema.py | an exponential moving average of the weights that each rank keeps |
 | meta_device.py | values for a model that was made without memory |
 """

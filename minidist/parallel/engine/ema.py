@@ -104,7 +104,7 @@ class EMA:
 
     def _weights(self) -> dict[Box, Tensor]:
         """The boxes of parameters that this rank keeps; a tied parameter once."""
-        names = {f"model.{name}" for name in self.engine.placement.first}
+        names = {f"model.{name}" for name in self.engine.tensor_map.first}
         found: dict[int, tuple[Box, Tensor]] = {}
         for box in self.engine.state_boxes():
             floats = box.tensor.is_floating_point() or box.tensor.is_complex()

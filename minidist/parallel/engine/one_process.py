@@ -31,7 +31,7 @@ from minidist.parallel.contract.user_functions import Loss, by_parameters, requi
 from minidist.parallel.engine.step_executor import Objective, Weight, weighted
 from minidist.parallel.engine.whole_state import Batch, TrainingState
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
-from minidist.parallel.guards.ownership import untrained
+from minidist.parallel.guards.claims import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.comparable_steps import MARGIN, RandomOff
 from minidist.parallel.training.master_weights import MasterWeights

@@ -25,7 +25,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import schedule_kind
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.engine.meta_device import Initialize, Skeleton
-from minidist.parallel.engine.parameter_placement import Placement, WholeModel
+from minidist.parallel.engine.tensor_map import TensorMap, WholeModel
 from minidist.parallel.experts.expert_parallel import share_experts
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
 from minidist.parallel.pipeline.layer_by_layer import cut
@@ -50,7 +50,7 @@ class RankModel(NamedTuple):
 
     model: nn.Module  # the part, with the whole's names
     mesh: Mesh  # of all ranks
-    placement: Placement  # where its parameters lie in the whole
+    tensor_map: TensorMap  # where its parameters lie in the whole
     token_share: SequenceShare | None  # which tokens of a row this rank has; None without cp
     stages: tuple[nn.Module, ...]  # the modules of this rank's pipeline chunks; empty without pp
     tied: tuple[Tied, ...]  # parameters whose gradients are summed over stages
@@ -155,15 +155,15 @@ def partition_model(
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     unneeded = [name for name in names if held_by and own not in held_by[name]]
     drop_parameters(model, unneeded, device)
-    placement = Placement(mesh, whole, model, cut_by_tp, stage_of, experts, expert_ranks)
+    tensor_map = TensorMap(mesh, whole, model, cut_by_tp, stage_of, experts, expert_ranks)
     if skeleton is not None:
-        skeleton.fill(model, placement.cuts)
-        placement.device = skeleton.device
-    for name in cut_by_tp.keys() & placement.cuts.keys():  # for optimizers that join the parts: see `Muon`
-        model.get_parameter(name).tp_cut = placement.cuts[name]  # type: ignore[attr-defined]
+        skeleton.fill(model, tensor_map.cuts)
+        tensor_map.device = skeleton.device
+    for name in cut_by_tp.keys() & tensor_map.cuts.keys():  # for optimizers that join the parts: see `Muon`
+        model.get_parameter(name).tp_cut = tensor_map.cuts[name]  # type: ignore[attr-defined]
     tied = _tied(whole, held_by, own)
     return RankModel(
-        model, mesh, placement, share, stages, tied, vocabulary, frozenset(experts), expert_copies
+        model, mesh, tensor_map, share, stages, tied, vocabulary, frozenset(experts), expert_copies
     )
 
 

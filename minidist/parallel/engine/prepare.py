@@ -18,7 +18,7 @@ from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import BY_ENGINE, claim
+from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
@@ -66,8 +66,8 @@ def prepare(
     | cp | a model of transformers, or attention with an attribute `attend`; inputs and targets (B, T) |
     | ep | a mixture of experts: `GPTConfig(experts=8)`, or one of transformers, such as Mixtral |
 
-    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO stage 1
-    too. Stages 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
+    Ranks that differ only in tp, pp or cp pass the same rows. All axes can be combined, with ZeRO 1
+    too. ZeRO 2 and 3 do not work with pp: they would send gradients, or parameters, once for each
     micro-batch.
 
     A model that fits on no rank can be made on the meta device for a layout with tp, pp or zero=3. Ranks then
@@ -164,7 +164,7 @@ def prepare(
         if precision.fp8 is not None:
             precision.fp8.wrap(part.model)
         recompute_parts(model, recomputed)
-        make, row = by_parameters(optimizer, model, part.placement.first), layout.residency
+        make, row = by_parameters(optimizer, model, part.tensor_map.first), layout.residency
         if layout.tp * layout.pp * layout.ep > 1:
             make = checked(make, layout, mesh.group("tp"))
         gradient_comm = GradientComm(mesh.group("dp_cp"))
@@ -178,7 +178,7 @@ def prepare(
         if row.parameters:  # units keep to one order
             for each in strategy.sets:
                 each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
-        fill_masters(strategy, exact, part.placement.own_parts)
+        fill_masters(strategy, exact, part.tensor_map.own_parts)
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, BY_ENGINE, model.parameters())
         engine.rehearsal = rehearsal

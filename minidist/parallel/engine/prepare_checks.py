@@ -11,7 +11,7 @@ from torch import nn
 from minidist._names import unknown
 from minidist.parallel.contract.layout import Layout, check_available, check_secondary
 from minidist.parallel.contract.user_functions import Loss, first_argument
-from minidist.parallel.guards.ownership import release, require_free
+from minidist.parallel.guards.claims import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
 from minidist.parallel.tensor.heads import COUNTS
 from minidist.parallel.training import bf16_on_cpu

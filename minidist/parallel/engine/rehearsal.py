@@ -174,7 +174,7 @@ class Rehearsal:
                 each.training = True
         with held_back():
             seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
-            before = engine.placement.boxes(box for boxes in kept.boxes.values() for box in boxes)
+            before = engine.tensor_map.boxes(box for boxes in kept.boxes.values() for box in boxes)
             after = (box for box in engine.state_boxes() if box.name.startswith("model."))
             own = part, quiet.used or bool(fixed), quiet.cannot or kept.draws_elsewhere()
             found = collect(before, [*self._gradients, *after], engine.device, own)
@@ -230,7 +230,7 @@ class Rehearsal:
             return f"it would take rank 0 about {wants:.0f} s, and ranks wait for {limit:.0f} s at most"
         if self._when is not None:
             return ""
-        sizes = ((e.shape.numel(), e.dtype.itemsize) for e in engine.placement.entries.values())
+        sizes = ((e.shape.numel(), e.dtype.itemsize) for e in engine.tensor_map.entries.values())
         need = COPIES * sum(count * size for count, size in sizes) + parts * engine.last_activations
         on_gpu = engine.device.type == "cuda"
         free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else available_memory()
@@ -247,8 +247,8 @@ class Rehearsal:
     def _keep_gradients(self, engine: Engine, scale: float) -> None:
         """Copy the gradients just before the update, in 32 bits at least."""
         with held_back():
-            self._norm = engine.placement.norm(engine.strategy) / scale
-        for box in engine.placement.boxes(engine.strategy.gradient_boxes()):
+            self._norm = engine.tensor_map.norm(engine.strategy) / scale
+        for box in engine.tensor_map.boxes(engine.strategy.gradient_boxes()):
             kind = torch.promote_types(box.tensor.dtype, torch.float32)
             self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
 

@@ -156,8 +156,8 @@ def _first_output(whole: Outputs, cut: Outputs) -> str:
 def failed_layer(model: nn.Module, error: BaseException) -> str | None:
     """The module in which an error was raised; "the model" for all of it, and None for no module."""
     names = {id(part): name or "the model" for name, part in model.named_modules()}
-    owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
-    return next((names[each] for each in reversed([*owners]) if each in names), None)
+    called = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((names[each] for each in reversed([*called]) if each in names), None)
 
 
 class Difference(NamedTuple):

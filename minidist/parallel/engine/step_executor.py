@@ -70,7 +70,7 @@ class StepExecutor(ABC):
     ) -> None:
         self.part, self.strategy, self.layout = part, strategy, layout
         self.objective, self.precision = Objective(loss, part.model), precision
-        self.device = next((p.device for p in part.model.parameters()), part.placement.device)
+        self.device = next((p.device for p in part.model.parameters()), part.tensor_map.device)
         self.logits_group = part.mesh.group("tp")  # the ranks that have parts of the logits, if any do
         self.has_loss = True  # a pipeline's is on its last stage
         self.is_weighted = False  # whether the loss has returned a weight

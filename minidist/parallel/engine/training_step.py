@@ -3,8 +3,8 @@
 This file has the order of forward, backward, communication and update, the mean over rows if shares or
 micro-batches differ in size, and the loss over all ranks. The engine has four parts, and asks them for the
 rest: an executor runs a batch through this rank's part of the model (step_executor.py, for a pipeline
-staged_passes.py), a strategy decides how data-parallel ranks share the work, a placement knows where this
-rank's tensors lie in the whole model (parameter_placement.py), and evaluation.py computes without training.
+staged_passes.py), a strategy decides how data-parallel ranks share the work, a tensor map knows where this
+rank's tensors lie in the whole model (tensor_map.py), and evaluation.py computes without training.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Engine:
         self.loss, self.precision, self.clip_norm = loss, precision, clip_norm
         kind = StagedPasses if layout.pp > 1 else WholePasses
         self.executor: StepExecutor = kind(part, strategy, layout, loss, precision)
-        self.mesh, self.placement, self.device = part.mesh, part.placement, self.executor.device
+        self.mesh, self.tensor_map, self.device = part.mesh, part.tensor_map, self.executor.device
         self.evaluation = Evaluation(self.executor)
         self._routers = balanced_routers(self.model)
         self.optimizer = strategy.optimizer
@@ -97,7 +97,7 @@ class Engine:
         # Bytes at their peak, by the shapes of a batch: counting takes microseconds for each saved tensor.
         self._activations: dict[Any, int] = {}
         self.last_activations = 0  # of the last step
-        self.placement.join_groups(strategy)
+        self.tensor_map.join_groups(strategy)
 
     def __deepcopy__(self, memo: Any) -> Engine:
         """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
@@ -214,7 +214,7 @@ class Engine:
         # Clip, and update or skip. All ranks have the same norm.
         factor = 1 / scale
         if self.clip_norm is not None or self.precision.scales:
-            self.grad_norm = norm = self.placement.norm(strategy) * factor
+            self.grad_norm = norm = self.tensor_map.norm(strategy) * factor
             if self.precision.skips(norm):
                 strategy.drop()
                 return loss
@@ -327,15 +327,15 @@ class Engine:
         tensors, joined to messages of up to 25 MB.
         """
         average_statistics(self.model, self.strategy.group)
-        return self.placement.whole(self.strategy.whole())
+        return self.tensor_map.whole(self.strategy.whole())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Copies of every parameter and buffer in full, by the names in the model given to `prepare`.
 
         They are the same on all ranks, with BatchNorms' statistics, and lie on the model's device.
         """
-        copies = {name: value.clone() for name, value in self.whole()}  # stage 3 gives them unit by unit
-        return {name: copies[name] for name in self.placement.entries}
+        copies = {name: value.clone() for name, value in self.whole()}  # ZeRO 3 gives them unit by unit
+        return {name: copies[name] for name in self.tensor_map.entries}
 
     @contextmanager
     def summon(self) -> Iterator[dict[str, Tensor]]:
@@ -353,25 +353,25 @@ class Engine:
         A collective; it sends what `full_state_dict` sends, and with sharded optimizer state in half
         precision a step's all-gather. Each rank has memory for one copy of all parameters.
         """
-        state, first = self.full_state_dict(), self.placement.first
+        state, first = self.full_state_dict(), self.tensor_map.first
         weights = {name: state[first[name]] for name in first if first[name] in state}
         yield weights
-        self.placement.write(weights, self.state_boxes())
+        self.tensor_map.write(weights, self.state_boxes())
         self.strategy.loaded()
 
     def state_boxes(self) -> Iterator[TensorBox]:
         """This rank's boxes of the whole state, as for `Strategy.state_boxes`."""
-        return self.placement.boxes(self.strategy.state_boxes())
+        return self.tensor_map.boxes(self.strategy.state_boxes())
 
     def state_settings(self) -> dict[str, Any]:
         """The state that is not a tensor, as for `Strategy.settings`."""
-        return self.placement.settings(self.strategy.settings())
+        return self.tensor_map.settings(self.strategy.settings())
 
     def load_state_settings(
         self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Restore the settings and allocate the state, as for `Strategy.load_settings`."""
-        self.placement.load_settings(self.strategy, settings, state)
+        self.tensor_map.load_settings(self.strategy, settings, state)
 
     def settings(self) -> dict[str, Any]:
         """The engine's own state besides the strategy's: plain values, the same on all ranks."""

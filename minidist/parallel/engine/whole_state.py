@@ -180,7 +180,7 @@ def own_part(engine: Engine, kept: KeptState, pairs: Sequence[Pair]) -> OwnPart:
     batches: list[Batch] = [pair[:1] if pair[0] is pair[1] else pair for pair in pairs] if has_rows else []
     named = engine.model.named_parameters(remove_duplicate=False)
     return OwnPart(
-        engine.placement.settings(kept.of_strategy)["state"],
+        engine.tensor_map.settings(kept.of_strategy)["state"],
         {name: parameter.requires_grad for name, parameter in named},
         [mapped(_copy, batch) for batch in batches],  # the model may write to its rows
         this_process().host,
@@ -197,7 +197,7 @@ def state_before(engine: Engine, kept: KeptState, known: Mapping[tuple[str, str]
     now = plain_attributes(engine.model)
     changed = {key: value for key, value in now.items() if key not in known or differs(value, known[key])}
     functions = KeptAttributes(engine.loss, *forwards(engine.model))
-    groups = engine.placement.settings(kept.of_strategy)["groups"]
+    groups = engine.tensor_map.settings(kept.of_strategy)["groups"]
     return TrainingState(groups, changed, functions, [*engine.model.parameters()], {}, [])
 
 

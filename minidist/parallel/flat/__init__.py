@@ -6,9 +6,8 @@ Everything that shares gradients or parameters over ranks builds on these files.
 |---|---|
 | bucket_layout.py | where parameters lie in a bucket, and which part of it each rank owns |
 | buckets.py | `Bucket`: values, gradients and shares of them; `GradientComm`: the ranks that have these |
-| exchange.py | pieces of tensors to the ranks that need them whole, and back |
 | freed.py | parameters whose values are with other ranks now, and that say so when they are read |
 | gathering.py | bytes of tensors, and of other values, from all ranks |
-| joined_messages.py | many tensors dealt to flat ones; broadcasts; whether ranks have the same tensors |
+| joined_messages.py | many tensors in flat messages; `exchange`: pieces to their owners |
 | ranges.py | a range of a flat tensor as boxes of the tensors in it, for checkpoints |
 """

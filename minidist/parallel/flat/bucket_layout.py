@@ -96,33 +96,34 @@ class BucketLayout:
     """Parameters one after the other in a flat tensor, padded and cut into shares of equal length.
 
     param_indices: of the parameters, in their order in the bucket. tensors: all of them, by index. owners:
-    how many ranks own a share each, and which of them this one is. copies: how many ranks own the same share.
-    deal: decides where the parameters lie.
+    how many ranks own a share each; rank: which of them this one is. copies: how many ranks own the same
+    share. deal: decides where the parameters lie.
 
     Attributes:
         cuts_anywhere: whether a share may end inside a parameter.
         shapes, spans: of the parameters; the elements of each in the flat tensor.
         elements, length: of all parameters; of the flat tensor, with its padding.
-        share, own: the elements of a share; those of this rank's.
+        share, own_range: the elements of a share; those of this rank's.
     """
 
     def __init__(
         self,
         param_indices: Sequence[int],
         tensors: Sequence[Tensor],
-        owners: tuple[int, int] = (1, 0),
+        owners: int = 1,
+        rank: int = 0,
         copies: int = 1,
         deal: Deal = evenly,
     ) -> None:
-        (self.ranks, rank), self.copies = owners, copies
+        self.owners, self.copies = owners, copies
         self.param_indices, self.dtype = [*param_indices], tensors[param_indices[0]].dtype
         self.shapes = [tuple(tensors[index].shape) for index in param_indices]
         sizes = [math.prod(shape) for shape in self.shapes]
         self.cuts_anywhere = deal is evenly
-        starts, self.share = deal([tensors[index] for index in param_indices], self.ranks)
+        starts, self.share = deal([tensors[index] for index in param_indices], owners)
         self.spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        self.elements, self.length = sum(sizes), self.ranks * self.share
-        self.own = slice(rank * self.share, (rank + 1) * self.share)
+        self.elements, self.length = sum(sizes), owners * self.share
+        self.own_range = slice(rank * self.share, (rank + 1) * self.share)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat tensor in the parameters' shapes."""
@@ -137,7 +138,7 @@ class BucketLayout:
 
     def ranges(self) -> Iterator[tuple[int, ParameterRange]]:
         """The parts of parameters in this rank's share: where in the share each begins, in order."""
-        low, high = self.own.start, self.own.stop
+        low, high = self.own_range.start, self.own_range.stop
         for (start, stop), index in sorted(zip(self.spans, self.param_indices, strict=True)):
             begin, end = max(start, low), min(stop, high)
             if begin < end:
@@ -145,7 +146,7 @@ class BucketLayout:
 
     def gather_bytes(self) -> int:
         """Bytes that a rank sends to publish its share of the values."""
-        return (self.ranks - 1) * self.share * self.dtype.itemsize
+        return (self.owners - 1) * self.share * self.dtype.itemsize
 
     def reduce_bytes(self) -> int:
         """Bytes that a rank sends to reduce the gradients to their owners."""

@@ -94,7 +94,7 @@ class GradientComm:
 
     @property
     def owners(self) -> int:
-        """The number of shares."""
+        """How many ranks own a share each."""
         return len(ranks_of(self.share_group))
 
     def may_wait(self, messages: Messages) -> bool:
@@ -180,12 +180,11 @@ class Bucket(BucketLayout):
         device: torch.device | None = None,
         name_of: Callable[[int], str] = str,
     ) -> None:
-        owners, copies = (1, 0), 1
+        owners, rank, copies = 1, 0, 1
         if gradient_comm is not None:
-            self.gradient_comm = gradient_comm
-            owners = gradient_comm.owners, rank_in(gradient_comm.share_group)
-            copies = gradient_comm.ranks // gradient_comm.owners
-        super().__init__(param_indices, tensors, owners, copies, deal)
+            self.gradient_comm, owners = gradient_comm, gradient_comm.owners
+            rank, copies = rank_in(gradient_comm.share_group), gradient_comm.ranks // owners
+        super().__init__(param_indices, tensors, owners, rank, copies, deal)
         self.parameters = [tensors[index] for index in param_indices]
         self.device, self._name_of = device or self.parameters[0].device, name_of
         self._memory: GradientMemory | None = None
@@ -244,11 +243,11 @@ class Bucket(BucketLayout):
         if not self.length:
             return
         assert self.reduced is not None
-        own = self.gradients[self.own]
+        own = self.gradients[self.own_range]
         direct = not self.begun and (own.dtype, own.device) == (self.reduced.dtype, self.reduced.device)
         out = self.reduced if direct else own
         over, op = self.gradient_comm, self.op
-        if self.ranks > 1:
+        if self.owners > 1:
             scatter = comm.reduce_scatter, self.gradients, op, over.algorithm, over.share_group, out
             yield over.start(*scatter, blocking=blocking)
         elif out is not own:
@@ -276,7 +275,7 @@ class Bucket(BucketLayout):
         if self._sending is not None:
             self._sending.complete()
 
-    # Values: whole on every rank between steps (stages 1 and 2), or only this rank's share (stage 3).
+    # Values: whole on every rank between steps (ZeRO 1 and 2), or only this rank's share (ZeRO 3).
 
     def keep_values(self) -> None:
         """Make the parameters views into `values`, and `shard` this rank's share of it. A collective."""
@@ -284,7 +283,7 @@ class Bucket(BucketLayout):
         for parameter, view in zip(self.parameters, self.views_of(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.shard = self.values[self.own]
+        self.shard = self.values[self.own_range]
         self._shown = _addresses(self.parameters)
 
     def keep_share(self, shard: Tensor) -> None:
@@ -317,7 +316,7 @@ class Bucket(BucketLayout):
             view.copy_(parameter)
         self.values[self.elements :] = 0
         comm.broadcast(self.values, group=self.gradient_comm.group)
-        self.shard.copy_(self.values[self.own])
+        self.shard.copy_(self.values[self.own_range])
         self.free()
 
     def gather(self, blocking: bool = False) -> None:
@@ -327,7 +326,7 @@ class Bucket(BucketLayout):
         """
         if self.frees:
             self._storage.resize_(self._bytes)
-        elif self.ranks == 1 or not self.share:
+        elif self.owners == 1 or not self.share:
             return
         over, share, group = self.gradient_comm, self.shard.to(self.device), self.gradient_comm.share_group
         if self.secondary is not None and self.is_fresh:

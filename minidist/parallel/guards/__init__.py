@@ -2,6 +2,6 @@
 
 | File | Holds |
 |---|---|
-| ownership.py | which object trains a parameter: one at a time |
+| claims.py | `claim`: which object trains a parameter: one at a time |
 | refusals.py | models, batches and optimizers that cannot train; arguments that differ between ranks |
 """

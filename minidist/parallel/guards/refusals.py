@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, ranks_of
@@ -102,6 +102,16 @@ def require_optimizer(made: object, name: str = "optimizer") -> None:
             f"{name} made a {type(made).__name__}; give a function from parameters to a "
             "torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
+
+
+def refuse_added(named: Iterable[tuple[str, Tensor]], known: Collection[int]) -> None:
+    """Raise ValueError where a DataParallel's module has got a parameter whose id is not known."""
+    for name, parameter in named:
+        if id(parameter) not in known:
+            raise ValueError(
+                f"the parameter {name} was added after the DataParallel was made, which would not "
+                "synchronize it; del it, and make a new DataParallel of the module"
+            )
 
 
 def refuse_growth(_: object) -> None:

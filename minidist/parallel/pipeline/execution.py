@@ -42,7 +42,7 @@ from minidist.parallel.pipeline.stage_messages import (
     broadcast_loss,
     tensors_to_send,
 )
-from minidist.parallel.pipeline.tied_parameters import start_equal, sum_tied
+from minidist.parallel.pipeline.tied_parameters import start_tied_equal, sum_tied
 from minidist.parallel.training.recompute import recomputes
 
 COMPLETE = ("backward", "backward_weight")
@@ -111,7 +111,7 @@ class Pipeline:
         self.loss_rank = self.placement.ranks[-1]  # which has the last stage
         self._timed: list[list[Event]] = []
         agree_on_runs(group)
-        self.tied = [(parameter, start_equal(parameter, group)) for parameter in tied]
+        self.tied = [(parameter, start_tied_equal(parameter, group)) for parameter in tied]
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Forward and backward over a batch: gradients are added to `.grad`, those of tied copies summed.

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from minidist._arguments import check_whole
@@ -107,6 +109,8 @@ def require_schedule(schedule: object) -> None:
     for rank, own in enumerate(schedule):
         if isinstance(own, str) or not isinstance(own, Sequence):
             raise TypeError(f"the schedule has {own!r} for rank {rank}; give a list of instructions")
+        if {*map(type, own)} <= {Instruction}:
+            continue
         other = next((each for each in own if not isinstance(each, Instruction)), None)
         if other is not None:
             raise TypeError(
@@ -117,12 +121,10 @@ def require_schedule(schedule: object) -> None:
 
 def sizes(schedule: Schedule) -> tuple[int, int, int]:
     """A schedule's numbers of ranks, micro-batches and chunks per rank; an empty one has 0 of the latter."""
-    everything = [instruction for rank in schedule for instruction in rank]
-    return (
-        len(schedule),
-        1 + max((each.micro_batch for each in everything), default=-1),
-        1 + max((each.chunk for each in everything), default=-1),
-    )
+    everything = [*chain(*schedule)]
+    last = (max(map(attrgetter(name), everything), default=-1) for name in ("micro_batch", "chunk"))
+    micro_batches, chunks = (1 + each for each in last)
+    return len(schedule), micro_batches, chunks
 
 
 def only(schedule: Schedule, keeps: Callable[[Instruction], bool]) -> list[list[Instruction]]:

@@ -50,7 +50,7 @@ def sum_tied(parameter: nn.Parameter | None, group: Group, ranks: Sequence[int])
         parameter.grad = own.copy_(total[:-1].view_as(own))
 
 
-def start_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
+def start_tied_equal(parameter: nn.Parameter | None, group: Group) -> list[int]:
     """Give all copies of a parameter the first holder's values, and return the holders. All ranks call it."""
     held = comm.all_gather(torch.tensor([parameter is not None]), group=group)
     ranks = [rank for rank, holds in enumerate(held.tolist()) if holds]

@@ -114,7 +114,7 @@ def require_called(units: Sequence[Unit], order: CollectiveOrder, outputs: Seque
         )
 
 
-def own(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitCollective]:
+def backward_order(units: Sequence[Unit], whole: Sequence[Unit], ahead: bool) -> list[UnitCollective]:
     """After a forward pass of a part: the backward order, as this rank and so every rank ran it.
 
     whole: the units that stay gathered.

@@ -23,60 +23,85 @@ RangeState = tuple[int, int, dict[str, Any]]
 """A parameter index, the first element of a range of that parameter, and the range's state."""
 
 
-def consolidated(shared: WholeParameters, to: int) -> dict[str, Any] | None:
-    """The state dict of a plain optimizer at rank `to` of the group; None on the others. A collective."""
-    if not is_whole(to):
-        raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
-    states = _collect(shared, to)
-    if states is None:
-        return None
-    number_of: dict[Tensor, int] = {p: number for number, p in enumerate(_in_groups(shared))}
-    whole = {
-        number_of[parameter]: _copied(state)  # of parameters that are in no bucket yet
-        for parameter, state in shared.slices.optimizer.state.items()
-        if parameter in number_of
-    }
-    for param_index, state in states.items():
-        parameter = shared.parameters[param_index]
-        whole[number_of[parameter]] = {
-            key: value.view(parameter.shape) if is_cut(shared, param_index, key, value) else value
-            for key, value in state.items()
+class ConsolidatedState:
+    """The state of a plain optimizer of all parameters, on the rank that it was last collected at."""
+
+    def __init__(self, shared: WholeParameters) -> None:
+        self._shared = shared
+        self._collected: dict[str, Any] | None = None
+
+    def forget(self) -> None:
+        """The state changes: what was collected is no longer it."""
+        self._collected = None
+
+    def collect(self, to: int = 0) -> None:
+        """Collect the whole state at rank `to` of the group: the others send their shares. A collective."""
+        if not is_whole(to):
+            raise TypeError(f"to is {to!r}; give a rank of the group, such as 0")
+        shared, states = self._shared, _collect(self._shared, to)
+        self.forget()
+        if states is None:
+            return
+        number_of: dict[Tensor, int] = {p: number for number, p in enumerate(_in_groups(shared))}
+        whole = {
+            number_of[parameter]: _copied(state)  # of parameters that are in no bucket yet
+            for parameter, state in shared.slices.optimizer.state.items()
+            if parameter in number_of
         }
-    groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in shared.groups]
-    return {"state": dict(sorted(whole.items())), "param_groups": groups}
+        for param_index, state in states.items():
+            parameter = shared.parameters[param_index]
+            whole[number_of[parameter]] = {
+                key: value.view(parameter.shape) if is_cut(shared, param_index, key, value) else value
+                for key, value in state.items()
+            }
+        groups = [{**group, "params": [number_of[p] for p in group["params"]]} for group in shared.groups]
+        self._collected = {"state": dict(sorted(whole.items())), "param_groups": groups}
 
+    def read(self) -> dict[str, Any]:
+        """The state of a plain optimizer of all parameters, after `consolidate_state_dict` to this rank."""
+        if self._collected is None:
+            raise RuntimeError(
+                f"the state is spread over {self._shared.sets[0].gradient_comm.ranks} ranks; let every rank "
+                "call consolidate_state_dict(to) first, and rank `to` state_dict()"
+            )
+        return self._collected
 
-def load_consolidated(shared: WholeParameters, state_dict: Mapping[str, Any]) -> None:
-    """Take the state of a plain optimizer. A collective; see `ZeroOptimizer.load_state_dict`."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
-        raise TypeError(
-            f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
-            "param_groups"
-        )
-    shared.follow_changes()
-    saved = state_dict["param_groups"]
-    have, given = ([len(group["params"]) for group in groups] for groups in (shared.groups, saved))
-    if have != given:
-        raise ValueError(
-            f"state_dict has groups of {given} parameters and the optimizer of {have}; load it into one of "
-            "the same groups"
-        )
-    for group, values in zip(shared.groups, saved, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
-        numbers = [number for group in saved for number in group["params"]]
-    parameter_of = dict(zip(numbers, _in_groups(shared), strict=True))
-    states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
-    shared.slices.optimizer.state.clear()
-    shared.undealt_masters.clear()
-    undealt = {*shared.undealt}  # their state stays whole until a backward pass deals them
-    dealt = {}
-    for param_index, parameter in enumerate(shared.parameters):
-        if parameter in states and param_index in undealt:
-            shared.slices.optimizer.state[parameter] = dict(states[parameter])
-        elif parameter in states:
-            dealt[param_index] = states[parameter]
-    shared.slices.load_whole_states(dealt)
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the state of a plain optimizer, or a consolidated one, of the same parameters. A collective.
+
+        state_dict: the same on all ranks; it may come from another number of ranks.
+        """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            has = f"has the keys {[*state_dict]}" if isinstance(state_dict, Mapping) else f"is {state_dict!r}"
+            raise TypeError(
+                f"state_dict {has}; give what an optimizer's state_dict() returned, with the keys state and "
+                "param_groups"
+            )
+        shared = self._shared
+        shared.follow_changes()
+        saved = state_dict["param_groups"]
+        have, given = ([len(group["params"]) for group in groups] for groups in (shared.groups, saved))
+        if have != given:
+            raise ValueError(
+                f"state_dict has groups of {given} parameters and the optimizer of {have}; load it into one "
+                "of the same groups"
+            )
+        for group, values in zip(shared.groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+            numbers = [number for group in saved for number in group["params"]]
+        parameter_of = dict(zip(numbers, _in_groups(shared), strict=True))
+        states = {parameter_of[number]: state for number, state in state_dict["state"].items()}
+        shared.slices.optimizer.state.clear()
+        shared.undealt_masters.clear()
+        undealt = {*shared.undealt}  # their state stays whole until a backward pass deals them
+        dealt = {}
+        for param_index, parameter in enumerate(shared.parameters):
+            if parameter in states and param_index in undealt:
+                shared.slices.optimizer.state[parameter] = dict(states[parameter])
+            elif parameter in states:
+                dealt[param_index] = states[parameter]
+        shared.slices.load_whole_states(dealt)
+        self.forget()
 
 
 def is_cut(shared: WholeParameters, param_index: int, key: str, value: Any) -> bool:
@@ -100,10 +125,10 @@ def _collect(shared: WholeParameters, to: int) -> dict[int, dict[str, Any]] | No
     ranks, group = ranks_of(over.group), over.share_group
     if not 0 <= to < len(ranks):
         raise ValueError(f"to is {to}; the group's ranks are 0 to {len(ranks) - 1}")
-    owners = ranks_of(group)
-    if ranks[to] not in owners:  # they have a copy of their own
+    here = ranks_of(group)
+    if ranks[to] not in here:  # they have a copy of their own
         return None
-    to, count = owners.index(ranks[to]), len(owners)
+    to, count = here.index(ranks[to]), len(here)
     entries: list[RangeState] = [
         (span.param_index, span.start, _copied(state))
         for _, span, _, state in shared.slices.by_parameter()

@@ -8,18 +8,20 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from minidist.comm.work import Group
 from minidist.parallel.compression.by_name import compression_of
 from minidist.parallel.compression.compressor import Compression
 from minidist.parallel.contract.residency import DATA_PARALLEL
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.guards.ownership import BY_ZERO
-from minidist.parallel.sharding.loop_arguments import check_bucket_mb, check_module
+from minidist.parallel.guards.claims import BY_ZERO
+from minidist.parallel.guards.refusals import refuse_meta
+from minidist.parallel.sharding.equal_start import start_equal
+from minidist.parallel.sharding.loop_classes import check_bucket_mb, check_module, delegated
+from minidist.parallel.sharding.loop_means import LoopMeans
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.whole_parameters import WholeParameters
 
@@ -67,50 +69,28 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_bucket_mb(bucket_mb)
-        own = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
-        check_module(module, shared_with=[BY_ZERO], is_alone=own.gradient_comm.ranks == 1)
+        param_set = ParameterSet(DATA_PARALLEL, GradientComm(group, algorithm))
+        check_module(module, shared_with=[BY_ZERO], is_alone=param_set.gradient_comm.ranks == 1)
         self.module, self.group, self.compression = module, group, compression_of(compression)
-        options = {"bucket_mb": bucket_mb, "overlap": overlap, "broadcast_buffers": broadcast_buffers}
-        self.shared = WholeParameters.of_loop(module, own, compression=self.compression, **options)
+        refuse_meta("module", [*module.named_parameters(), *module.named_buffers()])
+        start_equal(module, [param_set])
+        self.shared = WholeParameters(
+            module.named_parameters,
+            [param_set],
+            module=module,
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            compression=self.compression,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self._means = LoopMeans(self.shared)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's outputs for this rank's share of the batch."""
-        return self.shared.forward(*args, **kwargs)
-
-    def ready(self) -> None:
-        """Prepare a pass as `forward` does, for loops that call parts of the module themselves."""
-        self.shared.ready()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, `backward` adds up gradients on this rank: for all micro-batches but the last."""
-        return self.shared.no_sync()
-
-    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
-
-        Use it for all micro-batches of all ranks; a rank without any calls `synchronize(rows=0)`. weight:
-        over how much the loss is a mean, such as rows, or tokens that are not ignored.
-        """
-        return self.shared.weighted(loss, weight)
-
-    def synchronize(self, rows: float | None = None) -> None:
-        """Average the gradients over the ranks: call it after backward and before the optimizer's step.
-
-        A sum of weights costs one more message of 8 bytes, and a pass over the gradients. rows: None if the
-        losses were means over equal shares, or came from `weighted`. If a loss is the sum over this rank's
-        rows, give their number on every rank, even if it is 0, and with micro-batches that of all.
-
-        Raises ValueError if there are no rows on any rank, or the ranks' parameters differ.
-        """
-        self.shared.average(rows)
-
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step, once a first step has settled the buckets.
-
-        An all-reduce sends 2 (n - 1) / n of the bytes of each bucket, compressed or not, and of P + 2 counts
-        for P parameters; see `ParameterSet.bytes_sent`. Sparse gradients, rows and buffers come on top.
-        """
-        return self.shared.bytes_per_step()
+    forward = delegated("shared", WholeParameters.forward)
+    ready = delegated("shared", WholeParameters.ready)
+    no_sync = delegated("shared", WholeParameters.no_sync)
+    weighted = delegated("_means", LoopMeans.weighted)
+    synchronize = delegated("_means", LoopMeans.average)
+    bytes_per_step = delegated("shared", WholeParameters.bytes_per_step)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DataParallel cannot be copied or pickled; save its state_dict(), or its .module")

@@ -1,4 +1,4 @@
-"""ZeRO stage 3 for a loop of one's own: each rank keeps an n-th of parameters, gradients and optimizer state.
+"""ZeRO 3 for a loop of one's own: each rank keeps an n-th of parameters, gradients and optimizer state.
 
 The model is cut into units (units.py), such as transformer blocks. A unit's parameters are gathered just
 before its forward pass, and again before its backward pass, and freed after each. After the backward pass its
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.sharding import gathered_model
 from minidist.parallel.sharding.cut_into_units import Units
-from minidist.parallel.sharding.loop_arguments import check_fully_shard_arguments
+from minidist.parallel.sharding.loop_classes import check_fully_shard_arguments, delegated
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
@@ -32,8 +32,7 @@ class FullyShard(nn.Module):
     """A module whose parameters, gradients and optimizer state are sharded, with its optimizer.
 
     >>> sharded = md.FullyShard(model, torch.optim.AdamW, lr=1e-3)
-    >>> loss = cross_entropy(sharded(inputs), targets)
-    >>> loss.backward()
+    >>> cross_entropy(sharded(inputs), targets).backward()
     >>> sharded.step()
     >>> sharded.zero_grad()
 
@@ -87,67 +86,19 @@ class FullyShard(nn.Module):
         self.shared = ShardedParameters(module, optimizer_class, sets, memory_source(offload), **given)
         self.group, self.optimizer = self.shared.group, self.shared.optimizer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's outputs for this rank's share of the batch. Every rank takes part."""
-        return self.shared.forward(*args, **kwargs)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """This rank's shards, including those that the optimizer leaves out."""
-        for _, piece in self.named_parameters():
-            yield piece
+    forward = delegated("shared", ShardedParameters.forward)
+    synchronize = delegated("shared", ShardedParameters.sum_over_ranks)
+    clip_grad_norm = delegated("shared", ShardedParameters.clip_grad_norm)
+    step = delegated("shared", ShardedParameters.update)
+    zero_grad = delegated("shared", ShardedParameters.forget)
+    no_sync = delegated("shared", ShardedParameters.no_sync)
+    summon = delegated("shared", gathered_model.summon)
+    named_shards = delegated("shared", gathered_model.named_shards)
+    bytes_per_step = delegated("shared", ShardedParameters.bytes_per_step)
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards with names that number them."""
+        """This rank's shards with names that number them, including those that the optimizer leaves out."""
         yield from ((f"shard.{number}", piece) for number, piece in enumerate(self.shared.pieces()))
-
-    def named_shards(self) -> Iterator[tuple[str, range, Tensor]]:
-        """This rank's part of each parameter: its name, which elements of it, flattened, and their values.
-
-        To write values use `summon`.
-        """
-        yield from self.shared.named_ranges()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        self.shared.forget()
-
-    def synchronize(self, *totals: float | Tensor) -> list[float]:
-        """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
-
-        Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
-        parameters.
-        """
-        return self.shared.sum_over_ranks(totals)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """The optimizer's step on this rank's shards; the next pass gathers the result.
-
-        closure: computes the gradients anew, for an optimizer that requires one.
-        """
-        self.shared.update(closure)
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Shorten the gradients if their norm over all ranks is above `max_norm`; call it before `step`.
-
-        It does what `torch.nn.utils.clip_grad_norm_` does in one process. A collective; it sends what
-        `synchronize` does, if that was not called, and 2 (n - 1) / n 8 bytes.
-
-        max_norm: above 0. norm_type: the p of the p-norm, above 0, or `math.inf`. Returns the norm before.
-        """
-        return self.shared.clip_grad_norm(max_norm, norm_type)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Change nothing: whole gradients, which could wait, would take n times their shards' memory."""
-        return nullcontext()
-
-    @contextmanager
-    def summon(self) -> Iterator[nn.Module]:
-        """Inside, the module's parameters are whole. A collective; sends n - 1 times the shards' bytes.
-
-        Each rank takes its own shard back, so write the same values, in place, on all ranks.
-        """
-        with self.shared.summon():
-            yield self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Copies of all parameters and buffers, in full, under the module's names. A collective."""
@@ -165,16 +116,3 @@ class FullyShard(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a FullyShard cannot be copied or pickled; save its state_dict()")
-
-    def bytes_per_step(self, passes: int = 1) -> int:
-        """Bytes that this rank sends in a step of so many forward and backward passes, by the formula.
-
-        An all-gather forward, one backward and a reduce-scatter: 3 (n - 1) / n of the padded bytes of the
-        parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
-        parameters are not reduced: a third less for each. With hybrid sharding n is the number of owners, and
-        the sums over m copies of a share send 2 (m - 1) / m of it. With k secondary shares the gathers after
-        a step's first send (k - 1) / k. The counts of ranks that used each parameter, with two totals, send
-        2 (n - 1) / n 8 (P + 2) for all n ranks. The first pass, which settles the order, sends 48 (n - 1) / n
-        a unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it again.
-        """
-        return self.shared.bytes_per_step(passes)

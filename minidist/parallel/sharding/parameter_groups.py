@@ -8,7 +8,8 @@ stand-ins; a piece ends where another group begins.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,14 @@ def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, An
     """Give groups the options of others, such as the learning rate; each keeps its own parameters."""
     for given, group in zip(source, target, strict=True):
         group.update({key: value for key, value in given.items() if key != "params"})
+
+
+@contextmanager
+def same_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Give groups the options of others before what is inside, and take them back after it."""
+    copy_options(source, target)
+    yield
+    copy_options(target, source)
 
 
 class FlatParameterGroups:

@@ -30,7 +30,7 @@ from minidist.parallel.compression.compressor import Compression, Reduction, all
 from minidist.parallel.contract.residency import Residency
 from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
 from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
-from minidist.parallel.flat.joined_messages import deal_to_buckets, require_same
+from minidist.parallel.flat.joined_messages import deal_to_buckets
 from minidist.parallel.training.elementwise_optimizers import Work
 
 TRANSIENT = 2
@@ -75,6 +75,17 @@ class ParameterSet:
         self.users = torch.zeros(0, dtype=torch.float64)
         self.totals = torch.zeros(2, dtype=torch.float64)
         self.empty()
+
+    def configure(self, average: bool, compression: Compression | None, leaves_grad: bool) -> None:
+        """Say how gradients are reduced: to means or sums, compressed or not; see the attributes."""
+        is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
+        self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
+        if average and self.residency.state:
+            self.scale = 1 / self.gradient_comm.ranks
+        elif average:  # a reduction to owners takes the mean itself
+            self.op = "mean"
+        if not self.residency.state:
+            self.total_count = 3  # see `begin_final_backward`
 
     def empty(self) -> None:
         """Have no parameters and no buckets."""
@@ -176,7 +187,7 @@ class ParameterSet:
             bucket.hold(flat)
             self.tail = flat[bucket.length :]
             if not self.residency.state:
-                bucket.reduced = flat[bucket.own]
+                bucket.reduced = flat[bucket.own_range]
 
     # Before a bucket is reduced: its gradients come to it.
 
@@ -278,9 +289,9 @@ class ParameterSet:
 
     def tensors(self) -> list[Tensor]:
         """All memory for gradients."""
-        own = [bucket.gradients for bucket in self.buckets if bucket.holds]
+        param_set = [bucket.gradients for bucket in self.buckets if bucket.holds]
         reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
-        return [*(memory.flat for memory in self.memories), *own, *reduced]
+        return [*(memory.flat for memory in self.memories), *param_set, *reduced]
 
     def bytes_sent(self) -> int:
         """Bytes that a rank sends in a round, without sparse gradients."""
@@ -297,28 +308,6 @@ class ParameterSet:
             else:
                 sent += self.compression.bytes_sent(bucket.parameters, ranks)
         return sent
-
-
-def set_for(name: str, sets: Sequence[ParameterSet]) -> ParameterSet:
-    """The set that has the parameter, or the buffer, of this name: the first, unless another names it."""
-    return next((own for own in sets if own.names is not None and name in own.names), sets[0])
-
-
-def shared_tensors(
-    module: nn.Module, sets: Sequence[ParameterSet]
-) -> list[tuple[ParameterSet, list[Tensor]]]:
-    """Each set that several ranks share, with its tensors; the first has the buffers. A collective.
-
-    ValueError where the ranks of a set have other ones.
-    """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = []
-    for own in sets:
-        if own.gradient_comm.ranks > 1:
-            mine = [(name, tensor) for name, tensor in named if set_for(name, sets) is own]
-            require_same("parameters and buffers", mine, own.gradient_comm.group)
-            found.append((own, [tensor for _, tensor in mine]))
-    return found
 
 
 def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[GradientMemory]:

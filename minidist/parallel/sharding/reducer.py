@@ -78,7 +78,7 @@ class Reducer:
         self._came = Came.NOTHING
         self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
         self._next = 0  # the bucket to be sent next
-        self._set_of = {index: own for own in sets for index in own.indices}
+        self._set_of = {index: param_set for param_set in sets for index in param_set.indices}
         self._ready = bytearray(len(named))  # whose gradient lies in its bucket, scaled
         self._rows = bytearray(len(named))  # gradients came 1: of rows that count; 2: of padding; 3: of both
         self._number_of: dict[int, int] = {}  # of each parameter's bucket; -1 for none
@@ -103,8 +103,8 @@ class Reducer:
 
     def arrived(self, param_index: int) -> None:
         """React to a gradient that autograd has accumulated."""
-        own, parameter = self._set_of[param_index], self.parameters[param_index]
-        self._rows[param_index] |= 1 if own.gradient_comm.counts else 2
+        param_set, parameter = self._set_of[param_index], self.parameters[param_index]
+        self._rows[param_index] |= 1 if param_set.gradient_comm.counts else 2
         reducing = self.syncing and self.overlap
         if not reducing:
             if self._came not in (Came.UNSENT, Came.SENDING):
@@ -117,15 +117,15 @@ class Reducer:
             self._order.setdefault(param_index)
             return
         if not reducing:  # the gradient waits in its bucket for a later round
-            if own.stay_in_buckets:
-                own.place(param_index, parameter, 1.0)
+            if param_set.stay_in_buckets:
+                param_set.place(param_index, parameter, 1.0)
             return
         if self._ready[param_index]:
             raise RuntimeError(
                 f"the gradient of {self.named[param_index][0]} came twice in one backward pass, as where a "
                 "checkpointed part runs a backward pass of its own; checkpoint with use_reentrant=False"
             )
-        own.place(param_index, parameter, own.scale)
+        param_set.place(param_index, parameter, param_set.scale)
         self._ready[param_index] = True
         self._lacking[self._number_of[param_index]] -= 1
         while self._next < len(self.buckets) and not self._lacking[self._next]:
@@ -133,22 +133,22 @@ class Reducer:
 
     def _reduce_next(self, buckets: Sequence[tuple[ParameterSet, Bucket]], blocking: bool) -> None:
         """Reduce the next bucket, which is complete. blocking: nothing is left to compute meanwhile."""
-        own, bucket = buckets[self._next]
+        param_set, bucket = buckets[self._next]
         self._next += 1
-        if own.tail_in_bucket and bucket is own.buckets[-1]:
-            self._fill_tail(own)
-        over = own.gradient_comm
+        if param_set.tail_in_bucket and bucket is param_set.buckets[-1]:
+            self._fill_tail(param_set)
+        over = param_set.gradient_comm
         if over.hybrid is not None and self._running and not over.meets:
             self._running[-1].advance()  # the sum over copies of the bucket before
         self._running.append(bucket.reduce(blocking=blocking or self._next == len(buckets)))
 
-    def _fill_tail(self, own: ParameterSet) -> None:
-        for index in own.indices:
+    def _fill_tail(self, param_set: ParameterSet) -> None:
+        for index in param_set.indices:
             if self._rows[index] == 2:
-                own.unused.append(index)
+                param_set.unused.append(index)
                 if (grad := self.parameters[index].grad) is not None and grad.is_sparse:
                     self.parameters[index].grad = None  # no optimizer may see its rows
-        own.fill_tail(self.totals)
+        param_set.fill_tail(self.totals)
 
     # The end of backward, or a call, finishes the round: launch the rest, wait.
 
@@ -186,12 +186,14 @@ class Reducer:
                 self._fill_missing(index)
             if number == self._next < len(buckets):
                 self._reduce_next(buckets, blocking=True)
-        for own in self.sets:
-            if not own.tail_in_bucket:
-                self._fill_tail(own)
-                self._running.append(own.send_tail())
-            if own.sparse:
-                self._running.append(Messages(gather_sparse(own.gradient_comm, own.sparse, own.scale)))
+        for param_set in self.sets:
+            if not param_set.tail_in_bucket:
+                self._fill_tail(param_set)
+                self._running.append(param_set.send_tail())
+            if param_set.sparse:
+                self._running.append(
+                    Messages(gather_sparse(param_set.gradient_comm, param_set.sparse, param_set.scale))
+                )
 
         # Wait. A reduction of several messages sends its next one as soon as the last is complete.
         while self._running:
@@ -199,8 +201,8 @@ class Reducer:
                 messages.advance()
             self._running = [messages for messages in self._running if messages.message is not None]
 
-        for own in self.sets:
-            own.summed(self.parameters)
+        for param_set in self.sets:
+            param_set.summed(self.parameters)
         self.totals, self.waits, self._next, self._came = (), True, 0, Came.NOTHING
         self._ready, self._rows = bytearray(len(self.named)), bytearray(len(self.named))
         self._lacking = [*self._expected]
@@ -211,12 +213,12 @@ class Reducer:
             self.buckets = self._deal(self._order)
             self._number_of = dict.fromkeys(self._set_of, -1)
             last: dict[int, int] = {}  # for each set; its sparse gradients wait for this bucket
-            for number, (own, bucket) in enumerate(self.buckets):
+            for number, (param_set, bucket) in enumerate(self.buckets):
                 self._number_of |= dict.fromkeys(bucket.param_indices, number)
-                last[id(own)] = number
-            for index, own in self._set_of.items():
+                last[id(param_set)] = number
+            for index, param_set in self._set_of.items():
                 if self._number_of[index] < 0:
-                    self._number_of[index] = last.get(id(own), -1)
+                    self._number_of[index] = last.get(id(param_set), -1)
             self._expected = [0] * (len(self.buckets) + 1)
             for number in self._number_of.values():
                 self._expected[number] += 1
@@ -225,20 +227,20 @@ class Reducer:
 
     def _fill_missing(self, param_index: int) -> None:
         """Use the gradient from an earlier backward pass when the running one did not produce any."""
-        own, parameter = self._set_of[param_index], self.parameters[param_index]
+        param_set, parameter = self._set_of[param_index], self.parameters[param_index]
         if parameter.grad is not None:
-            own.place(param_index, parameter, own.scale)
+            param_set.place(param_index, parameter, param_set.scale)
             return
-        own.unused.append(param_index)
-        if (view := own.view(param_index)) is not None:
+        param_set.unused.append(param_index)
+        if (view := param_set.view(param_index)) is not None:
             view.zero_()
 
     def recover(self) -> None:
         """After a backward pass that raised: finish its round, since other ranks may wait, and drop it."""
         if self._came is Came.SENDING:
             self.finish_round()
-            for own in self.sets:
-                own.clear()
+            for param_set in self.sets:
+                param_set.clear()
 
 
 def _hook(owner: weakref.ref[Reducer], param_index: int) -> Callable[[Tensor], None]:

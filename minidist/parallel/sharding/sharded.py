@@ -1,4 +1,4 @@
-"""`Sharded`: how an engine's data-parallel ranks train one model together, whatever each of them keeps.
+"""`Sharded`: the engine's strategy for plain data parallelism and ZeRO 1 to 3, whatever each rank keeps.
 
 The table in contract/residency.py decides: data parallelism and ZeRO 1 to 3 are this one strategy with four
 rows. It tells the parameters which backward pass is a step's last, sums weight and loss, and lets the
@@ -23,14 +23,16 @@ from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
-from minidist.parallel.sharding.loop_arguments import check_bucket_mb
+from minidist.parallel.sharding.equal_start import set_for, start_equal
+from minidist.parallel.sharding.gathered_model import whole
+from minidist.parallel.sharding.loop_classes import check_bucket_mb
 from minidist.parallel.sharding.memory_source import memory_source
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.parameter_set import ParameterSet, set_for
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
 from minidist.parallel.sharding.units import weakly
-from minidist.parallel.sharding.whole_parameters import WholeParameters, start_equal
+from minidist.parallel.sharding.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import follow_own_methods, optimizer_of_masters
 
@@ -39,6 +41,8 @@ Options = Mapping[str, Any]
 
 class Sharded(Strategy):
     """Trains a model over the ranks of a group; each rank keeps what a row of the table says.
+
+    With the row of data parallelism that is everything, and only the gradients' sums are shared.
 
     residency: the row. options: where parameters are whole, of `DataParallel` (bucket_mb, overlap,
     compression, algorithm, broadcast_buffers); otherwise of `FullyShard`, such as offload. master: the dtype
@@ -63,10 +67,10 @@ class Sharded(Strategy):
         self.model, self.gradient_comm = model, gradient_comm or GradientComm(None)
         self.group, self._master = self.gradient_comm.group, master
         self.sets = [ParameterSet(residency, self.gradient_comm), *others]
-        if any(own.residency.parameters != residency.parameters for own in others):
+        if any(param_set.residency.parameters != residency.parameters for param_set in others):
             raise ValueError(
-                f"the residencies are {[own.residency for own in self.sets]}; either all sets of parameters "
-                "are whole between steps, or none is"
+                f"the residencies are {[each.residency for each in self.sets]}; either all sets of "
+                "parameters are whole between steps, or none is"
             )
         make = self._share_whole if residency.parameters else self._share_shards
         self.shared: WholeParameters | ShardedParameters
@@ -78,7 +82,7 @@ class Sharded(Strategy):
     @property
     def sharded(self) -> bool:  # type: ignore[override]
         """Whether this rank's update uses a share of the gradients."""
-        return any(not own.residency.state for own in self.sets)
+        return any(not param_set.residency.state for param_set in self.sets)
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]
@@ -98,8 +102,8 @@ class Sharded(Strategy):
         options["compression"] = compression_of(options.get("compression"))
         check_bucket_mb(options.get("bucket_mb", 25))
         algorithm = options.pop("algorithm", "auto")
-        for own in self.sets:
-            own.gradient_comm.algorithm = algorithm
+        for param_set in self.sets:
+            param_set.gradient_comm.algorithm = algorithm
         start_equal(self.model, self.sets)
         # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
         names, parameters = names_of(self.model), [*self.model.parameters()]
@@ -223,7 +227,7 @@ class Sharded(Strategy):
                 aliases.setdefault(value, []).append(name)
             else:
                 others.append((name, value.detach()))
-        for parameter in self.shared.whole():
+        for parameter in whole(self.shared):
             for alias in aliases[parameter]:
                 yield alias, parameter.detach().clone()  # its unit's memory is given back
         yield from others

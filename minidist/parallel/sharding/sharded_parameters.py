@@ -27,17 +27,14 @@ from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
-from minidist.parallel.guards.ownership import BY_FULLY_SHARD, claim
+from minidist.parallel.guards.claims import BY_FULLY_SHARD, claim
 from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.cut_into_units import Units, build
+from minidist.parallel.sharding.equal_start import set_for, shared_tensors
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
-from minidist.parallel.sharding.parameter_set import (
-    ParameterSet,
-    set_for,
-    shared_tensors,
-)
+from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units import Unit, weakly
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
@@ -69,9 +66,9 @@ class ShardedParameters(AllParameters):
         **defaults: Any,
     ) -> None:
         self.sets, (first, *_) = [*sets], sets
-        if any(own.residency != first.residency for own in sets):
+        if any(param_set.residency != first.residency for param_set in sets):
             raise ValueError(
-                f"sets have {[own.residency for own in sets]}; parameters that are not whole are gathered "
+                f"sets have {[each.residency for each in sets]}; parameters that are not whole are gathered "
                 "and reduced with their units, so give all sets one residency"
             )
         self.group, self.parameters = first.gradient_comm.group, [*module.parameters()]
@@ -79,7 +76,7 @@ class ShardedParameters(AllParameters):
         for index, name in enumerate(self._names):
             set_for(name, sets).indices.append(index)
         shared_tensors(module, sets)
-        self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
+        self.set_of = {self.parameters[index]: param_set for param_set in sets for index in param_set.indices}
         self.groups = FlatParameterGroups(make_optimizer, module, defaults)
         refuse_unshareable(type(self.groups.optimizer))
         groups = self.groups.optimizer.param_groups
@@ -95,7 +92,7 @@ class ShardedParameters(AllParameters):
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)
         self.parameters = [*module.parameters()]  # others, if they were on the meta device
-        self.set_of = {self.parameters[index]: own for own in sets for index in own.indices}
+        self.set_of = {self.parameters[index]: param_set for param_set in sets for index in param_set.indices}
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
         self.on_owners: list[WholeOnOwners] = []
@@ -108,8 +105,8 @@ class ShardedParameters(AllParameters):
             how = {choose("all_gather", "auto", over, each) for each in values}
             prefetch = how != {"shared_memory"}
         self.undealt, self.undealt_masters, self.orders = [], {}, None
-        for own in sets:
-            own.op = "mean" if average else "sum"
+        for param_set in sets:
+            param_set.op = "mean" if average else "sum"
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
         self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
@@ -144,7 +141,7 @@ class ShardedParameters(AllParameters):
         """Have the optimizer's own methods complete the gradients before, and publish after."""
         optimizer.register_step_pre_hook(weakly(self._before_step))
         optimizer.register_step_post_hook(weakly(self._after_step))
-        optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]
+        optimizer.zero_grad = weakly(self.forget)  # type: ignore[method-assign]
         follow_own_methods(optimizer, weakly(self.after_own_method))
 
     def pieces(self) -> list[nn.Parameter]:
@@ -184,11 +181,11 @@ class ShardedParameters(AllParameters):
 
     def _make_room(self) -> None:
         """Make memory for the gradients of the buckets that are not frozen. A collective."""
-        for own in self.sets:
-            indices = set(own.indices)
+        for param_set in self.sets:
+            indices = set(param_set.indices)
             trained = [bucket for bucket in self.buckets if not bucket.frozen]
-            own.buckets = [bucket for bucket in trained if bucket.param_indices[0] in indices]
-            own.make_room(self.parameters)
+            param_set.buckets = [bucket for bucket in trained if bucket.param_indices[0] in indices]
+            param_set.make_room(self.parameters)
 
     def reduce(self, unit: Unit, ahead: bool) -> None:
         """Launch the round of a unit's buckets, which are complete. ahead: while something else computes."""
@@ -237,7 +234,7 @@ class ShardedParameters(AllParameters):
         """Do nothing: no compression keeps a part of the gradients back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, whose units are gathered as it calls them. A collective."""
+        """Return the module's outputs for this rank's rows; units are gathered as they are called."""
         try:
             return self.runtime.root.module(*args, **kwargs)
         except BaseException:
@@ -247,7 +244,10 @@ class ShardedParameters(AllParameters):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, whole gradients add up on this rank, if the residency keeps them whole."""
+        """Inside, gradients add up on this rank if the residency keeps them whole.
+
+        ZeRO 3 does not: this changes nothing there, since whole gradients would take n times the memory.
+        """
         self._accumulates = self.sets[0].residency.gradients
         try:
             yield
@@ -260,19 +260,22 @@ class ShardedParameters(AllParameters):
 
     def synchronize(self) -> tuple[float, float]:
         """Complete the gradients; returns the totals, summed over the ranks."""
-        weight, loss = self.sum_over_ranks(self._own)
+        weight, loss = self.sum_over_ranks(*self._own)
         return weight, loss
 
-    def sum_over_ranks(self, totals: Sequence[float | Tensor] = ()) -> list[float]:
-        """Complete the gradients, with up to two numbers that are summed too; see
-        `FullyShard.synchronize`."""
+    def sum_over_ranks(self, *totals: float | Tensor) -> list[float]:
+        """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
+
+        Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
+        parameters.
+        """
         self.runtime.finish()
         users: dict[int, float] = {}
-        for own in self.sets:
-            own.unused = [index for index in own.indices if not self.had_gradient[index]]
-            own.fill_tail(totals)
-            own.send_tail().complete()
-            users.update(zip(own.indices, own.tail.tolist(), strict=False))
+        for param_set in self.sets:
+            param_set.unused = [index for index in param_set.indices if not self.had_gradient[index]]
+            param_set.fill_tail(totals)
+            param_set.send_tail().complete()
+            users.update(zip(param_set.indices, param_set.tail.tolist(), strict=False))
         for whole in self.on_owners:
             whole.take_gradients()
         self.slices.give_gradients(users)
@@ -301,19 +304,18 @@ class ShardedParameters(AllParameters):
             whole.give_values()
         self.runtime.changed()
 
-    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update this rank's slices and publish them; `zero_grad` forgets the gradients."""
-        return self.slices.update(self.complete, self.publish, closure, **options)
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
+        """The optimizer's step on this rank's shards; the next pass gathers the result.
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as the optimizer's method of this name does."""
-        self.forget()
+        closure: computes the gradients anew, for an optimizer that requires one.
+        """
+        self.slices.update(self.complete, self.publish, closure)
 
-    def forget(self) -> None:
+    def forget(self, set_to_none: bool = True) -> None:
         """Forget the gradients; the next ones are the first."""
         self.wait()
-        for own in self.sets:
-            own.begin()
+        for param_set in self.sets:
+            param_set.begin()
         self.had_gradient, self.is_complete = bytearray(len(self.parameters)), False
         self.runtime.forget_copies()
         self.slices.drop_gradients()
@@ -332,7 +334,16 @@ class ShardedParameters(AllParameters):
         self.thaw([b for b in frozen if any(self.name_of(i) in saved for i in b.param_indices)])
 
     def bytes_per_step(self, passes: int = 1) -> int:
-        """Bytes that this rank sends in a step of so many passes; see `FullyShard.bytes_per_step`."""
+        """Bytes that this rank sends in a step of so many forward and backward passes, by the formula.
+
+        An all-gather forward, one backward and a reduce-scatter: 3 (n - 1) / n of the padded bytes of the
+        parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
+        parameters are not reduced: a third less for each. With hybrid sharding n is the number of owners, and
+        the sums over m copies of a share send 2 (m - 1) / m of it. With k secondary shares the gathers after
+        a step's first send (k - 1) / k. The counts of ranks that used each parameter, with two totals, send
+        2 (n - 1) / n 8 (P + 2) for all n ranks. The first pass, which settles the order, sends 48 (n - 1) / n
+        a unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it again.
+        """
         sent = sum(whole.bytes_sent() for whole in self.on_owners)
         for unit in self.units:
             for bucket in unit.buckets:
@@ -343,46 +354,10 @@ class ShardedParameters(AllParameters):
                 sent += bucket.gather_bytes() + again * near
                 rounds = 0 if bucket.frozen else self.sets[0].residency.reductions(passes)
                 sent += rounds * bucket.reduce_bytes()
-        return sent + sum(all_reduce_bytes(8 * len(own.tail), own.gradient_comm.ranks) for own in self.sets)
-
-    # The whole model, between steps.
-
-    def whole(self) -> Iterator[Tensor]:
-        """Every parameter, gathered one unit at a time. A collective."""
-        for unit in self.units:
-            unit.show()
-            try:
-                yield from (parameter for bucket in unit.buckets for parameter in bucket.parameters)
-            finally:
-                unit.free()
-
-    @contextmanager
-    def summon(self) -> Iterator[None]:
-        """Inside, all parameters are whole; what is written to this rank's shares stays. A collective."""
-        self.runtime.gather_all()
-        try:
-            yield
-        finally:
-            try:
-                with torch.no_grad():
-                    for bucket in self.buckets:
-                        bucket.refuse_reassigned()
-                        written = bucket.values[bucket.own].to(bucket.shard.device)
-                        self.slices.overwrite(bucket, written)
-                    for whole in self.on_owners:
-                        whole.take_values(values := torch.empty_like(whole.shard))
-                        self.slices.overwrite(whole, values)
-                self.runtime.forget_copies()
-            finally:
-                for unit in self.units:
-                    unit.free()
-
-    def named_ranges(self) -> Iterator[tuple[str, range, Tensor]]:
-        """This rank's part of each parameter: its name, which elements of it, flattened, and their values."""
-        for bucket in self.buckets:
-            for at, span in bucket.ranges():
-                elements = range(span.start, span.stop)
-                yield self.name_of(span.param_index), elements, bucket.shard[at : at + len(span)]
+        return sent + sum(
+            all_reduce_bytes(8 * len(param_set.tail), param_set.gradient_comm.ranks)
+            for param_set in self.sets
+        )
 
     # What a loop around the optimizer may do with it.
 

@@ -18,8 +18,8 @@ from minidist.comm.opaque import refuse_transforms
 from minidist.comm.work import Group
 from minidist.parallel.contract.batch import tensors_in
 from minidist.parallel.sharding.collective_order import (
+    backward_order,
     expected,
-    own,
     require_called,
     require_same_call,
     settle,
@@ -143,7 +143,7 @@ class UnitRuntime:
         if of.is_whole and not self.order.settled and len(self.units) > 1:
             self.order = settle(self.units, self.prefetch, self.root.device, self._group)
             require_called(self.units, self.order, [tensor for _, tensor in tensors_in(outputs)])
-        order = self.order.backward if of.is_whole else own(self.units, of.units, self.prefetch)
+        order = self.order.backward if of.is_whole else backward_order(self.units, of.units, self.prefetch)
         of.close(order, [unit.calls for unit in self.units])
         self._watch(of, of.units[0], outputs, set())
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minidist.comm.work import rank_in
 from minidist.parallel.flat.bucket_layout import BucketLayout, WholeTensors
 from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.exchange import Pieces, exchange
+from minidist.parallel.flat.joined_messages import Pieces, exchange
 from minidist.parallel.sharding.memory_source import MemorySource
 from minidist.parallel.training.elementwise_optimizers import Work
 
@@ -47,7 +47,7 @@ class WholeOnOwners(BucketLayout):
         self.gradient_comm, self.device = first.gradient_comm, first.device
         indices, owners = [bucket.param_indices[at] for bucket, at in homes], self.gradient_comm.owners
         self._rank, self.parameters = rank_in(self.gradient_comm.share_group), [tensors[i] for i in indices]
-        super().__init__(indices, tensors, (owners, self._rank), deal=WholeTensors(work, owners))
+        super().__init__(indices, tensors, owners, self._rank, deal=WholeTensors(work, owners))
         self.filled = sum(len(span) for _, span in self.ranges())
         self.shard = memory.zeros(self.filled, self.dtype, self.device)
         self.take_values(self.shard)
@@ -57,16 +57,16 @@ class WholeOnOwners(BucketLayout):
 
         flats: for each parameter, this rank's share of its bucket.
         """
-        shards: list[list[Tensor]] = [[] for _ in range(self.ranks)]
-        wholes: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        shards: list[list[Tensor]] = [[] for _ in range(self.owners)]
+        wholes: list[list[Tensor]] = [[] for _ in range(self.owners)]
         for (bucket, at), flat, (lies, _) in zip(self._homes, flats, self.spans, strict=True):
             owner, (start, stop) = lies // self.share if self.share else 0, bucket.spans[at]
-            for rank in range(self.ranks) if owner == self._rank else (self._rank,):
+            for rank in range(self.owners) if owner == self._rank else (self._rank,):
                 begin, end = max(start, rank * bucket.share), min(stop, (rank + 1) * bucket.share)
                 if begin < end and rank == self._rank:
-                    shards[owner].append(flat[begin - bucket.own.start : end - bucket.own.start])
+                    shards[owner].append(flat[begin - bucket.own_range.start : end - bucket.own_range.start])
                 if begin < end and owner == self._rank:
-                    there = lies - self.own.start - start
+                    there = lies - self.own_range.start - start
                     wholes[rank].append(whole[begin + there : end + there])
         return shards, wholes
 

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdRef
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.flat.bucket_layout import longest_first, matrix_work, whole_shape
-from minidist.parallel.flat.exchange import exchange
+from minidist.parallel.flat.joined_messages import exchange
 from minidist.parallel.flat.ranges import narrowed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -188,12 +188,12 @@ class Muon(torch.optim.Optimizer):
         """Orthogonalize updates of matrices that tp cut, each on one of the ranks that have parts of it."""
         like, rank = cut[0][1], rank_in(self.tp_group)
         cuts = self._cuts_of_all([p for p, _ in cut], like.device)
-        owners = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
+        owner_of = longest_first([self.work(p.tp_cut.shape) for p, _ in cut], [0.0] * len(cuts))
         wholes = {
-            k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owners) if owner == rank
+            k: like.new_zeros(cut[k][0].tp_cut.shape) for k, owner in enumerate(owner_of) if owner == rank
         }
         own: list[list[Tensor]] = [[] for _ in cuts]  # this rank's parts, by the matrices' owners
-        for (p, update), owner in zip(cut, owners, strict=True):
+        for (p, update), owner in zip(cut, owner_of, strict=True):
             own[owner] += [narrowed(update, start, p.tp_cut.sizes) for start, _ in p.tp_cut.boxes()]
         parts = [  # all ranks' parts of the matrices that this rank owns
             [narrowed(whole, at, those[k].sizes) for k, whole in wholes.items() for _, at in those[k].boxes()]

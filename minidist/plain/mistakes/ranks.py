@@ -163,7 +163,9 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
             world.running.remove(threading.current_thread())
             world.changed.notify_all()
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(n)]
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
+    ]
     world.running = [*threads]
     for thread in threads:
         thread.start()

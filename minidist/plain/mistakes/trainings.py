@@ -61,9 +61,9 @@ def model_of(kind: str, seed: int, layers: int = 2, **sizes: int) -> nn.Sequenti
     return model
 
 
-def batches_of(steps: int, rows: int, padded: bool = False) -> list[Batch]:
+def batches_of(steps: int, rows: int, padded: bool = False, seed: int = 0) -> list[Batch]:
     """Draw batches; `padded` rows have targets of -1 at their ends."""
-    generator, batches = torch.Generator().manual_seed(1), []
+    generator, batches = torch.Generator().manual_seed(seed + 1), []
     for _ in range(steps):
         start, stride, end = torch.randint(VOCABULARY, (3, rows, 1), generator=generator)
         noise = torch.rand((rows, T + 1), generator=generator) < 0.1
@@ -84,11 +84,12 @@ def load(rung: Mistake, comm: Any) -> types.ModuleType:
 
 
 def run(
-    rung: Mistake, n: int, steps: int, make: MakeOptimizer = ADAMW, counted: bool = False, parts: int = 0
-) -> Run:
+    rung: Mistake, n: int, steps: int, make: MakeOptimizer = ADAMW, counted: bool = False, parts: int = 0,
+    seed: int = 0,
+) -> Run:  # fmt: skip
     """Train on n ranks. parts: in how many it is cut, each from the checkpoint of the one before."""
-    batches = batches_of(steps, rung.rows, padded=rung.rung == "recipe")
-    models = [model_of(rung.model, rank) for rank in range(n)]
+    batches = batches_of(steps, rung.rows, rung.rung == "recipe", seed)
+    models = [model_of(rung.model, seed + rank) for rank in range(n)]
     saved: list[dict[str, Any]] = [{} for _ in range(n)]
     counters = [Counter() for _ in range(n)]
 
@@ -97,7 +98,7 @@ def run(
         given = partial(counters[rank].optimizer, make, models[rank]) if counted else make
         for part in range(1, max(parts, 1) + 1):
             if part > 1:
-                models[rank] = model_of(rung.model, rank)
+                models[rank] = model_of(rung.model, seed + rank)
             options = dict(rung.options)
             if parts:
                 options |= {"saved": saved[rank], "stop": steps * part // parts}
@@ -128,25 +129,26 @@ class Trainings:
 
     rung: Mistake
     n: int = 2
+    seed: int = 0  # of the weights and the data
     runs: dict[str, Run] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Run:
         """Return one of RUNS."""
         if name not in self.runs:
-            self.runs[name] = run(self.rung, self.n, **RUNS[name])
+            self.runs[name] = run(self.rung, self.n, **RUNS[name], seed=self.seed)
         return self.runs[name]
 
 
 @cache
-def unchanged(rung: Mistake) -> Trainings:
+def unchanged(rung: Mistake, n: int = 2, seed: int = 0) -> Trainings:
     """The rung without lines that are wrong."""
-    return Trainings(rung)
+    return Trainings(rung, n, seed)
 
 
 @cache
-def alone(rung: Mistake) -> Trainings:
+def alone(rung: Mistake, n: int = 2, seed: int = 0) -> Trainings:
     """What a rung has to equal: one process; local SGD, which computes something else, itself."""
     if rung.rung == "local_sgd":
-        return unchanged(rung)
+        return unchanged(rung, n, seed)
     itself = rung.rung in ("recipe", "experts", "muon", "low_precision")
-    return Trainings(rung if itself else replace(rung, rung="one_process", options=()), 1)
+    return Trainings(rung if itself else replace(rung, rung="one_process", options=()), 1, seed)

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import TYPE_CHECKING, Union
 
-import torch
-from torch import Tensor, nn
-
-from minidist.model.bert import BERT
 from minidist.model.configs import GPTConfig, TransformerConfig
-from minidist.model.gpt import GPT
-from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.layout import Layout, check_available
-from minidist.parallel.contract.user_functions import Loss
-from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.pipeline.layer_chain import check_layers
-from minidist.parallel.tensor.heads import cut_between_heads
-from minidist.parallel.tensor.plans import plan_for
-from minidist.parallel.tensor.styles import check_ties, resolve
-from minidist.parallel.training.precision import DTYPES
-from minidist.scale.dry_run.fake_tensors import DryTensors
-from minidist.scale.dry_run.fake_world import Form
-from minidist.scale.dry_run.own_model import OwnModel
 from minidist.scale.memory.estimates import Estimate, estimate_setup
 from minidist.scale.memory.training_setup import (
     BatchSize,
@@ -34,6 +18,15 @@ from minidist.scale.memory.training_setup import (
 )
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.step_time import Simulated, StepTime, check_fits, predict_setup
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from minidist.parallel.contract.user_functions import Loss
+    from minidist.parallel.engine.training_step import Engine
+    from minidist.scale.dry_run.fake_tensors import DryTensors
+    from minidist.scale.dry_run.fake_world import Form
+    from minidist.scale.dry_run.own_model import OwnModel
 
 
 @dataclass(frozen=True)
@@ -71,9 +64,6 @@ class Transformer:
         refuse_cut_rows(self.shape, layout)
         check_divisible(self.shape, layout)
         check_fits(self.shape, setup, hardware)
-        if isinstance(self.shape, GPTConfig):
-            _check_stages(self.shape, layout.pp, layout.chunks, layout.schedule)
-            _check_matrices(self.shape, layout.tp)
 
     def estimate(self, setup: TrainingSetup) -> Estimate:
         """Estimate the bytes on the fullest rank."""
@@ -108,10 +98,16 @@ class Transformer:
 
     def build(self, tensors: DryTensors) -> nn.Module:
         """The whole model without data."""
-        return tensors.emptied(_on_meta(self.shape))
+        from minidist.model.bert import BERT
+        from minidist.model.gpt import GPT
+
+        kind = GPT if isinstance(self.shape, GPTConfig) else BERT
+        return tensors.emptied(kind(self.shape, device="meta"))
 
     def batch(self, rows: int, tokens: int, tensors: DryTensors) -> tuple[Tensor, Tensor]:
         """A rank's inputs and targets, without data."""
+        import torch
+
         return tensors.empty((rows, tokens), torch.int64), tensors.empty((rows, tokens), torch.int64)
 
     def example(self, layout: Layout) -> None:
@@ -120,48 +116,32 @@ class Transformer:
     @property
     def loss(self) -> Loss:
         """Cross entropy for a model with scores; for a pooler the mean of its output."""
-        return cross_entropy if self.shape.generates else _mean
+        from minidist.model.loss import cross_entropy
+
+        return cross_entropy if self.shape.generates else lambda outputs, targets: outputs.float().mean()
 
     def sent_to(self, engine: Engine, tokens: int, tensors: DryTensors, chunk: int, rows: int) -> list[Form]:
         """The stream of activations that one stage sends to the next."""
+        import torch
+
+        from minidist.parallel.training.precision import DTYPES
+
         layout = engine.layout
         outside = tokens // layout.tp if layout.sequence_parallel else tokens
         return [((rows, outside, self.shape.width), DTYPES.get(layout.precision, torch.float32))]
 
 
-Subject = Transformer | OwnModel
+Subject = Union[Transformer, "OwnModel"]
 """What the planner and the dry run ask about memory, time and a rank's part of a model."""
 
 
 def subject_of(model: object) -> Subject:
     """The model as a `Subject`; TypeError unless it is a shape, a name or a model of your own."""
-    return model if isinstance(model, Transformer | OwnModel) else Transformer(*named_shape(model))
+    if isinstance(model, Transformer):
+        return model
+    if not isinstance(model, str | TransformerConfig):
+        from minidist.scale.dry_run.own_model import OwnModel
 
-
-def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.float().mean()
-
-
-def _on_meta(shape: TransformerConfig) -> nn.Module:
-    """The model on the meta device, without memory."""
-    return GPT(shape, device="meta") if isinstance(shape, GPTConfig) else BERT(shape, device="meta")
-
-
-_model = lru_cache(maxsize=2)(_on_meta)
-
-
-@lru_cache(maxsize=256)
-def _check_stages(shape: GPTConfig, pp: int, chunks: int, schedule: str) -> None:
-    """ValueError if the layers cannot be cut into stages."""
-    if pp > 1:
-        check_layers(_model(shape), Layout(pp=pp, chunks=chunks, schedule=schedule))
-
-
-@lru_cache(maxsize=256)
-def _check_matrices(shape: GPTConfig, tp: int) -> None:
-    """ValueError if the matrices cannot be cut over ranks."""
-    if tp > 1:
-        model = _model(shape)
-        parts, together = resolve(model, plan_for(model))
-        check_ties(model, parts)
-        cut_between_heads(model, parts, together, tp)
+        if isinstance(model, OwnModel):
+            return model
+    return Transformer(*named_shape(model))

@@ -171,6 +171,7 @@ def activations(whole: Saved, count: int, recompute: bool | str) -> list[tuple[i
     return found
 
 
+@lru_cache(maxsize=4096)
 def moments_of(name: str, ranks: int, micro_batches: int, longer: int, chunks: int) -> list[list[Moment]]:
     """For each stage of a schedule the moments at which it computes with the most that is live.
 
@@ -200,8 +201,11 @@ def _moments(name: str, ranks: int, micro_batches: int, longer: int, chunks: int
             seen.add((tuple(live), kind))
             live[kind] -= each.kind in ("backward", "backward_weight")
         found.append([])
+        fullest: dict[int, list[tuple[int, ...]]] = {}  # by the kind that computes
         for live_then, kind in sorted(seen, reverse=True):
-            if not any(kind == other and all(map(le, live_then, most)) for most, other in found[-1]):
+            known = fullest.setdefault(kind, [])
+            if not any(all(map(le, live_then, most)) for most in known):
+                known.append(live_then)
                 found[-1].append((live_then, kind))
     return found
 
@@ -220,8 +224,7 @@ def _kept(saved: Saved, layers: range, recompute: bool | str) -> tuple[int, int]
     between = peak = 0
     for i in layers:
         key = i == 0, i > count, again[i]  # a large model has many layers, of few kinds
-        known[key] = known.get(key) or saved.layer(i, again[i])
-        kept, most = known[key]
+        kept, most = known[key] = known.get(key) or saved.layer(i, again[i])
         between, peak = between + kept, max(peak, between + most)
     if count + 1 in layers:
         between += saved.loss()

@@ -4,7 +4,7 @@ Predictions combine `memory` and `time`; trials and calibration compare them wit
 
 | File | Holds |
 |---|---|
-| candidates.py | layouts of a number of ranks that `prepare` takes |
+| candidates.py | layouts of a number of ranks that prepare takes |
 | planner.py | `plan`: those that fit, ranked |
 | report.py | a plan in sentences, a table and JSON |
 | trial.py | real steps of several layouts on this machine |

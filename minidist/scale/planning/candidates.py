@@ -2,7 +2,7 @@
 
 Every product dp x tp x pp x cp of the ranks is tried, with every ep, ZeRO stage, sequence parallelism and the
 schedules of contract/schedule_kinds.py that are planned. Where data-parallel ranks lie on several hosts, the
-ranks of a host may share one copy of the state or, in stage 3, a second copy of the parameters. Micro-batches
+ranks of a host may share one copy of the state or, with ZeRO 3, a second copy of parameters. Micro-batches
 are powers of two: as few as fit, since more of them make products smaller; in a pipeline one to eight per
 stage, which shrink its bubble. Tensor parallelism sends the most and stays within a host (Narayanan et al.
 2021, section 3.2, takeaway 1). Activations are recomputed if they do not fit otherwise, or only with many

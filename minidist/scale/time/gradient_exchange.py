@@ -162,7 +162,8 @@ class GradientTime:
             matrices = sum(each.elements for each in self.parameters.hidden) / owners
             moved -= (passes - MATRIX_PASSES) * matrices * updated
             work = fullest([each.work for each in self.parameters.hidden], owners)
-            precision = "bf16" if self.rates.asynchronous and updated == 4 else UPDATED[updated]
+            half = self.rates.asynchronous and updated == 4 and "bf16" in self.rates.flops
+            precision = "bf16" if half else UPDATED[updated]
             more = self.rates.seconds(Computation(products=PRODUCTS * work), precision)
             more += 2 * self.wires.collective("all_to_all", matrices * updated, "tp")
             if not residency.parameters:

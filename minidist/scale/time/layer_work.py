@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
@@ -258,6 +258,7 @@ class LayerWork:
         return found + self.head if last in numbers else found
 
 
+@lru_cache(maxsize=256)
 def model_flops(config: TransformerConfig, rows: int, tokens: int) -> float:
     """Operations of a step on all ranks: forward and backward, without recomputation."""
     whole = LayerWork(config, rows, tokens, tokens).layers(range(config.layers + 2))

@@ -18,7 +18,7 @@ overlap); Williams et al. 2009 (roofline).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -77,12 +77,16 @@ class StepStages:
         self.rates = self.wires.crowd.rates
         self.chunks = parts(shape, layout.pp, layout.chunks)
         self.alike = alike(shape, layout.pp, layout.chunks, layout.recompute)
-        self.placement = schedule_kind(layout.schedule).placement(layout.pp, layout.chunks)
-        self._works: dict[int, LayerWork] = {}
         self.simulated = {} if simulated is None else simulated
-        # Passes and pipelines do not depend on ZeRO.
-        self._form = replace(layout, zero=0, shard=0), setup.tokens
-        self._times: dict[tuple[int, int], StageTimes] = self.simulated.setdefault(self._form, {})
+        # Passes and pipelines do not depend on ZeRO, and passes of the same layers not on the pipeline.
+        kind = schedule_kind(layout.schedule)
+        self.placement = kind.placement(layout.pp, layout.chunks)
+        axes = layout.ranks, layout.tp, layout.cp, layout.ep, layout.trading, layout.sequence_parallel
+        passes = *axes, layout.precision, layout.recompute, setup.tokens
+        self._form = *passes, layout.pp, layout.schedule, layout.chunks, layout.micro_batches
+        self._times: dict[tuple[range, int], StageTimes] = self._once(
+            "passes", *passes, kind.splits_backward, make=dict
+        )
 
     def _once(self, what: str, *key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` returns, made once for all layouts with the same key."""
@@ -147,18 +151,19 @@ class StepStages:
 
     def work(self, rows: int) -> LayerWork:
         """The work of the layers for a micro-batch of so many rows."""
-        if rows not in self._works:
-            tokens, of = (self.own_tokens, self.setup.tokens), (self.element, self.part())
-            forms = self.layout.sequence_parallel, self.layout.trading
-            self._works[rows] = LayerWork(self.shape, rows, *tokens, *of, *forms)
-        return self._works[rows]
+        layout = self.layout
+        part = ModelPart(layout.tp, tp_rank=layout.tp - 1, ep=layout.ep)
+        of = rows, self.own_tokens, self.setup.tokens, self.element, part
+        forms = layout.sequence_parallel, layout.trading
+        found: LayerWork = self._once("work", *of, *forms, make=lambda: LayerWork(self.shape, *of, *forms))
+        return found
 
     def times(self, chunk: int, rows: int) -> StageTimes:
         """Times of a micro-batch of so many rows through a part of the model."""
-        like = self.alike[chunk]
-        if (like, rows) not in self._times:
-            self._times[like, rows] = self._predict(self.chunks[like], rows)
-        return self._times[like, rows]
+        key = self.chunks[self.alike[chunk]], rows
+        if key not in self._times:
+            self._times[key] = self._predict(*key)
+        return self._times[key]
 
     def _predict(self, layers: range, rows: int) -> StageTimes:
         layout, precision, rates, overlaps = (
@@ -366,7 +371,8 @@ def predict_setup(
     check_fits(shape, setup, machine)
     parts = StepStages(shape, setup, machine, simulated).parts(bound)
     flops = model_flops(shape, setup.rows, setup.tokens)
-    return step_from_parts(parts, setup, machine, flops, assumptions(setup, machine, shape))
+    said = [] if bound else assumptions(setup, machine, shape)
+    return step_from_parts(parts, setup, machine, flops, said)
 
 
 def step_from_parts(

@@ -30,6 +30,14 @@ def test_a_rung_is_right_in_each_of_its_dtypes():
     ]
 
 
+def test_a_rung_of_attention_is_right_in_each_of_its_dtypes():
+    lines = list(cuda_smoke.smoke_attention("s4_tensor_core"))
+    assert [line.partition(", largest")[0] for line in lines] == [
+        "right: s4_tensor_core in float16 on cpu",
+        "right: s4_tensor_core in bfloat16 on cpu",
+    ]
+
+
 def test_a_wrong_rung_is_named_with_its_product(monkeypatch):
     multiply = CudaRung.matmul
 
@@ -56,10 +64,13 @@ def test_the_script_of_a_first_run_names_what_it_can_not_do(tmp_path):
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "out" / "log-smoke-1-of-2.txt").read_text()
     assert "ran: -m minidist bench cuda --compile" in log
-    assert log.count("ran: -m minidist.benchmarks.harness.cuda_smoke") == 10
+    assert log.count("ran: -m minidist.benchmarks.harness.cuda_smoke") == 15
     assert "exit code 1: " in log
     assert log.index("cuda_smoke s10_hopper") < log.index("cuda_smoke s1_naive")  # the best first
     assert "-k test_rung and (4096 or 8192) --out" in log
+    first_run("attention")
+    log = (tmp_path / "out" / "log-attention-1-of-2.txt").read_text()
+    assert log.index("cuda_smoke s5_backward") < log.index("bench cuda -k test_attention")
     first_run("full", "2/2")
     assert "--full --part 2/2" in (tmp_path / "out" / "log-full-2-of-2.txt").read_text()
     first_run("tune")

@@ -1,7 +1,6 @@
 """Rung 7: the same bits as rung 6, whoever takes part, when, and how often."""
 
 import contextlib
-import os
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +17,6 @@ from minidist.kernels.cpu.support import atomic, board, register_tile, thread_po
 from minidist.kernels.cpu.support.block_sizes import blocks
 from minidist.kernels.measure import harness
 from tests.helpers.clocks import HANG, until
-from tests.helpers.fresh_python import output_of
 from tests.helpers.products import LAYOUTS, check_laid_out, every_cache, guarded_blocks, with_caches
 
 RUNG = rung(7)
@@ -325,31 +323,6 @@ def test_a_worker_that_is_still_inside_is_waited_for():
     with threads(2, _work=work):
         RUNG.matmul(np.ones((50, 50)), np.ones((50, 50)))
     assert ended.is_set()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
-def test_a_forked_child_multiplies_with_threads_of_its_own():
-    code = """
-import os, warnings
-warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
-import numpy as np
-from minidist.kernels import rung
-from minidist.kernels.measure import harness
-from minidist.kernels.cpu.support import thread_pool
-thread_pool.threads = lambda: 2
-def check():
-    a, b = harness.inputs(150, 160, 170, "float32", 1)
-    harness.assert_product(rung(7).matmul(a, b), a, b)
-    assert len(thread_pool._workers) == 1
-check()
-child = os.fork()
-if child == 0:
-    check()
-    os._exit(7)
-check()
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    assert output_of(code) == "7"
 
 
 def test_a_lost_part_is_found():

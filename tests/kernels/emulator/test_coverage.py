@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from minidist.kernels.cuda.runtime.compiler import compile_ptx
-from minidist.kernels.emulator.arithmetic.atomics import atomic
 from minidist.kernels.emulator.arithmetic.operations import operation
 from minidist.kernels.emulator.arithmetic.warp_operations import warp_operation
+from minidist.kernels.emulator.instructions.atomics import atomic
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 pytest.importorskip("numba_cuda", reason="needs numba-cuda, which compiles without a GPU too")

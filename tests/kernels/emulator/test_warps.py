@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.kernels.emulator.arithmetic.atomics import apply, atomic
 from minidist.kernels.emulator.arithmetic.warp_operations import awaited, warp_operation
+from minidist.kernels.emulator.instructions.atomics import apply, atomic
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 ALL = 0xFFFFFFFF

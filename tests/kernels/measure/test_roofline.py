@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from minidist.kernels import CPU_LADDER, Rung
-from minidist.kernels.cache_folder import cache_folder
 from minidist.kernels.cpu.support import bf16_instructions
 from minidist.kernels.measure import peaks_file, points, roofline
 from tests.helpers.clocks import Clock
@@ -61,19 +60,6 @@ def test_a_spoilt_file_is_measured_again_and_replaced(measured):
     assert measured == [1, 2]
 
 
-def test_two_machines_share_a_folder(measured, monkeypatch):
-    first = roofline.measure()
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(peaks_file, "cpu_name", lambda: "another CPU")
-        second = roofline.measure()
-        forget()
-        assert roofline.measure() == second
-    forget()
-    assert roofline.measure() == first
-    assert len(list(cache_folder().iterdir())) == 2
-    assert measured == [1, 2]
-
-
 def test_where_nothing_can_be_kept_the_process_remembers(measured, monkeypatch, tmp_path):
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path / "a file"))
@@ -82,23 +68,6 @@ def test_where_nothing_can_be_kept_the_process_remembers(measured, monkeypatch, 
     forget()
     roofline.measure()
     assert measured == [1, 2]
-
-
-def test_a_rung_that_uses_all_cores_stands_below_their_roof(measured):
-    a_thread, threads = (
-        Rung(1, name, "cpu", "", ("float32",), lambda a, b, out: None, cores=cores)
-        for name, cores in (("s1_alone", "one"), ("s2_together", "all"))
-    )
-    for step, roof in ((a_thread, "one"), (threads, "all")):
-        placed = roofline.place(step, 4, 4, 4, seconds=0.001)
-        assert placed.roof == roofline.measure().roof(roof)
-
-
-def test_a_gpu_is_measured_with_the_rest(measured, monkeypatch):
-    monkeypatch.setattr(roofline.gpu_peaks, "roof", lambda: GPU)
-    roofline.measure()
-    forget()
-    assert roofline.measure().gpu == GPU
 
 
 def test_a_gpu_that_fails_is_said_left_out_and_not_kept(measured, monkeypatch):
@@ -162,6 +131,9 @@ def test_the_roof_is_the_one_asked_for_and_the_gpus_for_its_rungs():
     with_gpu = dataclasses.replace(PEAKS, gpu=GPU)
     quick = slow_rung(0)
     assert roofline.place(quick, 8, 8, 8, np.float64, cores="all", peaks=PEAKS, seconds=0).roof is ALL
+    for cores, roof in (("one", ONE), ("all", ALL)):  # a rung knows its own
+        step = dataclasses.replace(quick, cores=cores)
+        assert roofline.place(step, 8, 8, 8, peaks=PEAKS, seconds=0).roof is roof
     on_gpu = slow_rung(0, "cuda")
     assert roofline.place(on_gpu, 8, 8, 8, peaks=with_gpu, seconds=0).roof is GPU
     with pytest.raises(ValueError, match="cores is 'gpu': on this machine"):

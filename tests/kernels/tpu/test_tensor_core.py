@@ -98,18 +98,6 @@ def test_real_units_add_blocks_as_documented(seed, unit, k, any_size):
 
 
 @every_unit
-def test_one_call_is_a_chain_of_calls_on_tiles_of_k(unit):
-    """As a kernel does it, with the accumulator handed from tile to tile; 16 is a multiple of every block."""
-    rng = np.random.default_rng()
-    a, b = rng.standard_normal((8, 48)).astype("float16"), rng.standard_normal((48, 8)).astype("float16")
-    c = rng.standard_normal((8, 8)).astype("float32")
-    d = c
-    for p in range(0, 48, 16):
-        d = tensor_core_mma(a[:, p : p + 16], b[p : p + 16], d, unit)
-    np.testing.assert_array_equal(d, tensor_core_mma(a, b, c, unit))
-
-
-@every_unit
 def test_any_size_any_strides_and_nothing_is_overwritten(unit):
     rng = np.random.default_rng()
     for m, n, k in [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0), (1, 1, 1), (7, 5, 19), (16, 8, 16)]:

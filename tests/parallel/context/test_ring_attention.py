@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
-from minidist import comm
+from minidist import comm, kernels
 from minidist.comm.transport.shared_memory import STAGE
 from minidist.parallel.context import blockwise_attention, zigzag_order
 from minidist.parallel.context import ring_attention as context_parallel
@@ -191,6 +192,38 @@ def test_the_error_does_not_grow_with_the_ring(cluster_of: Clusters, dtype: torc
         together = relative(cluster_of(ranks).run(errors, dtype))
         # The same rounded products, added in another order.
         assert (together < 1.25 * alone).all(), (ranks, together, alone)
+
+
+# On a rung.
+
+
+def off_by(error: float) -> float:
+    """The largest error of blocks on a rung whose logs are off, over float32's of 30 sums."""
+    last = kernels.ATTENTION_LADDER[-1]
+
+    def compute(*given: Any) -> None:
+        last.compute(*given)
+        given[4][...] += error
+
+    worst, rung = 0.0, replace(last, compute=compute)
+    for length, heads, causal, _ in CASES:
+        inputs = drawn(length, *heads)
+        expected = own(in_full(inputs, causal))
+        actual = by_ring([x.float() for x in inputs], causal, rung=rung)
+        for a, e in zip(actual, expected, strict=True):
+            worst = max([worst, *((a - e).abs() / (1e-5 + 1e-5 * e.abs())).flatten().tolist()])
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_blocks_on_a_rung_are_full_attention_to_float32s_rounding(cluster_of: Clusters, ranks: int) -> None:
+    assert max(cluster_of(ranks).run(off_by, 0.0)) < 1
+    assert max(cluster_of(ranks).run(off_by, 1e-3)) > 1
+
+
+def test_a_dtype_that_the_rung_does_not_take_is_named() -> None:
+    with pytest.raises(TypeError, match=r"q has dtype float64, but rung s6_causal takes float32; convert it"):
+        by_ring(drawn(3), rung=kernels.rung("s6", kernels.ATTENTION_LADDER))
 
 
 # What is sent, computed and held.

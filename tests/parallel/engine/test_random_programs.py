@@ -21,7 +21,7 @@ import torch
 
 import minidist as md
 from minidist.parallel.engine import step_executor, training_step
-from minidist.parallel.sharding import whole_parameters
+from minidist.parallel.sharding import equal_start
 from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Program, draw, play
 
 Clusters = Callable[[int], md.Cluster]
@@ -145,7 +145,7 @@ def no_clipping(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_ranks_first_values(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(whole_parameters, "broadcast_together", lambda *_: None)
+    patch.setattr(equal_start, "broadcast_together", lambda *_: None)
 
 
 @pytest.mark.parametrize(

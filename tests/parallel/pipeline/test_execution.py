@@ -182,7 +182,7 @@ def without_tied_sums(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_equal_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipelines, "start_equal", lambda *_: [0, 1])
+    patch.setattr(pipelines, "start_tied_equal", lambda *_: [0, 1])
 
 
 def without_weights(patch: pytest.MonkeyPatch) -> None:

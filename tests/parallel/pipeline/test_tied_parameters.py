@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.pipeline.tied_parameters import start_equal, sum_tied
+from minidist.parallel.pipeline.tied_parameters import start_tied_equal, sum_tied
 
 Clusters = Callable[[int], md.Cluster]
 
@@ -18,7 +18,7 @@ def test_the_holders_sum_their_gradients(cluster_of: Clusters) -> None:
     def train(holders: list[int]) -> tuple[list[int], Tensor | None, Tensor | None, int]:
         torch.manual_seed(md.rank())
         parameter = nn.Parameter(torch.randn(5, 3)) if md.rank() in holders else None
-        ranks = start_equal(parameter, None)
+        ranks = start_tied_equal(parameter, None)
         if parameter is not None and md.rank() != 3:  # rank 3's copy was not used in this step
             parameter.grad = torch.full((5, 3), 0.1 + md.rank())
         with comm.ledger() as ledger:

@@ -21,7 +21,7 @@ from minidist import comm
 from minidist.model.loss import accuracy
 from minidist.parallel.flat import buckets
 from minidist.parallel.flat.buckets import Bucket, GradientComm
-from minidist.parallel.sharding import optimizer_slices, reducer, units, whole_parameters
+from minidist.parallel.sharding import dealing, optimizer_slices, reducer, units
 from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
 from minidist.parallel.sharding.parameter_set import ParameterSet
@@ -294,16 +294,16 @@ def another_ranks_share(patch: Patch) -> None:
         other = (md.rank() + 1) % md.size()
         return slice(other * self.share, (other + 1) * self.share)
 
-    patch.setattr(Bucket, "own", property(wrong, lambda self, value: None), raising=False)
+    patch.setattr(Bucket, "own_range", property(wrong, lambda self, value: None), raising=False)
 
 
 def another_order_on_one_rank(patch: Patch) -> None:
-    agree = whole_parameters.agree_on_order
+    agree = dealing.agree_on_order
 
     def wrong(*arguments: Any) -> list[int]:
         return agree(*arguments)[:: 1 - 2 * md.rank()]
 
-    patch.setattr(whole_parameters, "agree_on_order", wrong)
+    patch.setattr(dealing, "agree_on_order", wrong)
 
 
 # Of the sums,
@@ -348,9 +348,9 @@ def without_the_ranks_flags(patch: Patch) -> None:
     """Parameters that no rank used are updated with gradients of zero."""
     synchronize = ShardedParameters.sum_over_ranks
 
-    def wrong(self: ShardedParameters, totals: Any = ()) -> Any:
+    def wrong(self: ShardedParameters, *totals: Any) -> Any:
         self.had_gradient = bytearray(b"\1" * len(self.had_gradient))
-        return synchronize(self, totals)
+        return synchronize(self, *totals)
 
     patch.setattr(ShardedParameters, "sum_over_ranks", wrong)
 

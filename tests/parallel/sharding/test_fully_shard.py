@@ -481,7 +481,9 @@ def test_a_backward_pass_gathers_the_next_unit_while_one_computes() -> None:
     for at, unit in enumerate(units):  # the forward pass called one after the other
         unit.first, unit.last, unit.calls = 2 * at, 2 * at + 1, 1
     said = {
-        ahead: [f"{kind} {unit.name}" for kind, unit in collective_order.own(units, units[:1], ahead)]
+        ahead: [
+            f"{kind} {unit.name}" for kind, unit in collective_order.backward_order(units, units[:1], ahead)
+        ]
         for ahead in (True, False)
     }
     assert said[True] == ["gather c", "gather b", "reduce c", "gather a", "reduce b", "reduce a"]

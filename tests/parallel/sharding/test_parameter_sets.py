@@ -27,7 +27,7 @@ from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.ranges import narrowed
-from minidist.parallel.sharding import parameter_set, whole_parameters
+from minidist.parallel.sharding import dealing, equal_start
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
@@ -240,7 +240,7 @@ def test_each_set_sends_and_keeps_what_its_row_says(cluster_of: Clusters, rows: 
 
 
 def no_checks(patch: pytest.MonkeyPatch) -> None:
-    for module in (parameter_set, whole_parameters):
+    for module in (dealing, equal_start):
         patch.setattr(module, "require_same", lambda *_: None)
 
 

@@ -21,6 +21,7 @@ from minidist import comm
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_to_buckets
+from minidist.parallel.sharding.gathered_model import named_shards
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
 from minidist.parallel.training import muon
@@ -306,7 +307,7 @@ def sent_in_a_step(text: str) -> tuple[int, int, int, int]:
     expected, shared = 0, engine.strategy.shared
     if "zero=3" in text:  # what it has of others' matrices, and what others have of its own
         owned = {shared.name_of(each.ranges[0].param_index) for each in shared.slices.all if not each.cuts}
-        for name, span, _ in shared.named_ranges():
+        for name, span, _ in named_shards(shared):
             if re.search("query|key|value|attention.output|up|down", name) and name.endswith("weight"):
                 expected += 8 * len(span) * (1 if name not in owned else -1)
         expected += 8 * sum(each.value.numel() for each in shared.slices.all if not each.cuts)

@@ -18,9 +18,15 @@ from minidist.comm.launching.cluster import Cluster
 from minidist.model import GPT, GPTConfig
 from minidist.model.configs import CONFIGS
 from minidist.parallel.contract.memory_report import size
+from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import simulation
+from minidist.parallel.pipeline.layer_chain import check_layers
+from minidist.parallel.tensor.heads import cut_between_heads
+from minidist.parallel.tensor.plans import plan_for
+from minidist.parallel.tensor.styles import check_ties, resolve
 from minidist.scale.dry_run.run import dryrun
 from minidist.scale.memory import estimate, fits
+from minidist.scale.memory.training_setup import check_divisible
 from minidist.scale.planning import report, trial
 from minidist.scale.planning.candidates import Refused, candidates
 from minidist.scale.planning.planner import MEANINGFUL, Plan, Ranked, family_of, plan, seconds
@@ -213,6 +219,41 @@ def test_gpus_train_in_half_precision_and_processors_in_float32_unless_asked() -
         assert {each.layout.precision for each in found.fitting} == {precision}
     asked = plan("byte-tiny", ranks=1, hardware="cpu-xeon-8480", batch=2, precision="bf16")
     assert {each.layout.precision for each in asked.fitting} == {"bf16"}
+
+
+SHAPES = [each for each in CONFIGS.values() if isinstance(each, GPTConfig)]
+SHAPES += [SHARED, replace(SHARED, heads=3, width=48), replace(SHARED, experts=0, vocabulary=7)]
+
+
+@pytest.mark.parametrize("shape", {replace(each, layers=2) for each in SHAPES}, ids=str)
+def test_a_shape_says_what_the_model_itself_says_of_its_matrices_and_layers(shape: GPTConfig) -> None:
+    # A plan imports no torch, so it asks the shape where `prepare` asks the model.
+    model = GPT(shape, device="meta")
+    parts, together = resolve(model, plan_for(model))
+    check_ties(model, parts)
+    layouts = [md.Layout(tp=tp) for tp in (2, 3, shape.heads, shape.heads + 1, 2 * shape.heads)]
+    layouts += [
+        md.Layout(pp=pp, schedule=name, chunks=SCHEDULES[name].least_chunks)
+        for pp in (2, 3, 4, 5)
+        for name in SCHEDULES
+    ]
+    refused = []
+    for layout in layouts:
+        for check in (
+            lambda each: check_divisible(shape, each),
+            lambda each: (
+                check_layers(model, each)
+                if each.pp > 1
+                else cut_between_heads(model, parts, together, each.tp)
+            ),
+        ):
+            try:
+                check(layout)
+                refused.append(False)
+            except ValueError:
+                refused.append(True)
+    assert refused[::2] == refused[1::2]
+    assert {*refused} == {False, True}
 
 
 def forms(ranks: int) -> tuple[list[md.Layout], list[str]]:

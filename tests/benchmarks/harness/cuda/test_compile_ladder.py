@@ -7,7 +7,7 @@ pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from minidist.benchmarks.harness.cuda import compile_ladder, cuda_timing
 from minidist.benchmarks.harness.cuda.compile_ladder import Variant
-from minidist.kernels.cuda import RUNGS, load
+from minidist.kernels.cuda import RUNGS, attention, load
 from minidist.kernels.cuda.runtime import compiler, device
 from tests.helpers import fake_driver
 
@@ -38,12 +38,18 @@ def test_a_gpu_finds_all_that_was_compiled_ahead(monkeypatch):
 def test_every_rung_of_a_gpu_is_compiled_and_the_others_are_named():
     found, left_out = compile_ladder.variants((9, 0))
     assert found[0].rung == "s10_hopper"  # the slowest first
-    assert {variant.rung for variant in found} == set(RUNGS)
+    assert {variant.rung for variant in found} == {*RUNGS, *attention.RUNGS}
     assert left_out == []
     found, left_out = compile_ladder.variants((8, 0))
     assert "s10_hopper" not in {variant.rung for variant in found}
     (reason,) = left_out
     assert "s10_hopper" in reason
+
+
+def test_attention_is_compiled_ahead():
+    line = compile_ladder.compile_variant(Variant("s2_warp_rows", "float32", "causal"), (9, 0))
+    assert line.startswith("s2_warp_rows float32 causal")
+    assert "1 kernels for sm_90" in line
 
 
 def test_launches_are_made_again_afterwards():

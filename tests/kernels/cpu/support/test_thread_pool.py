@@ -248,6 +248,7 @@ pool.board[pool.DOOR] = -1
 child = os.fork()
 if child == 0:
     assert not pool._workers
+    assert not pool._asleep
     meet()
     os._exit(7 if len(pool._workers) == 1 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

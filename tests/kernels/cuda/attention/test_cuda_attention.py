@@ -40,9 +40,8 @@ ROOM = {
     "values": (64, 4, 0),
     "warp_rows": (72, 7, 0),
     "shared_tiles": (128, 2, 4 * (64 * 64 + 32 * (65 + 64))),
-    # Tiles of 8 KB: queries, and two pairs; two of its own, two pairs, and twice 64 logs and deltas.
-    "tensor_core_attention": (192, 2, 5 * 8192),
-    "backward": (255, 2, 6 * 8192 + 2 * 512),
+    "tensor_core_attention": (184, 2, 5 * 64 * 128),
+    "backward": (255, 2, 6 * 64 * 128 + 2 * 64 * 8),
 }
 
 
@@ -152,7 +151,14 @@ def test_the_emulator_is_fast_enough_for_tests_and_lessons(step):
     assert next(calls) < 600_000  # calls and returns
 
 
-@every_dtype
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [  # bfloat16's code differs from float16's in the names of two instructions
+        pytest.param(*each, id=name, marks=[pytest.mark.deep] if "bf" in name else [])
+        for each in EVERY_DTYPE
+        for name in ["-".join([each[0].name, each[1]])]
+    ],
+)
 @pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_nothing_spills_and_blocks_fit(step, dtype, architecture, width):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import minidist as md
-from minidist.comm import launchers
-from minidist.comm.launchers import Started
+from minidist.comm import started_by
+from minidist.comm.started_by import Started
 from tests.helpers.clocks import HANG
 from tests.helpers.processes import wait_until_gone
 
@@ -50,7 +50,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 
 
 def adopted() -> dict[str, str]:
-    launchers.adopt()
+    started_by.adopt()
     return {name: os.environ[name] for name in ADOPTED if name in os.environ}
 
 
@@ -81,7 +81,7 @@ def test_who_started_this_process(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: Started | None
 ) -> None:
     set_all(monkeypatch, variables)
-    assert launchers.started() == found
+    assert started_by.started() == found
 
 
 def test_mpiruns_ranks_of_one_machine_meet_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +134,12 @@ def test_what_is_set_by_hand_leads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
     with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is 'four'; it has to be a whole number"):
-        launchers.started()
+        started_by.started()
 
 
 def test_ranks_of_a_launchers_rank_are_not_its_own() -> None:
     environment = {**OPEN_MPI, "PMI_RANK": "2", "SLURM_PROCID": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
-    left = launchers.without_launcher(environment)
+    left = started_by.without_launcher(environment)
     assert left == {name: value for name, value in OPEN_MPI.items() if name != "OMPI_COMM_WORLD_RANK"} | {
         "PATH": "p"
     }
@@ -191,8 +191,8 @@ def test_mpirun_starts_an_example_and_the_command() -> None:
 
 CHILD = """
 import time
-from minidist.comm import launchers
-launchers.end_with_launcher()
+from minidist.comm import started_by
+started_by.end_with_launcher()
 print("watches", flush=True)
 time.sleep(600)
 """
@@ -224,6 +224,6 @@ def test_init_watches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InterruptedError
 
     set_all(monkeypatch, OPEN_MPI)
-    monkeypatch.setattr(launchers, "end_with_launcher", watched)
+    monkeypatch.setattr(started_by, "end_with_launcher", watched)
     with pytest.raises(InterruptedError):
         md.init()

@@ -1,7 +1,7 @@
 """Record which object trains a parameter: one at a time, or gradients would be summed and applied twice.
 
 `DataParallel`, `ZeroOptimizer`, `FullyShard` and the engines of `prepare` claim the parameters that they put
-hooks on; a second owner gets an error. A claim ends with its owner, because the hooks end with it. The claim
+hooks on; a second one gets an error. A claim ends with the trainer, because the hooks end with it. The claim
 of a `FullyShard` stays, because the parameters that it leaves behind have no values.
 """
 
@@ -18,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class _Claim(NamedTuple):
-    owner: weakref.ref[Any]
+    trainer: weakref.ref[Any]
     kind: str
-    takes_values: bool  # whether the owner moved the values into shards
+    takes_values: bool  # whether the trainer moved the values into shards
 
 
 BY_DATA_PARALLEL, BY_ZERO, BY_ENGINE = "a DataParallel", "a ZeroOptimizer", "an engine of prepare"
@@ -29,23 +29,23 @@ BY_FULLY_SHARD = "a FullyShard, or prepare with zero=3,"
 _claims: Any = WeakIdKeyDictionary()  # parameter -> its claims, the latest first
 
 
-def claim(owner: object, kind: str, parameters: Iterable[Tensor], takes_values: bool = False) -> None:
-    """Record that `owner`, an object of this `kind`, trains these parameters for as long as it lives."""
-    new = _Claim(weakref.ref(owner), kind, takes_values)
+def claim(trainer: object, kind: str, parameters: Iterable[Tensor], takes_values: bool = False) -> None:
+    """Record that `trainer`, an object of this `kind`, trains these parameters for as long as it lives."""
+    new = _Claim(weakref.ref(trainer), kind, takes_values)
     for parameter in parameters:
-        others = [each for each in _claims_on(parameter) if each.owner() is not owner]
+        others = [each for each in _claims_on(parameter) if each.trainer() is not trainer]
         _claims[parameter] = [new, *others]
 
 
 def trainers(parameters: Iterable[Tensor], kind: str) -> list[Any]:
     """The living objects of this kind that train any of the parameters, each once."""
-    alive = [each.owner() for p in parameters for each in _claims_on(p) if each.kind == kind]
-    return [*{id(owner): owner for owner in alive if owner is not None}.values()]
+    alive = [each.trainer() for p in parameters for each in _claims_on(p) if each.kind == kind]
+    return [*{id(trainer): trainer for trainer in alive if trainer is not None}.values()]
 
 
 @contextmanager
 def untrained() -> Iterator[None]:
-    """Inside, no claimed parameter gets gradients, so that none of its owner's hooks runs."""
+    """Inside, no claimed parameter gets gradients, so that none of its trainer's hooks runs."""
     found = [parameter for parameter in [*_claims] if parameter.requires_grad and _claims_on(parameter)]
     try:
         for parameter in found:
@@ -57,11 +57,11 @@ def untrained() -> Iterator[None]:
 
 
 def release(parameters: Iterable[Tensor]) -> None:
-    """End the claims on parameters whose owner's constructor failed: a traceback may keep the owner alive."""
+    """End the claims on parameters whose trainer's constructor failed: a traceback may keep it alive."""
     released = [*parameters]
     for kind in (BY_DATA_PARALLEL, BY_ZERO):
-        for owner in trainers(released, kind):
-            owner.detach()
+        for trainer in trainers(released, kind):
+            trainer.detach()
     for parameter in released:
         _claims[parameter] = [each for each in _claims_on(parameter) if each.takes_values]
 
@@ -69,12 +69,12 @@ def release(parameters: Iterable[Tensor]) -> None:
 def require_free(named: Iterable[tuple[str, Tensor]], shared_with: Sequence[str] = ()) -> None:
     """Raise ValueError if another object trains one of the named parameters, or has taken its values.
 
-    Several objects may share a frozen parameter, as long as none of them takes its values. The new owner may
-    share parameters with owners of the kinds in `shared_with`.
+    Several objects may share a frozen parameter, as long as none of them takes its values. The new trainer
+    may share parameters with those of the kinds in `shared_with`.
     """
     parameters = [*named]
     if _first(parameters, shared_with) is not None:
-        gc.collect()  # an owner without references may still wait to be collected
+        gc.collect()  # an trainer without references may still wait to be collected
     found = _first(parameters, shared_with)
     if found is None:
         return
@@ -92,7 +92,7 @@ def require_free(named: Iterable[tuple[str, Tensor]], shared_with: Sequence[str]
 
 def _claims_on(parameter: Tensor) -> list[_Claim]:
     """The claims that still hold."""
-    return [each for each in _claims.get(parameter, ()) if each.takes_values or each.owner() is not None]
+    return [each for each in _claims.get(parameter, ()) if each.takes_values or each.trainer() is not None]
 
 
 def _first(named: Sequence[tuple[str, Tensor]], shared_with: Sequence[str]) -> tuple[str, _Claim] | None:

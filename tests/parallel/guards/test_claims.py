@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import minidist as md
-from minidist.parallel.guards import ownership
+from minidist.parallel.guards import claims
 from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
@@ -153,10 +153,10 @@ def test_who_may_share() -> None:
 
 
 def test_a_claim_ends_with_its_object_or_its_parameter() -> None:
-    before = len(ownership._claims)
+    before = len(claims._claims)
     model = net()
     engine = prepared(model, 1)
-    assert len(ownership._claims) == before + 4
+    assert len(claims._claims) == before + 4
     del engine, model
     gc.collect()
-    assert len(ownership._claims) == before
+    assert len(claims._claims) == before

@@ -1,10 +1,15 @@
-"""Checks of the arguments of the classes for loops, made before they take the first parameter."""
+"""What `DataParallel`, `ZeroOptimizer` and `FullyShard` have in common: the classes for a loop of one's own.
+
+Each is a face: it says what its arguments mean, checks them, and makes one object that does the work. Most
+of its methods are that object's own, under the names that loops know from torch (`delegated`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from math import inf
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -12,11 +17,35 @@ from torch import nn
 from minidist._arguments import is_number
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.joined_messages import give_memory
-from minidist.parallel.guards.ownership import require_free
+from minidist.parallel.guards.claims import require_free
 from minidist.parallel.guards.refusals import refuse_renormed, require_trained
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ZERO_OPTIMIZER_STAGES = [stage for stage, row in ROWS.items() if row.parameters and not row.state]
 """The stages of `ZeroOptimizer`."""
+
+
+def delegated(to: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A face's method: `method` of its attribute `to`, with the same arguments and docstring."""
+    made: Any = _Delegated(to, method)  # which `__set_name__` replaces by a function
+    found: Callable[Concatenate[Any, P], R] = made
+    return found
+
+
+class _Delegated:
+    def __init__(self, to: str, method: Callable[..., Any]) -> None:
+        self._to, self._method = to, method
+
+    def __set_name__(self, face: type, name: str) -> None:
+        to, method = self._to, self._method
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(getattr(self, to), *args, **kwargs)
+
+        call.__name__, call.__qualname__ = name, f"{face.__qualname__}.{name}"
+        setattr(face, name, call)
 
 
 def check_module(module: nn.Module, shared_with: Sequence[str] = (), is_alone: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Where this rank's part of the training state lies in the whole model.
 
 A strategy knows the tensors of its own rank: parts of matrices with tensor parallelism, some of the layers
-with a pipeline. A placement maps each of them to a box of a tensor of the whole model, by its name in one
+with a pipeline. A `TensorMap` maps each of them to a box of a tensor of the whole model, by its name in one
 process, and says which copies count. So checkpoints do not depend on the layout, and norms equal one
 process's.
 """
@@ -25,7 +25,7 @@ from minidist.parallel.tensor.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
 
-class PlacedTensor(NamedTuple):
+class WholeTensor(NamedTuple):
     """A tensor of the whole model's `state_dict`."""
 
     shape: torch.Size
@@ -44,7 +44,7 @@ class WholeModel:
         self.first = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-class Placement:
+class TensorMap:
     """Where the tensors of this rank's part of a model lie in the whole model.
 
     model: this rank's part, with the names of `whole`. cuts: by name, how tensor parallelism cut a parameter.
@@ -66,7 +66,7 @@ class Placement:
         self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
         self.device = next((t.device for t in whole.tensors.values()), torch.device("cpu"))
         self.entries = {
-            name: PlacedTensor(tensor.shape, tensor.dtype, stage_of.get(name, 0))
+            name: WholeTensor(tensor.shape, tensor.dtype, stage_of.get(name, 0))
             for name, tensor in whole.tensors.items()
         }
         # If a parameter has several names, its cut holds for all of them.

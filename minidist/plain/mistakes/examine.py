@@ -1,4 +1,4 @@
-"""What finds a mistake: the detectors of any training (minidist/parallel/debugging), and two of the ladder.
+"""Examine a mistake: ask the detectors of any training (minidist/parallel/debugging), and two of the ladder.
 
 They see runs alone, and never which mistake there is.
 """
@@ -39,8 +39,12 @@ def placements(it: Subject) -> str:
 DETECTORS: dict[str, Detector] = {**detectors.DETECTORS, "resume": resume, "placements": placements}
 
 
+def subject(rung: Mistake, n: int = 2, seed: int = 0) -> Subject:
+    """Return a rung's trainings on n ranks with its changed lines, and what they have to equal."""
+    right = replace(rung, name="", kind="", symptom="", case="", diff="")
+    return Subject(Trainings(rung, n, seed), alone(right, n, seed), unchanged(right, n, seed))
+
+
 def examine(rung: Mistake, names: Sequence[str] = tuple(DETECTORS)) -> dict[str, Found]:
     """Ask detectors about a rung with its changed lines."""
-    right = replace(rung, name="", kind="", symptom="", case="", diff="")
-    it = Subject(Trainings(rung), alone(right), unchanged(right))
-    return ask(it, {name: DETECTORS[name] for name in names}, alone=("order", "placements"))
+    return ask(subject(rung), {name: DETECTORS[name] for name in names}, alone=("order", "placements"))

@@ -1,0 +1,263 @@
+"""Judge a file of kernels: run what it launches in the emulator on random numbers, check, and count.
+
+The file itself runs in another process (`recorder.py`), which sends PTX and launches. This one makes the
+numbers, runs the PTX, and compares the result with one computed in float64, so a solution has no way to the
+answer but a kernel that computes it.
+
+What a kernel costs is counted, at fixed sizes, so it is the same on any machine. The numbers there come from
+a checksum of the PTX: nobody can write a kernel that already holds their result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cuda.runtime import compiler
+from ..emulator.execution.run import COUNTING, run_kernel
+from ..emulator.machine.counts import Counts
+from ..emulator.ptx.dtypes import Array, Mask
+from ..emulator.ptx.fault import Fault
+from ..emulator.ptx.program import PtxInstruction
+from ..rung import require_numba
+from .problems import PROBLEMS, Case, Problem
+
+STEPS = 200_000  # of the emulator in one case, some 10 s
+SECONDS = 150  # for the file's own process; it may use 120 of the processor
+SCRATCH = 64 << 20  # bytes
+ARCHITECTURE = "sm_90a"  # for which registers are counted
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a solution costs at the scored sizes."""
+
+    instructions: int  # of warps; one in float64 counts twice
+    registers: int  # of a thread, at most; 4 bytes of spills or stack count as one
+    sectors: int  # of 32 bytes, from and to global memory
+    conflicts: int  # more passes through shared memory than needed, and atomics that wait for their turn
+    barriers: int  # of warps
+    matrix: int  # 2048 operations of tensor cores
+    steps: int  # of the emulator, which runs up to 8192 threads side by side: few threads take many
+    launches: int
+
+    @property
+    def total(self) -> int:
+        """The sum, in slots in which a multiprocessor issues an instruction; an H100 has four a cycle.
+
+        The L2 cache brings a sector in about a cycle, shared memory answers once a cycle, and tensor cores do
+        2048 operations in a slot. A warp holds its registers as long as it runs, so these count with the
+        instructions: 255, with which few warps fit a multiprocessor, make them half as dear again.
+        """
+        slots = 4 * (self.sectors + self.conflicts + self.steps) + 8 * self.barriers + self.matrix
+        return self.instructions * (512 + self.registers) // 512 + slots + 1000 * self.launches
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of a solution: a score, 100 for par, or what is wrong."""
+
+    problem: str
+    score: int
+    wrong: str = ""
+    costs: Costs | None = None
+
+
+class Meter(Counts):
+    """Counts that end a kernel which goes on for too long, and see float64 and atomics that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.turns = self.in_float64 = 0
+
+    def step(self, shape: Any, instructions: Sequence[PtxInstruction], mask: Mask, counted: str) -> None:
+        """Count instructions as `Counts` does. Raises Fault after too many."""
+        before = self.classes[counted]
+        super().step(shape, instructions, mask, counted)
+        double = sum("f64" in each.opcode for each in instructions)
+        self.in_float64 += (self.classes[counted] - before) * double // len(instructions)
+        self.steps += len(instructions)
+        if self.steps > STEPS:
+            where = str(instructions[0].location or "")
+            raise Fault(
+                "no end", f"the kernels go on after {STEPS:,} steps: is there a loop that is too long?", where
+            )
+
+    def global_access(
+        self,
+        shape: Any,
+        instructions: Sequence[PtxInstruction],
+        addresses: Array,
+        width: int,
+        lanes: Array,
+        write: bool,
+    ) -> None:
+        """Count requests as `Counts` does, and atomics of a warp's threads on one address."""
+        super().global_access(shape, instructions, addresses, width, lanes, write)
+        if instructions[0].opcode[0] in ("atom", "red"):
+            places = np.stack([np.broadcast_to(lanes // 32, addresses.shape).ravel(), addresses.ravel()])
+            self.turns += addresses.size - np.unique(places, axis=1).shape[1]
+
+
+def judge(path: Path, names: Collection[str] = PROBLEMS) -> list[Verdict]:
+    """Return a verdict on each function of the file that is named after one of these problems.
+
+    Raises ValueError if there is none, or if the file cannot be read or run at all.
+    """
+    require_numba()
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): name a Python file") from None
+    problems = [
+        one
+        for name, one in PROBLEMS.items()
+        if name in names
+        and re.search(rf"^(def {name}\b|{name} *=|.*import.*\b{name}\b)", source, re.MULTILINE)
+    ]
+    if not problems:
+        raise ValueError(f"{path} defines no function named after a problem: {', '.join(names)}")
+    draw = np.random.default_rng()
+    sizes = {one.name: [*one.some_sizes(draw), one.scored] for one in problems}
+    cases = {one.name: [one.make(draw, *these) for these in sizes[one.name]] for one in problems}
+    told = _recorded(path, source, cases)
+    return [
+        _verdict(one, sizes[one.name], cases[one.name], told["problems"][one.name], told["programs"])
+        for one in problems
+    ]
+
+
+def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> Any:
+    """Return what the file launches in each case, as its own process tells it."""
+    shapes = {
+        name: [
+            [[key, x.dtype.str, x.shape] for key, x in (*case.inputs.items(), ("out", case.out))]
+            for case in own
+        ]
+        for name, own in cases.items()
+    }
+    # The folder of the reader's file stays out of the path: it may be called types.py.
+    root = str(Path(__file__).parents[3])
+    program = f"import sys; sys.path[0] = {root!r}; import {__package__}.recorder as it; it.main()"
+    environment = {**os.environ, "MINIDIST_CUDA_BACKEND": "emulator", "OMP_NUM_THREADS": "1"}
+    environment |= {"OPENBLAS_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder).resolve() / path.name
+        copy.write_text(source, encoding="utf-8")
+        request = json.dumps({"path": str(copy), "problems": shapes})
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                input=request,
+                capture_output=True,
+                text=True,
+                cwd=folder,
+                env=environment,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{path} had not ended after {SECONDS} s: does a loop go on for ever?") from None
+    try:
+        told = json.loads(done.stdout.replace(json.dumps(str(copy))[1:-1], json.dumps(str(path))[1:-1]))
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ValueError(f"{path} ended its process (exit code {done.returncode}): {last}") from None
+    if "error" in told:
+        raise ValueError(told["error"])
+    return told
+
+
+def _verdict(
+    problem: Problem, sizes: list[Any], cases: list[Case], told: Any, programs: list[str]
+) -> Verdict:
+    """Return the verdict on what was recorded for one problem."""
+    if isinstance(told, str):
+        return Verdict(problem.name, 0, told)
+    if len(told) != len(cases):
+        return Verdict(problem.name, 0, "the file's process does not say what it launches in each case")
+    launches = told[-1]["launches"]
+    code = [(_code(programs[number]), *how) for number, *how in launches]
+    seed = hashlib.sha256(json.dumps(code).encode()).digest()
+    cases[-1] = problem.make(np.random.default_rng([*seed]), *problem.scored)
+    meter = Meter()
+    for these, case, recorded in zip(sizes, cases, told, strict=True):
+        meter = Meter()
+        wrong = _wrong(case, recorded, programs, meter)
+        if wrong:
+            says = ", ".join(f"{name} = {n}" for name, n in zip(problem.sizes, these, strict=True))
+            return Verdict(problem.name, 0, f"with {says}, {wrong}")
+    costs = _costs(meter, launches, programs)
+    return Verdict(problem.name, round(100 * problem.par / costs.total), "", costs)
+
+
+def _code(ptx: str) -> str:
+    """Return PTX without comments, names, files and lines, which are not the same on each machine."""
+    return re.sub(r"^\s*(//|\.file|\.loc).*\n|\b(_ZN|_cudapy_)\w+", "", ptx, flags=re.MULTILINE)
+
+
+def _wrong(case: Case, recorded: Any, programs: list[str], meter: Meter) -> str:
+    """Run the recorded launches on a case; return what is wrong, or "" for nothing."""
+    arrays = [*case.inputs.values(), out := case.out.copy()]
+    for given in case.inputs.values():
+        given.flags.writeable = False
+    before = COUNTING.set(meter)
+    try:
+        if (scratch := sum(map(abs, recorded["scratch"]))) > SCRATCH:
+            return f"it makes arrays of {scratch:,} bytes: {SCRATCH:,} is the most"
+        arrays += [np.full(n, 0xFF, np.uint8) for n in recorded["scratch"]]  # NaN, whatever Python put there
+        for number, grid, block, shared, cluster, args, names in recorded["launches"]:
+            arguments = [_argument(x, arrays) for x in args]
+            run_kernel(programs[number], grid, block, arguments, shared, cluster, names)
+    except Fault as fault:
+        return str(fault)
+    except Exception as error:  # PTX may be anything
+        return f"the emulator cannot run it: {error or type(error).__name__}"
+    finally:
+        COUNTING.reset(before)
+    bad = ~(abs(out - case.expected) <= case.allowed)
+    if not bad.any():
+        return ""
+    first = np.unravel_index(int(np.argmax(bad)), out.shape)
+    got, right = out[first], case.expected[first]
+    many = f"{np.count_nonzero(bad)} of {out.size} elements are wrong"
+    nobody = ", which was there before" if np.isnan(got) else ""
+    return f"out[{', '.join(map(str, first))}] is {got:g}{nobody}, and {right:g} is right: {many}"
+
+
+def _argument(x: Any, arrays: list[Array]) -> Any:
+    """Return a recorded argument. Raises ValueError or TypeError for a part that is not in its array."""
+    if "items" in x:
+        return tuple(_argument(item, arrays) for item in x["items"])
+    if "number" in x:
+        return np.dtype(x["dtype"]).type(x["number"]) if x["dtype"] else x["number"]
+    memory = arrays[x["array"]].reshape(-1).view(np.uint8)
+    return np.ndarray(x["shape"], x["dtype"], memory, x["offset"], x["strides"])
+
+
+def _costs(meter: Meter, launches: Any, programs: list[str]) -> Costs:
+    """Return the costs of launches that were metered; registers as the assembler reports them."""
+    reports = [compiler.report_of_ptx(programs[number], ARCHITECTURE) for number, *_ in launches]
+    spilled = [each.spill_stores + each.spill_loads + each.stack for each in reports]
+    registers = [each.registers + -(-bytes_ // 4) for each, bytes_ in zip(reports, spilled, strict=True)]
+    total = meter.total
+    return Costs(
+        instructions=total.instructions + meter.in_float64,
+        registers=max(registers, default=0),
+        sectors=total.load_sectors + total.store_sectors,
+        conflicts=total.shared_passes - total.shared_least + meter.turns,
+        barriers=meter.classes["barrier"],
+        matrix=meter.matrix_flops // 2048,
+        steps=meter.steps,
+        launches=len(launches),
+    )

@@ -1,0 +1,93 @@
+"""Attention as a part of a network: softmax(q k^T / sqrt(D)) v, forward and backward, on any of its rungs.
+
+`GPT(config, attention="s6_causal")` attends on a rung. What it keeps for the backward pass is one number a
+query, the log of its softmax's sum. A rung without a backward pass of its own gets that of its ladder's last
+rung, or of the CPU ladder's, in float32: all need the same numbers.
+
+Shapes: B batch, H heads, T queries, S keys, D width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minidist import kernels
+from minidist.comm.opaque import opaque
+from minidist.kernels.attention_rung import AttentionRung, dtype_name
+from minidist.kernels.cuda import attention as cuda
+from minidist.model.matmul import check_operand
+
+
+@opaque
+def attention(q: Tensor, k: Tensor, v: Tensor, rung: AttentionRung, *, causal: bool = False) -> Tensor:
+    """Attend from q (B, H, T, D) to k and v (B, H, S, D) on `rung`; with `causal`, up to the own position.
+
+    Returns (B, H, T, D). Second gradients are refused. Raises TypeError for arguments that are not tensors,
+    and for dtypes that differ or that the rung does not take; ValueError for shapes that do not fit, and for
+    tensors on another device than the rung's.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_operand(name, tensor, rung)
+    mixed: Tensor = _Attention.apply(q, k, v, rung, causal)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+@dataclass(frozen=True)
+class Attend:
+    """The `attend` of a GPT's blocks, on a rung. Raises TypeError for no rung, ValueError for dropout."""
+
+    rung: AttentionRung
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rung, AttentionRung):
+            raise TypeError(f"attention is {self.rung!r}; give a rung of attention, or its name")
+        if self.dropout > 0:
+            raise ValueError(
+                f"dropout is {self.dropout}, and rung {self.rung.name} drops no attention weights; set it to "
+                "0, or leave the rung out"
+            )
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, _: float) -> Tensor:
+        """Attend causally."""
+        return attention(query, key, value, self.rung, causal=True)
+
+
+def named(name: str) -> AttentionRung:
+    """Return a rung of the CPU ladder, or by its full name of the CUDA ladder. Raises as `kernels.rung`."""
+    return cuda.load(name) if name in cuda.RUNGS else kernels.rung(name, kernels.ATTENTION_LADDER)
+
+
+def on_rung(rung: AttentionRung, *inputs: Tensor, causal: bool) -> list[Tensor]:
+    """Return the result and its logs from q, k and v, or their gradients if out, logs and d_out follow."""
+    q, step = inputs[0], rung
+    if len(inputs) > 3:
+        last = kernels.CUDA_ATTENTION_LADDER[-1] if rung.device == "cuda" else rung
+        able = [each for each in (rung, last) if each.gradients and dtype_name(q) in each.dtypes]
+        step = [*able, kernels.ATTENTION_LADDER[-1]][0]
+    compute: Any = step.forward if len(inputs) == 3 else step.backward
+    if step.device == "cuda":
+        return list(compute(*(x.detach() for x in inputs), causal=causal))
+    found = compute(*(x.detach().cpu().float().numpy() for x in inputs), causal=causal)
+    return [torch.from_numpy(x).to(q.device) for x in found]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rung: AttentionRung, causal: bool) -> Tensor:
+        out, logs = on_rung(rung, q, k, v, causal=causal)
+        ctx.save_for_backward(q, k, v, out, logs)
+        ctx.rung, ctx.causal = rung, causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, *given = ctx.saved_tensors
+        found = on_rung(ctx.rung, q, *given, d_out, causal=ctx.causal)
+        return *(x.to(q.dtype) for x in found), None, None
