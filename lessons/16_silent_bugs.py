@@ -28,7 +28,7 @@ from checks.pictures import evidence
 from checks.silent_bugs import another, check, hint, hunt, or_solution, scoreboard
 from minidist.parallel.debugging.detectors import ask
 from minidist.plain.mistakes import collection
-from minidist.plain.mistakes.detectors import DETECTORS, subject
+from minidist.plain.mistakes.examine import DETECTORS, subject
 
 torch.set_num_threads(1)
 ladder(16)
@@ -312,7 +312,7 @@ case.debrief()
 scoreboard()
 
 # %% [markdown]
-# Not at par? There are seventy-four more mistakes where these came from. The next cell draws one; its report is
+# Not at par? There are eighty more mistakes where these came from. The next cell draws one; its report is
 # what a user saw. Hunt it in the same way, and mend it with `case.mend({31: "new text"})`. A number, as in
 # `another(7)`, draws the same one for you and for a friend.
 
@@ -320,7 +320,7 @@ scoreboard()
 case = another(7)
 
 # %% [markdown]
-# [Which detector finds which mistake](../docs/mistakes.md) is a table of all eighty. Read it after you have
+# [Which detector finds which mistake](../docs/mistakes.md) is a table of them all. Read it after you have
 # played. Parameters, in float64, after four steps, find most of them, and still miss every mistake that only
 # costs memory, work or bytes, and every one that needs a restart. No detector finds them all.
 #

@@ -437,6 +437,10 @@ for step in CUDA_ATTENTION_LADDER:
     )
 
 # %% [markdown]
+# Rung 1 is the three kernels. In rung 2 the scores stay in registers, but each query fetches all keys for
+# itself. Rung 3 has tiles, as yours, and moves over 40 times fewer bytes. Rungs 4 and 5 take float16, which
+# halves the bytes once more. They need few instructions, since one of them multiplies whole tiles (lesson 6).
+#
 # A model takes any of these rungs, `GPT(config, attention=rung)`, and trains on it forward and backward. Up to
 # rounding it does not matter which:
 
@@ -490,7 +494,7 @@ for rung in (None, "s1_three_passes", "s7_backward"):
 # | `one_pass` | cpu/attention/s2_one_pass.py: [`_attend`](../kernels/cpu/attention/s2_one_pass.py) | – |
 # | `merged` | plain/ring_attention.py: [`RingSoftmax.forward`](../minidist/plain/ring_attention.py) | context/blockwise_attention.py: [`RungSoftmax.add`](../minidist/parallel/context/blockwise_attention.py) |
 # | `attention_in_blocks` | cpu/attention/s3_key_blocks.py: [`_attend`](../kernels/cpu/attention/s3_key_blocks.py) | context/blockwise_attention.py: [`OnlineSoftmax.add`](../minidist/parallel/context/blockwise_attention.py) |
-# | `flash_attention` | cuda/attention/s1_three_kernels.py, what it replaces: [`softmax`](../kernels/cuda/attention/s1_three_kernels.py) | model/attention.py: [`attention`](../minidist/model/attention.py) |
+# | `flash_attention` | cuda/attention/s3_shared_tiles.py: [`kernel`](../kernels/cuda/attention/s3_shared_tiles.py) | model/attention.py: [`attention`](../minidist/model/attention.py) |
 # | `gradients_in_blocks` | cpu/attention/support/backward_pass.py: [`attend`](../kernels/cpu/attention/support/backward_pass.py) | context/blockwise_attention.py: [`SoftmaxGradient.add`](../minidist/parallel/context/blockwise_attention.py) |
 #
 # The rungs add what makes them fast: both products in tiles of registers or on tensor cores, and exponentials

@@ -11,13 +11,13 @@ import numpy as np
 from numba import cuda, float32, int32
 
 from minidist.kernels import rung
+from minidist.kernels.cuda.attention import load
 from minidist.kernels.cuda.emulator import launch
+from minidist.kernels.cuda.runtime.matrix import host_matrix
 from minidist.kernels.cuda.warp import load_128, store_128
 
 ALL = 0xFFFFFFFF  # lanes of a warp
 TILE, PADDED, THREADS, WARPS = 32, 33, 256, 8
-WIDTH, KEYS, QUERIES = 64, 32, 32
-PART = KEYS * WIDTH
 
 
 def add(x, y, out):
@@ -178,52 +178,17 @@ def matmul_f16(a, b, out):
 
 
 def attention(q, k, v, out):
-    """A thread a query: online softmax over tiles of keys and values in shared memory."""
-    launch(attend, (-(-q.shape[1] // QUERIES), q.shape[0]), QUERIES, q, k, v, out, np.int32(0))
+    """The ladder's, with tiles in shared memory."""
+    ladders("s3_shared_tiles", q, k, v, out, causal=False)
 
 
 def attention_causal(q, k, v, out):
-    """The same, up to the query's own key."""
-    launch(attend, (-(-q.shape[1] // QUERIES), q.shape[0]), QUERIES, q, k, v, out, np.int32(1))
+    """The ladder's, on tensor cores."""
+    ladders("s4_tensor_core", q, k, v, out, causal=True)
 
 
-@cuda.jit
-def attend(q, k, v, out, causal):
-    keys = cuda.shared.array(PART, float32, alignment=16)
-    values = cuda.shared.array(PART, float32, alignment=16)
-    query = cuda.local.array(WIDTH, float32)
-    sums = cuda.local.array(WIDTH, float32)
-    four = cuda.local.array(4, float32)
-    t, head, positions = cuda.threadIdx.x, cuda.blockIdx.y, q.shape[1]
-    i = cuda.blockIdx.x * QUERIES + t
-    for e in range(WIDTH):
-        query[e] = float32(q[head, i, e]) * float32(0.125) if i < positions else float32(0)
-        sums[e] = float32(0)
-    top, total = float32(-math.inf), float32(0)
-    last = min(positions, (cuda.blockIdx.x + 1) * QUERIES) if causal else positions
-    for j0 in range(0, last, KEYS):
-        cuda.syncthreads()
-        for e in range(t, PART, QUERIES):
-            j = j0 + e // WIDTH
-            keys[e] = float32(k[head, j, e % WIDTH]) if j < positions else float32(0)
-            values[e] = float32(v[head, j, e % WIDTH]) if j < positions else float32(0)
-        cuda.syncthreads()
-        until = min(KEYS, positions - j0)
-        if causal:
-            until = min(until, i + 1 - j0)
-        for j in range(until):
-            score = float32(0)
-            for e in range(0, WIDTH, 4):
-                load_128(four, 0, keys, j * WIDTH + e)
-                for f in range(4):
-                    score += query[e + f] * four[f]
-            higher = max(top, score)
-            before, weight = math.exp(top - higher), math.exp(score - higher)
-            top, total = higher, total * before + weight
-            for e in range(0, WIDTH, 4):
-                load_128(four, 0, values, j * WIDTH + e)
-                for f in range(4):
-                    sums[e + f] = sums[e + f] * before + weight * four[f]
-    if i < positions:
-        for e in range(WIDTH):
-            out[head, i, e] = sums[e] / total
+def ladders(name, q, k, v, out, causal):
+    heads, positions, width = q.shape
+    rows = [host_matrix(x.reshape(-1, width), q.dtype.name) for x in (q, k, v, out)]
+    logs = host_matrix(np.empty((heads * positions, 1), np.float32), "float32")
+    load(name).compute(*rows, logs, heads, int(causal))

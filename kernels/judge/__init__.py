@@ -5,6 +5,7 @@
 | problems | ten specifications, their random cases and their pars |
 | recorder | runs the reader's file in a process of its own, and notes what it launches |
 | verdicts | runs what was noted in the emulator, checks it, and counts what it costs |
+| gpu_time | its time on a GPU, if there is one |
 
 `minidist judge FILE` prints the verdicts; docs/ladders/judge.md has the rules.
 """

@@ -206,7 +206,7 @@ def matmul_f16(draw: Draw, m: int, n: int, k: int) -> Case:
     return _sums({"a": a, "b": b}, _unwritten(m, n), product, magnitude, k)
 
 
-@problem(4, 128, most=(2, 100), par=1761030)
+@problem(4, 128, most=(2, 100), par=1576540)
 def attention(draw: Draw, heads: int, positions: int) -> Case:
     """attention(q, k, v, out): in each head, out = softmax(q k^T / 8) v, row by row.
 
@@ -215,7 +215,7 @@ def attention(draw: Draw, heads: int, positions: int) -> Case:
     return _attention(draw, (heads, positions, WIDTH), "float32", causal=False)
 
 
-@problem(4, 128, most=(2, 100), par=1254502)
+@problem(4, 128, most=(2, 100), par=115411)
 def attention_causal(draw: Draw, heads: int, positions: int) -> Case:
     """attention_causal(q, k, v, out): as attention, but position i sees the keys 0 to i alone.
 

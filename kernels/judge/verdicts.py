@@ -31,12 +31,13 @@ from ..emulator.ptx.dtypes import Array, Mask
 from ..emulator.ptx.fault import Fault
 from ..emulator.ptx.program import PtxInstruction
 from ..rung import require_numba
+from . import gpu_time
+from .gpu_time import ARCHITECTURE
 from .problems import PROBLEMS, Case, Problem
 
 STEPS = 200_000  # of the emulator in one case, some 10 s
 SECONDS = 150  # for the file's own process; it may use 120 of the processor
 SCRATCH = 64 << 20  # bytes
-ARCHITECTURE = "sm_90a"  # for which registers are counted
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Verdict:
     score: int
     wrong: str = ""
     costs: Costs | None = None
+    seconds: float | None = None  # on a GPU, if there is one that runs the kernels
 
 
 class Meter(Counts):
@@ -198,7 +200,8 @@ def _verdict(
             says = ", ".join(f"{name} = {n}" for name, n in zip(problem.sizes, these, strict=True))
             return Verdict(problem.name, 0, f"with {says}, {wrong}")
     costs = _costs(meter, launches, programs)
-    return Verdict(problem.name, round(100 * problem.par / costs.total), "", costs)
+    took = gpu_time.seconds(launches, programs, _memory(cases[-1], told[-1]))
+    return Verdict(problem.name, round(100 * problem.par / costs.total), "", costs, took)
 
 
 def _code(ptx: str) -> str:
@@ -208,14 +211,11 @@ def _code(ptx: str) -> str:
 
 def _wrong(case: Case, recorded: Any, programs: list[str], meter: Meter) -> str:
     """Run the recorded launches on a case; return what is wrong, or "" for nothing."""
-    arrays = [*case.inputs.values(), out := case.out.copy()]
-    for given in case.inputs.values():
-        given.flags.writeable = False
     before = COUNTING.set(meter)
     try:
         if (scratch := sum(map(abs, recorded["scratch"]))) > SCRATCH:
             return f"it makes arrays of {scratch:,} bytes: {SCRATCH:,} is the most"
-        arrays += [np.full(n, 0xFF, np.uint8) for n in recorded["scratch"]]  # NaN, whatever Python put there
+        arrays = _memory(case, recorded)
         for number, grid, block, shared, cluster, args, names in recorded["launches"]:
             arguments = [_argument(x, arrays) for x in args]
             run_kernel(programs[number], grid, block, arguments, shared, cluster, names)
@@ -225,6 +225,7 @@ def _wrong(case: Case, recorded: Any, programs: list[str], meter: Meter) -> str:
         return f"the emulator cannot run it: {error or type(error).__name__}"
     finally:
         COUNTING.reset(before)
+    out = arrays[len(case.inputs)]
     bad = ~(abs(out - case.expected) <= case.allowed)
     if not bad.any():
         return ""
@@ -233,6 +234,14 @@ def _wrong(case: Case, recorded: Any, programs: list[str], meter: Meter) -> str:
     many = f"{np.count_nonzero(bad)} of {out.size} elements are wrong"
     nobody = ", which was there before" if np.isnan(got) else ""
     return f"out[{', '.join(map(str, first))}] is {got:g}{nobody}, and {right:g} is right: {many}"
+
+
+def _memory(case: Case, recorded: Any) -> list[Array]:
+    """Return the arrays that launches use: inputs, the result, and what the file has made."""
+    for given in case.inputs.values():
+        given.flags.writeable = False
+    scratch = [np.full(n, 0xFF, np.uint8) for n in recorded["scratch"]]  # NaN, whatever Python put there
+    return [*case.inputs.values(), case.out.copy(), *scratch]
 
 
 def _argument(x: Any, arrays: list[Array]) -> Any:

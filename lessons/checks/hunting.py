@@ -28,7 +28,7 @@ from checks.pictures import evidence
 from checks.verdicts import Right, Score, WrongAnswer, wrong
 from minidist.parallel.debugging.detectors import EXACT, SHORT, Run, Subject, ask
 from minidist.plain.mistakes import Mistake, collection
-from minidist.plain.mistakes.detectors import DETECTORS, subject
+from minidist.plain.mistakes.examine import DETECTORS, subject
 
 PRICES = {
     "bytes": 5, "first loss": 5, "order": 5, "memory": 10, "norm": 10, "parameters": 10, "work": 10,

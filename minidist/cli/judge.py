@@ -70,7 +70,12 @@ def judge(
     found = {}
     for one in verdicts:
         counted = one.costs and {"cost": one.costs.total, **dataclasses.asdict(one.costs)}
-        found[one.problem] = {"score": one.score, "wrong": one.wrong, **(counted or {})}
+        found[one.problem] = {
+            "score": one.score,
+            "wrong": one.wrong,
+            **(counted or {}),
+            "seconds": one.seconds,
+        }
         if counted:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             row = {"problem": one.problem, "score": one.score, "name": name or file.stem, "date": now}
@@ -78,7 +83,8 @@ def judge(
             counted = {"cost": 0, "par": PROBLEMS[one.problem].par} | counted
         if not as_json:
             told = "".join(f"{count:>13,}" for count in counted.values()) if counted else f"  {one.wrong}"
-            show(f"{one.problem:<18}{one.score:>5}{told}")
+            took = f"{one.seconds * 1e6:>13,.1f} us on the GPU" if one.seconds is not None else ""
+            show(f"{one.problem:<18}{one.score:>5}{told}{took}")
     if as_json:
         print_json(found)
     if table is not None:

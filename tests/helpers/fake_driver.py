@@ -176,8 +176,9 @@ class FakeDriver:
 
     def _cuLaunchKernel(self, function, x, y, z, bx, by, bz, shared, stream, parameters, extra):
         assert isinstance(function, self.real.CUfunction)
-        assert (by, bz, extra) == (1, 1, 0)
-        self._run(int(function), (x, y, z), bx, shared, 1, parameters, int(stream))
+        assert extra == 0
+        block = bx if (by, bz) == (1, 1) else (bx, by, bz)
+        self._run(int(function), (x, y, z), block, shared, 1, parameters, int(stream))
 
     def _cuLaunchKernelEx(self, config, function, parameters, extra):
         (dimension,) = config.attrs
@@ -202,7 +203,8 @@ class FakeDriver:
         args = []
         for kind in types:
             if not hasattr(kind, "ndim"):
-                args.append(take(ctypes.c_int32))
+                number = {"float32": ctypes.c_float, "int64": ctypes.c_int64}.get(str(kind), ctypes.c_int32)
+                args.append(take(number))
                 continue
             meminfo, parent, size, itemsize, address = (take(ctypes.c_int64) for _ in range(5))
             shape = tuple(take(ctypes.c_int64) for _ in range(kind.ndim))
@@ -218,7 +220,9 @@ class FakeDriver:
                 args.append(_array_at(address, shape, str(kind.dtype), strides))
         self.launches.append((grid, threads, shared, cluster, stream))
         if ptx is not None:
-            run_kernel(ptx, grid, (threads,), args, shared, cluster)
+            run_kernel(
+                ptx, grid, threads if isinstance(threads, tuple) else (threads,), args, shared, cluster
+            )
 
 
 def _array_at(address, shape, dtype, strides=None):

@@ -16,7 +16,7 @@ from checks.pictures import evidence
 from checks.silent_bugs import CASES
 from checks.verdicts import NotAnswered, WrongAnswer
 from minidist.plain.mistakes import collection
-from minidist.plain.mistakes.detectors import DETECTORS
+from minidist.plain.mistakes.examine import DETECTORS
 
 BROKEN = "loss = loss_of(model(inputs), targets) / ranks"
 MENDED = "loss = loss_of(model(inputs), targets) * len(inputs) / len(batch[0])"

@@ -16,7 +16,7 @@ import torch
 import minidist as md
 from minidist import plain
 from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read, recipe
-from minidist.plain.mistakes.examine import DETECTORS, examine
+from minidist.plain.mistakes.examine import DETECTORS, examine, subject
 from minidist.plain.mistakes.ranks import Rank, on_ranks
 from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of, model_of, run
 from tests.helpers.plain_rungs import train
@@ -24,7 +24,7 @@ from tests.helpers.plain_rungs import train
 PAGE = Path(__file__).parents[2] / "docs/mistakes.md"
 KNOWN = collection()
 MODELS = {"tied": "tied", "positions": "positions"}
-RIGHT = [Mistake(rung) for rung in (*plain.LADDER, "recipe")]
+RIGHT = [Mistake(rung) for rung in (*plain.LADDER, "recipe")] + [Mistake("tensor_parallel", model="dropout")]
 RIGHT += [Mistake("sharded", options=(("row", row),)) for row in ("data parallel", "ZeRO 1", "ZeRO 2")]
 RIGHT += [Mistake(each.rung, each.name, MODELS.get(each.name, "")) for each in read("variants")]
 CHEAP = [name for name in DETECTORS if name != "loss"]  # which takes 100 steps
@@ -104,10 +104,26 @@ def test_detectors_find_what_the_page_says(name: str) -> None:
     check(KNOWN[name], CHEAP)
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize(
-    "rung", [rung for rung in RIGHT if rung.rung not in ("one_process", "low_precision")], ids=named
+    "name",
+    [
+        "last-layer-not-reduced",
+        "gathered-twice",
+        "partial-gradient-before-the-pair",
+        "norms-not-reduced",
+        "own-heads-not-reduced",
+        "reduced-after-every-micro-batch",
+    ],
 )
+def test_the_bytes_of_a_formula_need_no_right_training(name: str) -> None:
+    for diff, says in ((KNOWN[name].diff, "the formula says"), ("", "")):
+        it = subject(replace(KNOWN[name], diff=diff))._replace(right=None)
+        assert says in (found := DETECTORS["bytes"](it))
+        assert bool(found) == bool(says)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("rung", RIGHT, ids=named)
 def test_no_detector_finds_anything_in_what_is_right(rung: Mistake) -> None:
     check(rung, [*DETECTORS])
 

@@ -19,6 +19,7 @@ from minidist.comm import ledgers
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.plain import experts, one_process, pipeline, ring_attention, sequence_parallel
 from minidist.plain.gpt import Block
+from minidist.plain.mistakes.formulas import CUT, sent_by
 from tests.helpers.plain_rungs import (
     ADAMW,
     LAYERS,
@@ -37,7 +38,6 @@ from tests.helpers.plain_rungs import (
 Clusters = Callable[[int], md.Cluster]
 D, ELEMENT = 32, 8  # of small()
 A = ROWS * T * D * ELEMENT
-CUT = re.compile(r"(query|key|value|up)\.(weight|bias)|(out|down)\.weight")
 MLPS = re.compile(r"\.mlps\.")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("layer_by_layer", {}),
@@ -105,25 +105,6 @@ def optimized_by(rung: str, rank: int, n: int, whole: Parameters) -> int:
     return size
 
 
-def sent_by(rung: str, rank: int, n: int, model: nn.Sequential) -> int:
-    """The formula in the rung's docstring, for one step; for experts, what depends on the tokens is apart."""
-    bytes_of = {name: p.numel() * ELEMENT for name, p in model.named_parameters()}
-    if rung in ("layer_by_layer", "pipeline"):
-        return A * ((rank < n - 1) + (rank > 0))
-    if rung == "tensor_parallel":
-        return 8 * LAYERS * (n - 1) * A // n
-    if rung == "sequence_parallel":
-        r = sum(size for name, size in bytes_of.items() if not CUT.search(name))
-        return (8 * LAYERS * (n - 1) * A + 2 * (n - 1) * r) // n
-    if rung == "ring_attention":
-        k, s = 2 * A // n, sum(bytes_of.values())
-        return LAYERS * ((n - 1) + (2 * n - 1)) * k + 2 * (n - 1) * s // n
-    if rung == "ulysses":
-        return (LAYERS * 8 * (n - 1) * A // n + 2 * (n - 1) * sum(bytes_of.values())) // n
-    r = sum(size for name, size in bytes_of.items() if not MLPS.search(name))
-    return 2 * (n - 1) * r // n
-
-
 def sent_with_tokens(chosen: Tensor, count: int, rank: int, n: int) -> int:
     """What a rank sends in one step for one block with `count` experts, of which the tokens chose (B, T)."""
     at = chosen // (count // n)  # the rank of each token's expert, (B, T)
@@ -149,7 +130,10 @@ def check(
     for rank, trained in enumerate(found):
         assert_equal(trained, losses, whole)
         assert trained.optimized == optimized_by(rung, rank, n, whole)
-        sent = steps * sent_by(rung, rank, n, model)
+        r = sum(p.nbytes for name, p in model.named_parameters() if not MLPS.search(name))
+        sent = steps * (
+            2 * (n - 1) * r // n if rung == "experts" else sent_by(rung, rank, n, model, ROWS * T) or 0
+        )
         for block in (layer for layer in model if isinstance(layer, AllExperts)):
             sent += sum(sent_with_tokens(chosen, len(block.mlps), rank, n) for chosen in block.chosen)
         assert trained.sent == sent

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
 import threading
 from dataclasses import dataclass
@@ -221,13 +222,13 @@ class DeviceArray:
         self.shape = shape
         self.owner = owner
         self.key = (dtype, len(shape))
-        size = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+        size = math.prod(shape)
         # How Numba passes an array: meminfo, parent, elements, bytes of one, address, shape, strides.
-        self.words = (0, 0, size, ITEMSIZE[dtype], address, *shape, *strides)
+        self.words = (0, 0, size, ITEMSIZE.get(dtype) or np.dtype(dtype).itemsize, address, *shape, *strides)
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions, 1 or 2."""
+        """The number of dimensions."""
         return len(self.shape)
 
     def viewed(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> DeviceArray:

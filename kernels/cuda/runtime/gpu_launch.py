@@ -26,6 +26,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..runtime import gpu_driver
 from .compiler import Report
 from .gpu_driver import DeviceArray, Gpu, allocate, torch_on_gpu
@@ -134,12 +136,13 @@ class LoadedKernel:
         g: gpu_driver.Gpu,
         device: int,
         name: str,
-        threads: int,
+        threads: int | tuple[int, ...],
         cubin: bytes,
         report: Report,
         args: tuple[Any, ...],
     ) -> None:
-        self.gpu, self.device, self.name, self.threads, self.report = g, device, name, threads, report
+        self.gpu, self.device, self.name, self.report = g, device, name, report
+        self.block = (*((threads,) if isinstance(threads, int) else threads), 1, 1)[:3]
         self.properties = g.properties(device)
         try:
             self._library = g.call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
@@ -189,7 +192,7 @@ class LoadedKernel:
                 ) from error
             if cluster == 1:
                 (failed,) = driver.cuLaunchKernel(
-                    self._function, x, y, z, self.threads, 1, 1, shared, stream, self._parameters, 0
+                    self._function, x, y, z, *self.block, shared, stream, self._parameters, 0
                 )
             else:
                 configuration = self._configuration((x, y, z), shared, cluster, stream)
@@ -230,7 +233,7 @@ class LoadedKernel:
         dimension.value.clusterDim.y = dimension.value.clusterDim.z = 1
         made = driver.CUlaunchConfig()
         made.gridDimX, made.gridDimY, made.gridDimZ = grid
-        made.blockDimX, made.blockDimY, made.blockDimZ = self.threads, 1, 1
+        made.blockDimX, made.blockDimY, made.blockDimZ = self.block
         made.sharedMemBytes = shared
         made.hStream = driver.CUstream(stream)
         made.attrs = [dimension]
@@ -242,7 +245,9 @@ class LoadedKernel:
 
 
 def _format(x: Any) -> str:
-    """Return the format of an argument's parameters, as `struct` has them; an int is padded to 8 bytes."""
+    """Return the format of an argument's parameters, as `struct` has them, padded to 8 bytes."""
+    if isinstance(x, np.generic):
+        return f"{x.dtype.char}{8 - x.itemsize}x"
     if isinstance(x, DeviceArray):
         return "QQqqQ" + "q" * 2 * x.ndim
     return "QQqqQqq" if isinstance(x, TensorMap) else "i4x"

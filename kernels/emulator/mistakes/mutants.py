@@ -24,8 +24,7 @@ from ...attention_rung import AttentionRung
 from ...measure import attention, harness
 from ..ptx.fault import Fault
 from ..report import profiled
-from .patches import changed as changed
-from .patches import mistakes_in
+from .patches import changed, mistakes_in
 
 FOLDER = Path(cuda.__file__).parent
 COUNTED = ("bank conflicts", "uncoalesced", "moves too much")

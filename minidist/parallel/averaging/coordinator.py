@@ -85,7 +85,7 @@ class Coordinator:
         timeout: float = DEFAULT_TIMEOUT,
         port: int = 0,
     ) -> None:
-        require_model(model, outer)
+        require_model(model, outer, "outer")
         check_whole("workers", workers, 1)
         check_whole("fragments", fragments, 1)
         check_port(port)

@@ -30,6 +30,7 @@ from minidist.parallel.averaging.exchanges import AllReduceExchange, Coordinator
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import MB, broadcast_together, require_same
+from minidist.parallel.guards.refusals import require_model
 
 KEPT = 0.5
 """The part of a parameter's own value that stays with a delay (alpha in Streaming DiLoCo)."""
@@ -90,6 +91,8 @@ class LocalSGD(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+        if outer is not None:
+            require_model(module, outer, "outer")
         check_whole("every", every, 1, ", the steps between two averagings")
         check_whole("warmup", warmup, 0, ", the steps at the start that each end with an averaging")
         check_whole("fragments", fragments, 1)

@@ -82,11 +82,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the multiplications of a product, or a collective."""
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         if name in ("mm", "bmm", "addmm"):
-            self.work += result.numel() * args[name == "addmm"].shape[-1]
+            self.work += _local(result).numel() * _local(args[name == "addmm"]).shape[-1]
             self.values = _bytes(self.owned)
             self.most = max(self.most, self.now + self.values)
         elif "scaled_dot_product" in name:  # two products forward, five backward
-            q = args["backward" in name]
+            q = _local(args["backward" in name])
             self.work += (5 if "backward" in name else 2) * q.numel() * q.shape[-2]
         elif "c10d" in func.namespace and "wait" not in name:
             flat = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -129,8 +129,13 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' memory, each counted once."""
-    storages = (getattr(x, "_local_tensor", x).untyped_storage() for x in tensors)
+    storages = (_local(x).untyped_storage() for x in tensors)
     return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+
+def _local(x: Any) -> Any:
+    """Return this rank's part of a DTensor; another tensor as it is."""
+    return getattr(x, "_local_tensor", x)
 
 
 class Subject(NamedTuple):
@@ -191,7 +196,7 @@ def norm(it: Subject) -> str:
 
 
 def sent(it: Subject) -> str:
-    """Every rank sends the bytes of the formula, which a right training sends."""
+    """Every rank sends the bytes that a right training sends."""
     return _unequal(
         it, lambda run: [sum(call.sent for call in calls) for calls in run.calls], "sends {:,} bytes"
     )
@@ -212,7 +217,10 @@ def order(it: Subject) -> str:
 
 
 def work(it: Subject) -> str:
-    """Every rank multiplies as much as it has to."""
+    """Every rank multiplies as much as it has to; all together as much as one process."""
+    ranks, one = sum(it.found["short"].work), sum(it.whole["short"].work)
+    if it.right is None and ranks > one:
+        return f"all ranks together do {ranks:,} multiplications, where one process does {one:,}"
     return _unequal(it, lambda run: run.work, "does {:,} multiplications")
 
 

@@ -84,13 +84,13 @@ def require_trained(what: str, parameters: Any) -> None:
         raise ValueError(f"{what} has nothing to train, since {have}; give one with requires_grad")
 
 
-def require_model(model: object, optimizer: object) -> None:
+def require_model(model: object, optimizer: object, name: str = "optimizer") -> None:
     """Raise TypeError if a model is not a module, or `optimizer` is not a function that makes one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
+            f"{name} is a {type(optimizer).__name__}; give a function from parameters to an optimizer, "
             "such as functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
 

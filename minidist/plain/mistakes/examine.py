@@ -14,7 +14,8 @@ import torch
 from minidist.parallel.debugging import detectors
 from minidist.parallel.debugging.detectors import Detector, Found, Subject, ask
 from minidist.plain.mistakes import Mistake, lone_rank
-from minidist.plain.mistakes.trainings import Trainings, alone, load, model_of, unchanged
+from minidist.plain.mistakes.formulas import sent_by
+from minidist.plain.mistakes.trainings import T, Trainings, alone, load, model_of, unchanged
 
 
 def resume(it: Subject) -> str:
@@ -29,6 +30,22 @@ def resume(it: Subject) -> str:
     return ""
 
 
+def sent(it: Subject) -> str:
+    """Every rank sends the bytes of its page's formula in a step, and in all what a right training sends."""
+    rung, n = it.found.rung, it.found.n
+    for rank in range(n):
+        in_1, in_all = (
+            sum(call.sent for call in it.found[name].calls[rank] if call.shape != (steps,))  # the losses
+            for name, steps in (("step", 1), ("short", detectors.SHORT))
+        )
+        found = (in_all - in_1) // (detectors.SHORT - 1)
+        model, tokens = model_of(rung.model, 0), rung.rows * T
+        right = None if rung.on else sent_by(rung.rung, rank, n, model, tokens, dict(rung.options))
+        if right not in (None, found):
+            return f"rank {rank} sends {found:,} bytes in a step, and the formula says {right:,}"
+    return detectors.sent(it)
+
+
 def placements(it: Subject) -> str:
     """Every use of a tensor takes its placement, before anything is sent."""
     rung = it.found.rung
@@ -36,12 +53,18 @@ def placements(it: Subject) -> str:
     return lone_rank.check(bound, partial(model_of, rung.model, 0), **dict(rung.options))
 
 
-DETECTORS: dict[str, Detector] = {**detectors.DETECTORS, "resume": resume, "placements": placements}
+DETECTORS: dict[str, Detector] = {
+    **detectors.DETECTORS,
+    "bytes": sent,
+    "resume": resume,
+    "placements": placements,
+}
 
 
 def subject(rung: Mistake, n: int = 2, seed: int = 0) -> Subject:
     """Return a rung's trainings on n ranks with its changed lines, and what they have to equal."""
     right = replace(rung, name="", kind="", symptom="", case="", diff="")
+    n = 1 if rung.rung in ("one_process", "low_precision") else n
     return Subject(Trainings(rung, n, seed), alone(right, n, seed), unchanged(right, n, seed))
 
 

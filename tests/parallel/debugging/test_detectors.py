@@ -102,6 +102,20 @@ def test_a_mistake_in_another_library_is_found(
         assert mistake or not any(one.sentence for one in said.values()), said
 
 
+def whole_batch(make: MakeOptimizer, steps: int) -> Trained:
+    """Planted: every rank trains on all rows, so that each number is right and the work is done twice."""
+    model = net()
+    return whole(loop(DistributedDataParallel(model), make(model.parameters()), steps), model)
+
+
+def test_work_done_twice_is_found_without_a_right_training(cluster_of: Callable[[int], md.Cluster]) -> None:
+    for train in (partial(ddp, False), partial(fsdp2, False), partial(tensor_parallel, False), whole_batch):
+        said = detect(train, alone, detectors=CHEAP, cluster=cluster_of(2))
+        found = {name for name, one in said.items() if one.sentence}
+        assert found == ({"work"} if train is whole_batch else set()), said
+        assert "all ranks together do" in said["work"].sentence or train is not whole_batch
+
+
 def uneven(what: str, make: MakeOptimizer, steps: int) -> Trained:
     """Planted: rank 0 calls once more what all have to call, in a group of its own; or fails, or later."""
     if dist.get_rank() == 0 and what == ("fail late" if steps > 1 and what != "fail" else "fail"):
