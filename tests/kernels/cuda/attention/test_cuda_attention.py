@@ -40,9 +40,9 @@ ROOM = {
     "values": (64, 4, 0),
     "warp_rows": (72, 7, 0),
     "shared_tiles": (128, 2, 4 * (64 * 64 + 32 * (65 + 64))),
-    # Tiles of 8 KB: queries, and two pairs; two of its own, two pairs, and twice 64 logs and deltas.
-    "tensor_core_attention": (192, 2, 5 * 8192),
-    "backward": (255, 2, 6 * 8192 + 2 * 512),
+    # Tiles: queries, and two pairs; two of its own, two pairs, and twice 64 logs and deltas.
+    "tensor_core_attention": (184, 2, 5 * 64 * 128),
+    "backward": (255, 2, 6 * 64 * 128 + 2 * 64 * 8),
 }
 
 
