@@ -53,7 +53,8 @@ class Case:
         if self.model:
             return config(self.model)
         sizes = {"layers": self.blocks, "heads": self.heads, "width": self.width}
-        rest = {"tied": self.tied, "dropout": self.dropout, "experts": self.experts, "balance_rate": 0.01}
+        rest = {"tied": self.tied, "dropout": self.dropout, "experts": self.experts}
+        rest["balance_rate"] = 0.01 if self.experts else 0.0
         return GPTConfig(vocabulary=61, context=self.tokens, **sizes, **rest)
 
     @property
