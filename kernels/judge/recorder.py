@@ -114,7 +114,7 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
     except BaseException as error:
         end({"error": _said(error, path)})
     cases = request["problems"].items()
-    recorded = {name: _record(file, name, own, programs, path) for name, own in cases}
+    recorded = {name: _record(file, name, own, programs, path) for name, own in cases if hasattr(file, name)}
     end({"problems": recorded, "programs": [*programs]})
 
 
@@ -209,5 +209,7 @@ def _said(error: BaseException, path: str) -> str:
     text = re.split(r"\n(?: *\n)* *(?:There are|During:|File)", re.sub(r"^Failed in .*\n", "", text))[0]
     if "NRT required" in text:
         text = "a kernel can't make new arrays, as x + y of whole arrays does: a thread takes single elements"
+    if "CUDA driver" in text:
+        text = "kernel[grid, block](...) needs a GPU: launch with minidist.kernels.emulator.launch here"
     where = f"{path}:{line}: " if line else ""
     return f"{where}{type(error).__name__}: {' '.join(text.split())}"

@@ -182,7 +182,7 @@ def reduction(x, out):
 SENTENCES = {
     "a kernel that does not end": (
         LOOP + "def reduction(x, out):\n    launch(loop, 1, 1, x, out)",
-        "no end: the kernels go on",
+        "too slow: 20,00. steps of the emulator so far, and the judge allows 20,000 a case",
     ),
     "too many launches": (
         "def reduction(x, out):\n    while True:\n        launch(lambda x: None, 1, 1, x)",
@@ -201,6 +201,10 @@ SENTENCES = {
         ADD.replace("x, y, out):\n    i", "x, out):\n    i"),
         "kernel takes 2 arguments",
     ),
+    "a launch that needs a GPU": (
+        ADD.replace("launch(kernel, -(-x.size // 256), 256, x, y, out)", "kernel[8, 256](x, y, out)"),
+        r"answer.py:15: .*needs a GPU: launch with minidist.kernels.emulator.launch here",
+    ),
     "other arguments": (
         ADD.replace("def add(x, y, out)", "def add(x, out)"),
         r"add\(x, out\) has other arguments than the problem: add\(x, y, out\)",
@@ -217,8 +221,12 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("what", SENTENCES)
-def test_what_is_wrong_is_said_in_a_sentence(judge: Judge, what: str) -> None:
+def test_what_is_wrong_is_said_in_a_sentence(
+    judge: Judge, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, said = SENTENCES[what]
+    if "too slow" in said:
+        monkeypatch.setattr(verdicts, "STEPS", 20_000)
     verdict = judge(HEAD + text)
     assert re.search(said, verdict.wrong), verdict.wrong
 
@@ -229,6 +237,7 @@ def test_what_is_wrong_is_said_in_a_sentence(judge: Judge, what: str) -> None:
         ("def add(x, y, out:", r"answer.py:1: SyntaxError: '\(' was never closed"),
         ("import nothing_of_the_kind\nadd = 1", r"answer.py:1: ModuleNotFoundError: No module named"),
         ("add = 1\n__import__('os')._exit(3)", r"answer.py ended its process \(exit code 3\)"),
+        ("class Sums:\n    def add(self): pass", "defines no function named after a problem"),
         ("def sum(x, out): pass", "defines no function named after a problem: add, transpose"),
     ],
 )
@@ -277,6 +286,70 @@ def test_scored_numbers_are_those_of_the_kernels_own_checksum(
     assert len({*map(str, seen)}) == len(seen) - 2  # other cases are fresh each time
 
 
+SUM = """
+@cuda.jit
+def kernel(x, out):
+    i = cuda.grid(1)
+    if i < x.size and x[0] != 0:
+        cuda.atomic.add(out, 0, x[i])
+
+def reduction(x, out):
+    launch(kernel, -(-x.size // 256), 256, x, out)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SUM.replace("x[0] != 0", "x.size < 65536"), r"with n = 65536, out\[0\] is 0"),
+        (SUM, r"it costs [\d,]+ on fresh numbers, and [\d,]+ on those that are scored"),
+    ],
+)
+def test_a_kernel_that_suits_the_scored_numbers_alone_scores_nothing(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    """As if someone had found a kernel whose checksum gives zeros."""
+    reduction, seen = PROBLEMS["reduction"], []
+
+    @functools.wraps(reduction.make)
+    def make(draw: Any, n: int) -> Any:
+        seen.append(case := reduction.make(draw, n))
+        if len(seen) < 8:
+            return case
+        return dataclasses.replace(case, inputs={"x": 0 * case.inputs["x"]}, expected=0 * case.expected)
+
+    monkeypatch.setitem(PROBLEMS, "reduction", dataclasses.replace(reduction, make=make))
+    assert re.search(said, judge(HEAD + text).wrong)
+    assert len(seen) == 8
+
+
+def test_names_and_the_folder_change_no_checksum_and_hide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
+    text = HEAD + "if True:\n    @cuda.jit\n    def k(x, out):\n        i = cuda.grid(1)\n"
+    text += "        if i < x.size:\n            cuda.atomic.add(out, x[i], 1)\n"
+    text += "    def histogram(x, out):\n        launch(k, 256, 256, x, out)\n"
+    found = []
+    for path in (tmp_path / "answer.py", tmp_path / "another_folder/kernels.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        [verdict] = verdicts.judge(path)
+        found.append(verdict.costs)
+    assert found[0] == found[1] is not None
+    one, other = "call _ZN1a; call _ZN1b; call _ZN1a;", "call _ZN1a; call _ZN1b; call _ZN1b;"
+    assert verdicts._code(one) == verdicts._code(one.replace("1b", "1c")) != verdicts._code(other)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_sizes_are_those_that_the_problem_allows(name: str) -> None:
+    problem, draw = PROBLEMS[name], np.random.default_rng(0)
+    tried = np.array([problem.some_sizes(draw) for _ in range(100)]).reshape(-1, len(problem.most))
+    assert (tried >= 1).all()
+    assert (tried <= problem.most).all()
+    assert not (tried % problem.step).any()
+
+
 def test_costs_are_counted(judge: Judge) -> None:
     costs = judge(HEAD + ADD).costs
     assert costs is not None
@@ -304,7 +377,7 @@ GLUE = {
     "transpose": "def transpose(a, out):\n    m, n = a.shape\n"
     "    launch(_own, (-(-n // 32), -(-m // 32)), (32, 32), a, out)",
     "flash_attention": "def attention(q, k, v, out):\n    logs = np.empty(q.shape[1], np.float32)\n"
-    "    for one in zip(q, k, v, out):\n        launch(_own, -(-q.shape[1] // 32), 32, *one, logs, 0)",
+    "    for one in zip(q, k, v, out):\n        launch(_own, -(-q.shape[1] // 64), 64, *one, logs, 0)",
     "register_tile": "def matmul(a, b, out):\n    m, n = out.shape\n"
     "    launch(_own, (-(-n // SIDE), -(-m // SIDE)), (16, 16), a, b, out)",
 }
