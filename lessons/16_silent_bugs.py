@@ -149,7 +149,8 @@ check(case_1)
 
 # %% [markdown]
 # `hint()` in a cell of its own gives the first of three hints, for 10 points each. The next cell closes the
-# case. It says what the mistake was, where it has been published, and what every detector would have said.
+# case, with no points while no mend has passed. It says what the mistake was, where it has been published, and
+# what every detector would have said.
 
 # %%
 case_1 = or_solution(case_1)

@@ -190,7 +190,8 @@ class Case:
         )
         tried = _tried(self.mistake, page, draw)
         score = Score("Points spent", self.spent, self.par, "ask less", slack=float("inf"))
-        return Right(tried, (score,), f"{self.points} of {BEGIN} points are yours.", self.points)
+        points = self.points if self.closed is None else self.closed
+        return Right(tried, (score,), f"{points} of {BEGIN} points are yours.", points)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -213,7 +214,8 @@ class Case:
             print(self.verdict(lines, np.random.default_rng(seed)))
 
     def debrief(self) -> None:
-        """Say what it was, once the hunt is over: its lines, what a user saw, and what finds it."""
+        """Say what it was: its lines, a symptom, and what finds it. An open case ends without points."""
+        self.closed = self.closed or 0
         found = ask(self.subject, DETECTORS, alone=("order", "placements"))
         print(self.mistake)
         for name, one in found.items():

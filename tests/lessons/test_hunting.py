@@ -131,6 +131,14 @@ def test_the_first_mend_that_passes_closes_a_case(capsys: pytest.CaptureFixture[
     assert (case.closed, case.points) == (80, 80)
 
 
+def test_who_is_told_what_it_was_gets_no_points(capsys: pytest.CaptureFixture[str]) -> None:
+    case = a_case()
+    case.debrief()
+    case.mend({BROKEN: MENDED}, seed=0)
+    assert case.closed == 0
+    assert " 0 of 100 points are yours" in capsys.readouterr().out
+
+
 def test_a_mend_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunting, "LIMIT", 0.05)
     with pytest.raises(WrongAnswer, match="On 2 ranks the mended page had not ended after 0 s"):

@@ -172,6 +172,9 @@ def _join(setup: Setup, listener: int | None) -> None:
 
     from minidist.comm import world
 
+    # torch asks a name server who 127.0.0.1 is, from all ranks at once. When a question is lost, the resolver
+    # waits for 5 seconds before it asks again; this lets it wait for one.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     limit = timedelta(seconds=setup.timeout)
     store = TCPStore(
         "127.0.0.1",

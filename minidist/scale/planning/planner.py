@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, overload
 
 from minidist._arguments import check_whole
 from minidist.model.configs import TransformerConfig
+from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.scale.dry_run.transformer import subject_of
@@ -211,6 +212,8 @@ def question_of(
     subject = subject_of(model)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; give {', '.join(OPTIMIZERS)}")
+    if hardware is None and memory is None and precision not in FP8_RECIPES:  # which are refused below
+        raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     machine = smallest(memory or 0) if hardware is None else hardware_of(hardware)
     measured = bool(machine.crowds)
     size = ROWS_A_RANK[measured] * ranks if batch is None else batch
@@ -220,8 +223,6 @@ def question_of(
         known = [name for name in ("bf16", "fp16") if name in machine.peak and accelerator]
         precision = known[0] if known else "fp32"
     check_machine(precision, machine)
-    if hardware is None and memory is None:
-        raise ValueError("neither memory nor a profile is given; give one, such as --memory 16GB")
     sharing = min(ranks, machine.ranks_per_host) if machine.cores else 1  # they share a host's memory
     budget = machine.memory // sharing if memory is None else memory
     return Question(subject, ranks, budget, machine, rows, tokens, precision, optimizer)

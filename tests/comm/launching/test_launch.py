@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -173,6 +174,18 @@ def test_a_caught_mismatch_loses_what_ranks_keep() -> None:
         cluster.run(mismatch, False)  # in shared memory, where both ranks notice it
         with pytest.raises(RuntimeError, match="failed since, or caught a CollectiveError, and"):
             cluster.run(torch.Tensor.add_, kept, 1)
+
+
+def seconds_to_ask_again() -> int:
+    """Seconds that this thread waits for a name server's answer: the first number of glibc's resolver."""
+    state = ctypes.CDLL(None)["__res_state"]
+    state.restype = ctypes.POINTER(ctypes.c_int)
+    return int(state()[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the resolver of Linux's C library")
+def test_a_rank_does_not_wait_long_for_a_name_server_that_lost_its_question(cluster_of: Clusters) -> None:
+    assert set(cluster_of(2).run(seconds_to_ask_again)) == {1}
 
 
 def test_launch_starts_fresh_processes() -> None:
