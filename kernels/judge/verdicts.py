@@ -224,7 +224,7 @@ def _code(ptx: str) -> str:
 
     What the linker adds keeps its name, which says what it computes.
     """
-    bare = re.sub(r"^\s*(//|\.file|\.loc).*(\n|\Z)", "", ptx, flags=re.MULTILINE)
+    bare = re.sub(r"^\s*(//|\.file\b|\.loc\b).*(\n|\Z)", "", ptx, flags=re.MULTILINE)
     names: dict[str, str] = {}
 
     def numbered(found: re.Match[str]) -> str:

@@ -341,6 +341,12 @@ def test_names_and_the_folder_change_no_checksum_and_hide_nothing(
     assert verdicts._code(one) == verdicts._code(one.replace("1b", "1c")) != verdicts._code(other)
 
 
+def test_a_kernel_may_have_local_memory(judge: Judge) -> None:
+    two = "a = cuda.local.array(2, float32)\n    a[0], a[1] = x[i % x.size], y[i % x.size]\n    if i"
+    verdict = judge(HEAD + ADD.replace("if i", two).replace("x[i] + y[i]", "a[i % 2] + a[(i + 1) % 2]"))
+    assert verdict.score > 0, verdict.wrong
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_sizes_are_those_that_the_problem_allows(name: str) -> None:
     problem, draw = PROBLEMS[name], np.random.default_rng(0)
