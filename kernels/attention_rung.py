@@ -79,6 +79,8 @@ class AttentionRung(Step):
         return np.ndarray, "a NumPy array: convert it with numpy.asarray()", ".astype('{}')"
 
     def _check(self, causal: bool, **arrays: Any) -> None:
+        if causal not in (False, True):
+            raise TypeError(f"causal is {causal!r}: give True or False")
         q, k = arrays["q"], arrays["k"]
         kind, wanted, conversion = self._kind(q)
         for name, x in arrays.items():
@@ -96,8 +98,9 @@ class AttentionRung(Step):
                 continue
             rows = (k if name in ("k", "v") else q).shape
             if x.ndim < 2 or x.shape != rows or (*rows[:-2], rows[-1]) != (*q.shape[:-2], q.shape[-1]):
+                others = "" if name in ("q", "k") else f" and {name} is {x.shape}"
                 raise ValueError(
-                    f"q is {q.shape}, k is {k.shape} and {name} is {x.shape}: pass (..., positions, width), "
+                    f"q is {q.shape}, k is {k.shape}{others}: pass (..., positions, width), "
                     "where all but the positions agree, and k and v have the same"
                 )
         if causal and q.shape != k.shape:

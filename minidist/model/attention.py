@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minidist import kernels
-from minidist.comm.opaque import opaque
+from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.kernels.attention_rung import AttentionRung, dtype_name
 from minidist.kernels.cuda import attention as cuda
 from minidist.model.matmul import check_operand
@@ -27,35 +26,52 @@ from minidist.model.matmul import check_operand
 def attention(q: Tensor, k: Tensor, v: Tensor, rung: AttentionRung, *, causal: bool = False) -> Tensor:
     """Attend from q (B, H, T, D) to k and v (B, H, S, D) on `rung`; with `causal`, up to the own position.
 
-    Returns (B, H, T, D). Second gradients are refused. Raises TypeError for arguments that are not tensors,
-    and for dtypes that differ or that the rung does not take; ValueError for shapes that do not fit, and for
-    tensors on another device than the rung's.
+    Returns (B, H, T, D). A backward pass with create_graph=True raises NotImplementedError. Raises TypeError
+    for no rung of attention, for arguments that are not tensors, and for dtypes that differ or that the rung
+    does not take; ValueError for shapes that do not fit, and for tensors on another device than the rung's.
     """
+    check_rung("rung", rung)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_operand(name, tensor, rung)
     mixed: Tensor = _Attention.apply(q, k, v, rung, causal)  # type: ignore[no-untyped-call]
     return mixed
 
 
+def check_rung(name: str, rung: object) -> None:
+    """Raise TypeError unless the argument with this name is a rung of attention."""
+    if not isinstance(rung, AttentionRung):
+        raise TypeError(
+            f"{name} is {rung!r}; give a rung of attention, such as named('s6_causal') of {__name__}"
+        )
+
+
 @dataclass(frozen=True)
 class Attend:
-    """The `attend` of a GPT's blocks, on a rung. Raises TypeError for no rung, ValueError for dropout."""
+    """The `attend` of a GPT's blocks, on a rung. Raises TypeError for no rung, ValueError for dropout.
+
+    A rung that takes float32 gets 16-bit numbers widened to it, as from a ring.
+    """
 
     rung: AttentionRung
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rung, AttentionRung):
-            raise TypeError(f"attention is {self.rung!r}; give a rung of attention, or its name")
-        if self.dropout > 0:
+        check_rung("attention", self.rung)
+        self._check_dropout(self.dropout)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        """Attend causally, and return the dtype of the queries."""
+        self._check_dropout(dropout)
+        widens = query.dtype.itemsize == 2 and "float32" in self.rung.dtypes
+        q, k, v = (x.float() if widens else x for x in (query, key, value))
+        return attention(q, k, v, self.rung, causal=True).to(query.dtype)
+
+    def _check_dropout(self, dropout: float) -> None:
+        if dropout > 0:
             raise ValueError(
-                f"dropout is {self.dropout}, and rung {self.rung.name} drops no attention weights; set it to "
+                f"dropout is {dropout}, and rung {self.rung.name} drops no attention weights; set it to "
                 "0, or leave the rung out"
             )
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, _: float) -> Tensor:
-        """Attend causally."""
-        return attention(query, key, value, self.rung, causal=True)
 
 
 def named(name: str) -> AttentionRung:
@@ -86,8 +102,8 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_recorded("attention on a rung", "leave the rung out")
         q, *given = ctx.saved_tensors
         found = on_rung(ctx.rung, q, *given, d_out, causal=ctx.causal)
         return *(x.to(q.dtype) for x in found), None, None

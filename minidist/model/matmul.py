@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from minidist import kernels
+from minidist.comm.opaque import refuse_recorded
 from minidist.kernels import Rung
 from minidist.kernels.rung import Step
 
@@ -24,10 +24,10 @@ from minidist.kernels.rung import Step
 def matmul(x: Tensor, w: Tensor, rung: Rung) -> Tensor:
     """Multiply x (..., k) by w (k, n) on `rung`, and return y (..., n) in their dtype.
 
-    The gradients by x and w also run on the rung, each only if it is needed; second gradients are refused. If
-    no view arranges the rows of x as a matrix, x is copied. Raises TypeError for arguments that are not
-    tensors, and for dtypes that differ or that the rung does not take; ValueError for shapes that do not
-    multiply, and for tensors on another device than the rung's.
+    The gradients by x and w also run on the rung, each only if it is needed; a backward pass with
+    create_graph=True raises NotImplementedError. If no view arranges the rows of x as a matrix, x is copied.
+    Raises TypeError for arguments that are not tensors, and for dtypes that differ or that the rung does not
+    take; ValueError for shapes that do not multiply, and for tensors on another device than the rung's.
     """
     check_operand("x", x, rung)
     check_operand("w", w, rung)
@@ -126,8 +126,8 @@ class _Product(torch.autograd.Function):
         return _multiply(rung, x, w)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # g: (m, n)
+        refuse_recorded("a product on a rung", "leave the rung out")
         x, w = ctx.saved_tensors
         x_grad = w_grad = None
         if ctx.needs_input_grad[0]:

@@ -57,6 +57,7 @@ def test_a_gpt_trains_on_each_rung_to_the_weights_of_torchs_attention(step):
 def test_a_block_attends_on_the_cuda_ladder_too(name):
     pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
     step = cuda.load(name)
+    torch.manual_seed(0)  # a few draws in a hundred differ by more than 30 roundings
     q, k, v = (torch.randn(1, 2, 9, 16, dtype=getattr(torch, step.dtypes[0])) for _ in range(3))
     found = {}
     for attend in (Attend(named(step.name)), blocks.attend):
@@ -102,6 +103,19 @@ def test_not_causal_with_other_numbers_of_keys_and_any_strides():
         torch.testing.assert_close(ours, its, **NEAR)
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    q = X.clone().requires_grad_()
+    for loss in (attention(q, X, X, S6).sum(), attention(q, X, X, S6).square().sum()):
+        with pytest.raises(NotImplementedError, match="attention on a rung has none; leave the rung out"):
+            torch.autograd.grad(loss, q, create_graph=True)
+
+
+def test_a_float32_rung_trains_in_16_bits_alone_and_in_a_ring(cluster_of):
+    for layout in (md.Layout(dp=2, precision="bf16"), md.Layout(cp=2, precision="bf16")):
+        losses = [cluster_of(2).run(engine_losses, layout, step)[0] for step in (None, "s6_causal")]
+        torch.testing.assert_close(*losses, rtol=2**-8, atol=0)
+
+
 def test_a_model_on_a_rung_is_copied_pickled_loaded_and_cut_by_tensor_parallelism(cluster_of):
     model, plain = GPT(SHAPE, attention="s6"), GPT(SHAPE, seed=1)
     tokens = torch.randint(11, (2, 9))
@@ -121,6 +135,7 @@ def engine_losses(layout, step):
 
 
 X = torch.ones(1, 2, 3, 4)
+HALF = dataclasses.replace(S6, name="s0_half", dtypes=("bfloat16",))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +160,18 @@ X = torch.ones(1, 2, 3, 4)
             lambda: attention(X, X[:, :, :1], X[:, :, :1], S6, causal=True),
             ValueError,
             "needs a key of its own",
+        ),
+        (
+            lambda: attention(X, X, X, None),
+            TypeError,
+            "rung is None; give a rung of attention, such as named",
+        ),
+        (lambda: attention(X, X, X, rung("s4")), TypeError, r"rung is Rung\(.*; give a rung of attention"),
+        (lambda: Attend(S6)(X, X, X, 0.5), ValueError, "dropout is 0.5, and rung s6_causal drops no"),
+        (
+            lambda: apply(GPT(SHAPE, attention=HALF), SequenceShare(blocks=None)),
+            TypeError,
+            "rung s0_half takes bfloat16, and a ring gives its rung float32: take a CUDA rung from s1 to s3",
         ),
         (
             lambda: apply(GPT(SHAPE, attention=S6), SequenceShare(blocks=(None, None))),

@@ -31,7 +31,7 @@ def _attend(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, c
     for query in range(q.shape[0]):
         head, i = divmod(query, queries)
         seen = i + 1 if causal else keys
-        top, total = np.float32(-np.inf), np.float32(0)
+        top, total = np.float32(-1e38), np.float32(0)  # finite, so that a first score of -inf weighs 0
         for j in range(seen):
             score = np.float32(0)
             for c in range(width):

@@ -36,7 +36,7 @@ def _attend(q: Array, k: Array, v: Array, out: Array, logs: Array, heads: int, c
     for head in range(heads):
         for i0 in range(0, queries, QUERIES):
             i1 = min(i0 + QUERIES, queries)
-            tops[:] = -np.inf
+            tops[:] = -1e38  # finite, so that a first score of -inf weighs 0
             totals[:] = 0
             out[head * queries + i0 : head * queries + i1] = 0
             for j0 in range(0, keys, KEYS):

@@ -49,7 +49,7 @@ def kernel(columns: int) -> Kernel:
                 c = lane + 32 * e
                 own[e] = q[row, c] / math.sqrt(float32(width)) if c < width else float32(0)
                 sums[e] = 0
-            top, total = float32(-math.inf), float32(0)
+            top, total = float32(-1e38), float32(0)  # finite, so that a first score of -inf weighs 0
             for j in range(first, first + (i + 1 if causal else keys)):
                 score = float32(0)
                 for e in range(columns):

@@ -78,7 +78,7 @@ def kernel(columns: int) -> Kernel:
         k0, k_end = int32(head * keys), int32(head * keys + keys)
         copy(shared, 0, depth, QUERIES, q, q_row, width, q0, q_end, scale)
         for r in range(OWN):
-            tops[r], totals[r] = -math.inf, 0
+            tops[r], totals[r] = -1e38, 0  # finite, so that a first score of -inf weighs 0
         for e in range(count):
             sums[e] = 0
         seen = min(keys, i0 + QUERIES) if causal else keys

@@ -31,7 +31,7 @@ from ..runtime.kernel import Kernel
 from ..runtime.matrix import Matrix
 from ..tiling.packing import aligned_rows, copy_back
 from ..tiling.panels import inlined, unrolled
-from .products import EVERYONE, INFINITY, LOG2_E, SIDE, THREADS, WORDS, in_chunks, parts_of, products
+from .products import EVERYONE, LOG2_E, SIDE, THREADS, WORDS, in_chunks, parts_of, products
 from .rung import CudaAttentionRung
 
 
@@ -85,7 +85,7 @@ def kernel(dtype: str, causal: bool, parts: int) -> Kernel:
         factor = float32(LOG2_E) / math.sqrt(float32(width))
         for e in range(own):
             sums[e] = 0
-        tops[0] = tops[1] = -INFINITY
+        tops[0] = tops[1] = float32(-1e38)  # finite, so that a first score of -inf weighs 0
         totals[0] = totals[1] = 0
         copy(shared, int32(0), q, pitch, int32(last - queries + i0), last, width, thread)
         here, there, j0 = int32(tile), int32(3 * tile), int32(-SIDE)

@@ -27,6 +27,7 @@ from minidist._arguments import check_whole, is_number
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, Work, rank_in, ranks_of
 from minidist.kernels.attention_rung import AttentionRung
+from minidist.model.attention import check_rung
 from minidist.parallel.context import blockwise_attention as blocks
 from minidist.parallel.context import zigzag_order
 
@@ -67,13 +68,14 @@ def ring_attention(
         length: of the whole sequence; None for the sum of the ranks' positions.
         scale: multiplies the scores; None for 1 / sqrt(D).
         tile: keys to compute with at once.
-        rung: of attention, for the blocks; the ring gives it float32. None for torch's products.
+        rung: of attention, for the blocks; takes float32, which the ring gives it. None for torch's products.
 
     Returns (B, H, T, D), of q's dtype; sums are kept in float32, or in float64 if q is float64. Raises
     TypeError for a wrong type or dtype, ValueError if shapes do not fit, on this rank or between ranks, or if
     T is not this rank's share of the length.
     """
     check_attention_arguments(q, k, v, tile, length, scale)
+    check_ring_rung(rung)
     rank, ranks = rank_in(group), len(ranks_of(group))
     length = agreed_length(q, k, length, causal, group)
     ring = _Ring(group, rank, ranks, length, causal, tile, rung)
@@ -272,6 +274,18 @@ def _described(told: list[int]) -> str:
         f"has q {(batch, heads, size, width)} and k {(batch, key_heads, size, width)} in {dtype}, length="
         f"{None if length < 0 else length}, causal={bool(causal)}"
     )
+
+
+def check_ring_rung(rung: AttentionRung | None) -> None:
+    """Raise TypeError unless `rung` is None, or a rung of attention that takes float32."""
+    if rung is None:
+        return
+    check_rung("rung", rung)
+    if "float32" not in rung.dtypes:
+        raise TypeError(
+            f"rung {rung.name} takes {' or '.join(rung.dtypes)}, and a ring gives its rung float32: take a "
+            "CUDA rung from s1 to s3, or a CPU rung"
+        )
 
 
 def check_attention_arguments(

@@ -20,7 +20,7 @@ from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.context import zigzag_order
-from minidist.parallel.context.ring_attention import ring_attention
+from minidist.parallel.context.ring_attention import check_ring_rung, ring_attention
 from minidist.parallel.context.ulysses import ulysses_attention
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -141,7 +141,8 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
     embedding, use the positions of the share; a model that adds positions in another way has to read
     `share.positions` itself. Call this while all layers are present, before a pipeline takes some away. The
     parameters do not change. transformers_models.py does the same for models of transformers. Raises
-    ValueError if no module has an attribute `attend`, or a module drops attention weights.
+    ValueError if no module has an attribute `attend`, or a module drops attention weights; TypeError for a
+    rung without float32.
     """
     parts = [part for part in model.modules() if callable(getattr(part, "attend", None))]
     if not parts:
@@ -163,6 +164,7 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
                 f"the model attends on rung {rung.name}, but these ranks trade heads, and a rung "
                 'takes the blocks of a ring; set cp_kind="ring", or leave the rung out'
             )
+        check_ring_rung(rung)
     for part in parts:
         rung = getattr(part.attend, "rung", None)
         part.attend = partial(_attend, share, causal, rung)  # type: ignore[assignment]

@@ -222,8 +222,15 @@ def test_blocks_on_a_rung_are_full_attention_to_float32s_rounding(cluster_of: Cl
 
 
 def test_a_dtype_that_the_rung_does_not_take_is_named() -> None:
-    with pytest.raises(TypeError, match=r"q has dtype float64, but rung s6_causal takes float32; convert it"):
-        by_ring(drawn(3), rung=kernels.rung("s6", kernels.ATTENTION_LADDER))
+    s6 = kernels.rung("s6", kernels.ATTENTION_LADDER)
+    half = replace(s6, dtypes=("float16", "bfloat16"))
+    for rung, message in (
+        (s6, "q has dtype float64, but rung s6_causal takes float32; convert it"),
+        ("s6_causal", "rung is 's6_causal'; give a rung of attention, such as named"),
+        (half, "s6_causal takes float16 or bfloat16, and a ring gives its rung float32: take a CUDA rung"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            by_ring(drawn(3), rung=rung)
 
 
 # What is sent, computed and held.

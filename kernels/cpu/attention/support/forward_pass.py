@@ -103,7 +103,7 @@ def attend(
     tops = offset(sums, queries * wide)
     totals = offset(tops, queries)
     for i in range(queries):
-        tops[i], totals[i] = -INFINITY, 0
+        tops[i], totals[i] = np.float32(-1e38), 0  # finite, so that a first score of -inf weighs 0
     for e in range(queries * wide):
         sums[e] = 0
     keys = min(k.shape[0], first + queries) if causal and skip else k.shape[0]

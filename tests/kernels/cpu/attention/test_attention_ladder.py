@@ -81,6 +81,8 @@ def test_large_scores_do_not_overflow_and_nan_is_not_lost(step):
     assert_near([step.attention(q, k, v)], [formula(q, k, v, q, False)[0]])
     k[200, 3] = np.nan
     assert np.isnan(step.attention(q, k, v)).all()
+    k[:257], q = -np.inf, abs(q)  # the first block: weight 0 in the rows that see more
+    assert_near([step.attention(q, k, v)], [formula(q, k[257:], v[257:], q, False)[0]])
 
 
 def test_backward_of_a_head_that_several_cores_share(monkeypatch):
@@ -122,8 +124,8 @@ BAD = [
         TypeError,
         r"q is [<>]f4: rung .*astype\('float32'\)",
     ),
-    (lambda q: (q, q[:, :2], q), ValueError, r"k is \(2, 2, 4\) and v is \(2, 3, 4\)"),
-    (lambda q: (q, q[..., :2], q[..., :2]), ValueError, r"k is \(2, 3, 2\)"),
+    (lambda q: (q, q[:, :2], q), ValueError, r"q is \(2, 3, 4\), k is \(2, 2, 4\) and v is \(2, 3, 4\)"),
+    (lambda q: (q, q[..., :2], q[..., :2]), ValueError, r"q is \(2, 3, 4\), k is \(2, 3, 2\): pass"),
     (lambda q: (q[0, 0], q, q), ValueError, r"q is \(4,\)"),
     (lambda q: (q[:, :2], q, q), ValueError, "a causal query needs a key of its own"),
 ]

@@ -86,6 +86,9 @@ def test_large_scores_do_not_overflow_and_nan_is_not_lost(step, dtype):
     assert_near([step.attention(q, k, v)], [formula(q, k, v, q, False)[0]], dtype)
     k[120, 3] = np.nan
     assert np.isnan(step.attention(q, k, v).astype("f4")).all()
+    k[:70] = -np.inf  # the first tile: weight 0 in the rows that see more
+    k[120, 3] = 0
+    assert_near([step.attention(abs(q), k, v)], [formula(abs(q), k[70:], v[70:], q, False)[0]], dtype)
 
 
 @pytest.mark.parametrize(("step", "dtype"), [case for case in EVERY_DTYPE if case[0].number > 3])
