@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from minidist import kernels
-from minidist.comm.opaque import refuse_recorded
 from minidist.kernels import Rung
 from minidist.kernels.rung import Step
 
@@ -127,7 +126,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # g: (m, n)
-        refuse_recorded("a product on a rung", "leave the rung out")
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "this backward pass is recorded for second derivatives (create_graph=True), and a product on "
+                "a rung has none; leave the rung out"
+            )
         x, w = ctx.saved_tensors
         x_grad = w_grad = None
         if ctx.needs_input_grad[0]:
