@@ -28,7 +28,7 @@ PITCH = 16  # bytes; each row of an uploaded matrix begins on a multiple
 
 @dataclass(frozen=True)
 class CudaStep(Step):
-    """What any step of a CUDA ladder says of itself. Its kernels run where `device.backend()` says."""
+    """A step of either CUDA ladder: its record. `device.backend()` says where its kernels run."""
 
     architecture: str = "sm_75"  # the oldest on which its kernels run; "sm_90a" is Hopper alone
     simulated: bool = True  # whether Numba's simulator can run it

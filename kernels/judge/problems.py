@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def specification(self) -> str:
-        """What the kernel has to do, and for which sizes it is scored."""
+        """The specification that a reader sees: the kernel's task, and the sizes that are scored."""
         text = inspect.cleandoc(self.make.__doc__ or "")
         scored = ", ".join(f"{name} = {n}" for name, n in zip(self.sizes, self.scored, strict=True))
         return f"{text}\n\nScored at {scored}; right for all other sizes, too. Par costs {self.par:,}."

@@ -10,7 +10,7 @@
 | s6_causal | blocks that the mask hides are skipped |
 | s7_backward | the backward pass computes the weights again |
 
-What the upper rungs share with each other is in `support`, and with the matmul ladder in `../support`.
+The upper rungs share code in `support`. They share `../support` with the matmul ladder.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class CudaAttentionRung(CudaStep, AttentionRung):
 
     CUDA tensors are used where they lie, on torch's current stream, without waiting for the result. NumPy
     arrays and CPU tensors are copied to the GPU and back, or used by the emulator in place. float16 and
-    bfloat16 (ml_dtypes' in NumPy) are summed in float32, in which `logs` are, too.
+    bfloat16 (ml_dtypes' in NumPy) are summed in float32, and `logs` are float32.
     """
 
     def _kind(self, q: Any) -> tuple[Any, str, str]:
