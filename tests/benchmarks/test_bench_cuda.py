@@ -297,7 +297,7 @@ def test_the_command_on_the_emulator(tmp_path):
     table = done.stdout[done.stdout.index("The CUDA ladder against torch.matmul") :]
     assert "s9_tensor_core      TF32" in table
     assert "s8_warp_tile        not measured" in table
-    assert found["suites"]["bench_cuda"].startswith("The CUDA ladder on a GPU")
+    assert found["suites"]["bench_cuda"].startswith("The CUDA ladders on a GPU")
 
 
 BROKEN = """
