@@ -13,7 +13,7 @@ from minidist.parallel.contract.layout import Layout, check_available, check_sec
 from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.guards.claims import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
-from minidist.parallel.tensor.heads import COUNTS
+from minidist.parallel.tensor_parallel.heads import COUNTS
 from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
