@@ -208,6 +208,7 @@ class Cluster:
         """Start the ranks and wait until they have formed a world."""
         # The caller opens the listening socket of the world's store and hands it to rank 0. So no port has to
         # be guessed, and only this machine can reach it.
+        _check_loopback()
         with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
             limit = COLLECTIVE_TIMEOUT if self.timeout is None else self.timeout + COLLECTIVE_MARGIN
             setup = Setup(
@@ -242,3 +243,16 @@ def _check_ranks(name: str, value: Iterable[int], ranks: int) -> frozenset[int]:
     if not set(given) <= set(range(ranks)):
         raise ValueError(f"{name} is {given}; the ranks are 0 to {ranks - 1}: give some of them")
     return frozenset(given)
+
+
+def _check_loopback() -> None:
+    """Raise ConnectionError if 127.0.0.1 cannot be reached: ranks would try for minutes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("127.0.0.1", 9))  # looks up the way, and sends nothing
+        except OSError as error:
+            raise ConnectionError(
+                error.errno,
+                f"ranks of one machine meet at 127.0.0.1, which cannot be reached ({error.strerror}): the "
+                "interface lo may be down; ip link set lo up",
+            ) from None

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -735,6 +736,22 @@ def test_importing_does_not_import_torch() -> None:
         "import sys, minidist, minidist.cli.commands; print('torch' in sys.modules, 'numba' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False False\n"
+
+
+def test_ranks_that_cannot_meet_are_not_started() -> None:
+    """Planted: with the interface lo down, they tried for minutes and printed traces of C++.
+
+    A new network namespace has lo, and it is down.
+    """
+    inside = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
+    try:
+        subprocess.run([*inside, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace can be made here: {error}")
+    text = "import minidist as md, os\nmd.launch(os.getpid, 2)"
+    done = subprocess.run([*inside, sys.executable, "-c", text], capture_output=True, text=True)
+    *_, last = done.stderr.splitlines()
+    assert re.match(r"ConnectionError: .* meet at 127.0.0.1, which cannot be reached .* lo up$", last)
 
 
 def test_the_store_is_not_told_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
