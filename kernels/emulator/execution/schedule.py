@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..base.batch import Batch, RegisterLayout, Source
+from ..base.instruction_batch import Batch, RegisterLayout, Source
 from ..base.instruction_registry import MEMORY, InstructionUnit, OrderingClass, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError

@@ -10,9 +10,9 @@ from ..arithmetic.bits import count_ones
 from ..arithmetic.operations import Operation, operation
 from ..arithmetic.warp_operations import word
 from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, active_lanes
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import InstructionUnit, Run, unit
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import DTYPES, SIZES, Mask
 from ..ptx.program import Vector
 

@@ -26,10 +26,10 @@ from ..arithmetic.operations import Function, pairwise
 from ..arithmetic.rounding import SMALLEST_NORMAL, flushing
 from ..arithmetic.warp_operations import REDUCTIONS
 from ..base.addresses import addresses_of, lanes_of, space_of
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..machine.machine import Machine
-from ..memory import races
+from ..machine.machine_state import Machine
+from ..memory import race_faults as races
 from ..memory.access import Access, rows_of
 from ..ptx.dtypes import SIZES, Array, Mask
 from ..ptx.fault import EmulatorError

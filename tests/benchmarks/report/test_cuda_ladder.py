@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from minidist.benchmarks.harness import run as benchmarks
+from minidist.benchmarks.harness import run_suites as benchmarks
 from minidist.benchmarks.report import ladders, page, printed
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.report.test_page import well_formed
