@@ -21,12 +21,12 @@ from minidist import comm
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_to_buckets
-from minidist.parallel.sharding.gathered_model import named_shards
-from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
-from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
+from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
+from minidist.parallel.sharding.units.gathered_model import named_shards
+from minidist.parallel.tensor_parallel.linear_layers import ColumnParallelLinear
 from minidist.parallel.training import muon
-from minidist.scale.time.gradient_exchange import PRODUCTS
-from minidist.scale.time.step_time import predict_step
+from minidist.scale.step_time.gradient_exchange import PRODUCTS
+from minidist.scale.step_time.prediction import predict_step
 from tests.helpers import contract
 from tests.helpers.models import Logits, tokens
 from tests.parallel.sharding.cases import CASES, own_loop
