@@ -116,7 +116,8 @@ class OptimizerSlices:
     def add(self, buckets: Sequence[Bucket | WholeOnOwners], group_of: Mapping[int, int]) -> None:
         """Make slices of this rank's shares of buckets; `group_of` has a group for each parameter index."""
         self.has_shares |= bool(buckets)
-        for bucket, (start, whole) in ((bucket, each) for bucket in buckets for each in bucket.ranges()):
+        pieces = [(bucket, *piece) for bucket in buckets for piece in bucket.ranges()]
+        for bucket, start, whole in pieces:
             group = group_of.get(whole.param_index)
             if not self.may_cut(group):
                 if not bucket.cuts_anywhere:  # else the whole parameter lies elsewhere, on its owner

@@ -64,7 +64,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch hides each call of `__torch_dispatch__` from its compiler, which does not run here."""
+        """Whether torch hides each operation from its compiler, which does not run here."""
         return False
 
     def empty(
