@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from minidist.benchmarks.harness import results
-from minidist.benchmarks.harness import run as benchmarks
+from minidist.benchmarks.harness import run_suites as benchmarks
 from minidist.benchmarks.report import curves, findings, ladders, page, printed, tables
 from minidist.kernels.cuda import RUNGS
 from tests.benchmarks.report.test_page import well_formed

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from minidist.benchmarks.harness import formats, results
-from minidist.benchmarks.report import chapters, findings, verdicts
+from minidist.benchmarks.report import chapters, findings
+from minidist.benchmarks.report import decided_comparisons as verdicts
 from minidist.benchmarks.report.pieces import Number
 from tests.helpers import measured
 
