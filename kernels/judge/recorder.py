@@ -26,8 +26,8 @@ import numpy as np
 
 from ..cache_folder import cache_folder
 from ..cuda.runtime import kernel_cache
-from ..emulator import report
-from ..emulator.execution import run
+from ..emulator import launch_and_profile as report
+from ..emulator.execution import run_grid as run
 
 SECONDS, BYTES = 120, 4 << 30  # of the processor, and of memory beyond what the compiler has taken
 LAUNCHES = 100  # of one call

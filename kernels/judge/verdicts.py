@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..cuda.runtime import compiler
-from ..emulator.execution.run import COUNTING, run_kernel
+from ..emulator.execution.run_grid import COUNTING, run_kernel
 from ..emulator.instructions.linked_functions import function_of
 from ..emulator.machine.counts import Counts, by_warp
 from ..emulator.ptx.dtypes import Array, Mask

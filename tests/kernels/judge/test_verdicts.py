@@ -110,7 +110,7 @@ def add(x, y, out):
 """,
     "changes the checker": """
 from minidist.kernels.judge import problems, verdicts
-from minidist.kernels.emulator.execution import run
+from minidist.kernels.emulator.execution import run_grid as run
 verdicts._wrong = lambda *_: ""
 verdicts._costs = verdicts._verdict = verdicts.judge = lambda *_: 1000
 np.abs = np.argmax = np.count_nonzero = lambda *_: 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import Instruction, moved, placement_of
-from minidist.parallel.pipeline.schedule_proof import Deadlock, completed_sends, replay
+from minidist.parallel.pipeline.schedule_proof import completed_sends
 from minidist.parallel.pipeline.schedules import Schedule
 from tests.helpers.clocks import HANG
 
@@ -56,24 +58,15 @@ def test_bubbles_and_live_activations_are_those_of_the_record(name: str) -> None
     assert schedules.interleaved(3, 5, 1) == schedules.one_f_one_b(3, 5)
 
 
-def test_interleaved_warms_up_as_little_as_ends() -> None:
-    turns, ends = schedules._alternating, list[bool]()
-    for p, m, v in [(2, 3, 2), (3, 4, 2), (3, 5, 3), (4, 5, 2), (4, 8, 2), (5, 7, 3)]:
-        groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
-        forwards, backwards = (
-            [(i, chunk) for group in groups for chunk in order for i in group]
-            for order in (range(v), range(v)[::-1])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_a_last_group_that_is_not_full_holds_no_more_and_takes_no_longer(chunks: int) -> None:
+    for p, m in product(range(2, 6), range(1, 12)):
+        full, found = (
+            schedules.simulate(schedules.interleaved(p, each, chunks)) for each in (-(-m // p) * p, m)
         )
-        for longer in range(-1, len(forwards)):
-            warm_ups = [(v - 1) * p + 2 * (p - 1 - rank) + longer for rank in range(p)]
-            schedule = schedules.with_messages([turns(forwards, backwards, each) for each in warm_ups])
-            try:
-                assert [*replay(schedule)]
-                ends.append(True)
-            except Deadlock:
-                ends.append(False)
-            assert schedules._ends(forwards, backwards, warm_ups) == ends[-1]
-    assert {*ends} == {False, True}
+        most = [value(SCHEDULES["interleaved"].live, p=p, m=m, v=chunks, r=r) for r in range(p)]
+        assert all(map(le, found.peak_activations, most))
+        assert found.seconds <= full.seconds
 
 
 def value(formula: str, **sizes: int) -> float:

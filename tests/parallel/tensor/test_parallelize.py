@@ -21,11 +21,12 @@ from minidist.parallel.tensor import operators, vocabulary
 from minidist.parallel.tensor import sequence_parallel as sequence_parts
 from minidist.parallel.tensor.cuts import Cut, cuts
 from minidist.parallel.tensor.parallelize import parallelize
-from minidist.parallel.tensor.plans import bytes_per_pass, plan_for
+from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy, vocabulary_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute
 from tests.helpers import contract, models
+from tests.helpers.step_bytes import bytes_per_pass
 
 Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12
@@ -211,12 +212,8 @@ def without_the_first_weights(patch: pytest.MonkeyPatch) -> None:
     "fault", [without_the_norms, without_the_positions, with_the_neighbours_tokens, without_the_first_weights]
 )
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[..., None]) -> None:
-    def wrong() -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return train(CASES["gpt"], None, sequence_parallel=True)
-
-    trained = cluster_of(2).run(wrong)
+    wrong = partial(train, CASES["gpt"], None, sequence_parallel=True)
+    trained = cluster_of(2).run(contract.with_fault, fault, wrong)
     with pytest.raises(AssertionError):
         contract.compare(assemble(trained), contract.train_in_one_process(CASES["gpt"]))
 
