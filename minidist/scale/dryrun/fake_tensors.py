@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 LARGE = 2**20
 """Nothing is computed with a tensor of more elements, whatever it holds."""
@@ -60,6 +61,11 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[Any, Any] = {}
         self._kinds: dict[Any, OperationKind] = {}
         self.calls = 0  # operations that were not computed
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch hides each operation from its compiler, which does not run here."""
+        return False
 
     def empty(
         self, shape: Any, dtype: torch.dtype = torch.float32, strides: tuple[int, ...] | None = None
@@ -114,7 +120,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = self._kinds[func] = OperationKind(func)
         if kind.is_view:
             return func(*args, **kwargs)
-        operands = tensors_in((args, kwargs))
+        operands = tensors_in((*args, *kwargs.values()))
         if str(kwargs.get("device")) == "meta" or any(x.is_meta for x in operands):
             return func(*args, **kwargs)  # takes no memory as it is
         if self.computes_with(*operands):
@@ -217,9 +223,15 @@ class OperationKind:
         return [None] * count if self.gives_list else self._outputs
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among arguments, including those in lists."""
-    return [value for value in tree_iter(values) if isinstance(value, Tensor)]
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, including those in lists."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
 
 
 def signature(value: Any) -> Any:

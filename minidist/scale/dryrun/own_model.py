@@ -311,7 +311,9 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in self._views:
             self._views[func] = OperationKind(func).is_view
         if not self._views[func]:
-            moved = float(sum(x.numel() * x.element_size() for x in tensors_in((args, kwargs, made))))
+            moved = float(
+                sum(x.numel() * x.element_size() for x in tensors_in((*args, *kwargs.values(), made)))
+            )
             count = flop_registry.get(func._overloadpacket)
             if count is None:
                 self.work += Computation(moved=moved, calls=1)

@@ -113,10 +113,11 @@ class OptimizerSlices:
             span, group = [ParameterRange(index, 0, value.numel())], group_of.get(id(tensor))
             self.all.append(OptimizerSlice(None, group, 0, span, value, tensor, tensor is not value, False))
 
-    def add(self, bucket: Bucket | WholeOnOwners, group_of: Mapping[int, int]) -> None:
-        """Make slices of this rank's share of a bucket; `group_of` has a group for each parameter index."""
-        self.has_shares = True
-        for start, whole in bucket.ranges():
+    def add(self, buckets: Sequence[Bucket | WholeOnOwners], group_of: Mapping[int, int]) -> None:
+        """Make slices of this rank's shares of buckets; `group_of` has a group for each parameter index."""
+        self.has_shares |= bool(buckets)
+        pieces = [(bucket, *piece) for bucket in buckets for piece in bucket.ranges()]
+        for bucket, start, whole in pieces:
             group = group_of.get(whole.param_index)
             if not self.may_cut(group):
                 if not bucket.cuts_anywhere:  # else the whole parameter lies elsewhere, on its owner

@@ -25,12 +25,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.work import bytes_of, rank_in
+from minidist.comm.work import rank_in
 from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
 from minidist.parallel.contract.residency import Residency
 from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
 from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
-from minidist.parallel.flat.joined_messages import deal_to_buckets
+from minidist.parallel.flat.joined_messages import deal_to_buckets, deal_whole
 from minidist.parallel.training.elementwise_optimizers import Work
 
 TRANSIENT = 2
@@ -121,16 +121,13 @@ class ParameterSet:
         """
         over = None if self.residency.state else self.gradient_comm
         deal: Deal = evenly
-        sized: Sequence[Tensor] = parameters
         if over is not None and work is not None and order:
             deal = self.whole_tensors = self.whole_tensors or WholeTensors(work, over.owners)
             sized = [p.new_empty(()).expand(whole_shape(p)) for p in parameters]
-            # The bucket of a large one would otherwise be mostly padding.
-            limit = max(limit, over.owners * max(bytes_of(sized[index]) for index in order))
-        new = [
-            Bucket(part, parameters, over, deal, name_of=name_of)
-            for part in deal_to_buckets(sized, order, limit)
-        ]
+            parts = deal_whole(sized, order, limit, deal)
+        else:
+            parts = deal_to_buckets(parameters, order, limit)
+        new = [Bucket(part, parameters, over, deal, name_of=name_of) for part in parts]
         for bucket in new if over is not None else ():
             bucket.keep_values()
         self.buckets += new

@@ -127,15 +127,15 @@ class ShardedParameters(AllParameters):
         A collective where there are some.
         """
         homes: dict[Any, list[tuple[Bucket, int]]] = {}
+        self.slices.add(buckets, self.groups.of)
         for bucket in buckets:
-            self.slices.add(bucket, self.groups.of)
             for at, index in enumerate(bucket.param_indices):
                 if index in self._whole:
                     homes.setdefault((bucket.dtype, bucket.gradient_comm), []).append((bucket, at))
         work, memory = work_of(type(self.groups.optimizer)), self.slices.memory
         for those in homes.values():
             self.on_owners.append(WholeOnOwners(those, self.parameters, memory, work))
-            self.slices.add(self.on_owners[-1], self.groups.of)
+            self.slices.add(self.on_owners[-1:], self.groups.of)
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""

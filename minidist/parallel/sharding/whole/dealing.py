@@ -137,8 +137,7 @@ class Dealer:
         """Make slices of new buckets, with the masters and the state that whole parameters had."""
         whole = self.slices.optimizer.state
         states = {i: whole.pop(self.parameters[i]) for i in order if self.parameters[i] in whole}
-        for bucket in new:
-            self.slices.add(bucket, group_of)
+        self.slices.add(new, group_of)
         masters = {i: self.undealt_masters.pop(self.parameters[i], None) for i in order}
         for each, span, tensor, _ in self.slices.by_parameter():
             if each.bucket in new and (master := masters[span.param_index]) is not None:
