@@ -147,6 +147,14 @@ def test_groups_count_their_own_ranks(cluster_of: Clusters) -> None:
     assert second == ([4.0, 4.0], (1, 2), 16)
 
 
+CALLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": comm.all_reduce,
+    "reduce_scatter": comm.reduce_scatter,
+    "all_gather": comm.all_gather,
+    "all_to_all": comm.all_to_all,
+    "gather": comm.gather,
+    "scatter": lambda x: comm.scatter(x, x.new_empty(len(x) // md.size(), *x.shape[1:])),
+}
 FORMULAS: dict[str, Callable[[int, int, int], float]] = {
     "all_reduce": lambda n, size, rank: 2 * (n - 1) / n * size,
     "reduce_scatter": lambda n, size, rank: (n - 1) / n * size,
@@ -161,24 +169,14 @@ FORMULAS: dict[str, Callable[[int, int, int], float]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
     def count() -> dict[str, int]:
-        x, sizes = torch.ones(24, 5, dtype=dtype), {}
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: comm.all_reduce(x),
-            "reduce_scatter": lambda: comm.reduce_scatter(x),
-            "all_gather": lambda: comm.all_gather(x),
-            "all_to_all": lambda: comm.all_to_all(x),
-            "gather": lambda: comm.gather(x),
-            "scatter": lambda: comm.scatter(x, x.new_empty(24 // md.size(), 5)),
-        }
-        for name, call in calls.items():
+        sizes = {}
+        for name, call in CALLS.items():
             with comm.ledger() as ledger:
-                call()
+                call(torch.ones(24, 5, dtype=dtype))
             (entry,) = ledger.calls
-            assert (entry.name, entry.algorithm, entry.dtype) == (
-                name,
-                "torch" if name in ("gather", "scatter") or md.size() == 1 else "shared_memory",
-                str(dtype).removeprefix("torch."),
-            )
+            by_torch = name in ("gather", "scatter") or md.size() == 1
+            assert (entry.name, entry.algorithm) == (name, "torch" if by_torch else "shared_memory")
+            assert entry.dtype == str(dtype).removeprefix("torch.")
             assert entry.seconds >= entry.waited >= 0
             sizes[name] = ledger.bytes_sent
         return sizes
@@ -233,60 +231,46 @@ def test_large_reduce_scatters_over_sockets_go_in_chunks(cluster_of: Clusters, o
         torch.testing.assert_close(share, reduced[6 * rank : 6 * rank + 6])
 
 
-def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
+ON_THE_WIRE = {
+    **CALLS,
+    "broadcast": comm.broadcast,
+    "ring": lambda x: comm.all_reduce(x, algorithm="ring"),
+    "halving and doubling": lambda x: comm.all_reduce(x, algorithm="halving_doubling"),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="reads Linux's count of an interface's bytes")
+@pytest.mark.parametrize("name", [*ON_THE_WIRE, "in memory"])
+def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters, name: str) -> None:
     """The loopback interface's own counter, over 16 MB tensors, agrees with the ledger to 2%."""
-    if not Path("/proc/net/dev").exists():
-        pytest.skip("needs /proc/net/dev, which counts the bytes of an interface on Linux")
 
     def bytes_on_loopback() -> int:
-        line = next(
-            line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
-        )
-        return int(line.split(":")[1].split()[8])
+        lines = (line.strip() for line in Path("/proc/net/dev").read_text().splitlines())
+        return int(next(line for line in lines if line.startswith("lo:")).split(":")[1].split()[8])
 
-    calls: dict[str, Callable[[torch.Tensor], object]] = {
-        "all_reduce": comm.all_reduce,
-        "reduce_scatter": comm.reduce_scatter,
-        "all_gather": comm.all_gather,
-        "broadcast": comm.broadcast,
-        "all_to_all": comm.all_to_all,
-        "gather": comm.gather,
-        "ring": lambda x: comm.all_reduce(x, algorithm="ring"),
-        "halving and doubling": lambda x: comm.all_reduce(x, algorithm="halving_doubling"),
-    }
-
-    def in_memory() -> int:
-        with comm.ledger() as ledger:
-            comm.all_reduce(torch.ones(4 * 2**20))
-        assert ledger.bytes_sent > 0
+    def count() -> int:
+        x = torch.ones(4 * 2**20)
+        if name == "in memory":
+            with comm.ledger() as ledger:
+                comm.all_reduce(x)
+            assert ledger.bytes_sent > 0
+        else:
+            with comm.ledger() as ledger, comm.using("torch"):
+                ON_THE_WIRE[name](x)
+            assert ledger.bytes_on_wire == ledger.bytes_sent
         return ledger.bytes_on_wire
 
-    for name in calls:
-
-        def count(name: str = name) -> int:
-            x = torch.ones(4 * 2**20)
-            with comm.ledger() as ledger, comm.using("torch"):
-                calls[name](x)
-            assert ledger.bytes_on_wire == ledger.bytes_sent
-            return ledger.bytes_on_wire
-
-        cluster = cluster_of(4)
-        cluster.run(count)  # connections are made at the first call
-        on_wire = []
-        for _ in range(20):  # other programs may speak meanwhile, which only adds
-            before = bytes_on_loopback()
-            counted = sum(cluster.run(count))
-            on_wire.append(bytes_on_loopback() - before)
-            if on_wire[-1] <= 1.02 * counted:
-                break
-        assert counted <= min(on_wire) <= 1.02 * counted, name  # 2%: the frames' headers
-    for _ in range(20):
+    cluster = cluster_of(4)
+    cluster.run(count)  # connections are made at the first call
+    on_wire = []
+    for _ in range(20):  # other programs may speak meanwhile, which only adds
         before = bytes_on_loopback()
-        assert cluster.run(in_memory) == [0] * 4
+        counted = sum(cluster.run(count))
         on_wire.append(bytes_on_loopback() - before)
-        if on_wire[-1] < 2**20:
+        most = 1.02 * counted or 2**20  # 2%: the frames' headers; in memory: the launcher's own messages
+        if on_wire[-1] <= most:
             break
-    assert on_wire[-1] < 2**20  # the launcher's own messages
+    assert counted <= min(on_wire) <= most
 
 
 def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
