@@ -100,19 +100,13 @@ class Meter(Counts):
             says = f"{self.steps:,} steps of the emulator so far, and the judge allows {STEPS:,} a case"
             raise Fault("too slow", f"{says}: use more threads, or look for a loop that does not end", where)
 
-    def global_access(
-        self,
-        shape: Any,
-        instructions: Sequence[PtxInstruction],
-        addresses: Array,
-        width: int,
-        lanes: Array,
-        write: bool,
-    ) -> None:
+    def access(self, access: Any, shared: bool) -> None:
         """Count requests as `Counts` does, and atomics of a warp's threads on one address."""
-        super().global_access(shape, instructions, addresses, width, lanes, write)
-        if instructions[0].opcode[0] in ("atom", "red"):
-            places = np.stack([np.broadcast_to(lanes // 32, addresses.shape).ravel(), addresses.ravel()])
+        super().access(access, shared)
+        addresses = access.addresses
+        if not shared and access.batch.first.opcode[0] in ("atom", "red"):
+            warps = np.broadcast_to(access.lanes // 32, addresses.shape)
+            places = np.stack([warps.ravel(), addresses.ravel()])
             self.turns += addresses.size - np.unique(places, axis=1).shape[1]
 
 
