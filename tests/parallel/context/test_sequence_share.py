@@ -78,11 +78,6 @@ def test_a_gpt_trains_to_the_weights_of_one_process(cluster_of: Clusters, ranks:
         compare(trained, train_whole())
 
 
-def test_so_it_does_with_a_loss_of_the_whole_outputs_and_with_recomputation(cluster_of: Clusters) -> None:
-    for trained in (*cluster_of(3).run(train, True), *cluster_of(2).run(train, False, True)):
-        compare(trained, train_whole())
-
-
 # Cutting.
 
 

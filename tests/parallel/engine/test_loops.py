@@ -375,34 +375,3 @@ def test_what_ranks_cannot_evaluate_is_refused(
 
     with pytest.raises(md.RankError, match=told):
         cluster_of(2).run(train)
-
-
-def test_closures_outside_of_engines(cluster_of: Clusters) -> None:
-    """ZeroOptimizer and FullyShard give theirs to an optimizer that requires one."""
-
-    def train(zero: int) -> dict[str, Tensor]:
-        model: Any = net()
-        if zero == 3:
-            model = optimizer = md.FullyShard(model, Elementwise)
-        else:
-            optimizer = md.ZeroOptimizer(model.parameters(), Elementwise, zero)
-        for x, y in batches(3):
-            own = x[md.rank() :: 2], y[md.rank() :: 2]
-
-            def closure(given: tuple[Tensor, Tensor] = own) -> Tensor:
-                optimizer.zero_grad()
-                loss = mse(model(given[0]), given[1])
-                loss.backward()  # type: ignore[no-untyped-call]
-                return loss
-
-            optimizer.step(closure)
-        found: dict[str, Tensor] = model.state_dict()
-        return found
-
-    model = net()
-    plain = Elementwise(model.parameters())
-    for x, y in batches(3):
-        evaluate_and_step(model, plain, x, y, None)
-    for zero in (1, 2, 3):
-        for state in cluster_of(2).run(train, zero):
-            same(state, model)

@@ -40,14 +40,6 @@ def chain(seed: int) -> nn.Module:
     return model.double()
 
 
-CHAIN = replace(CASES["mlp"], model=chain)
-
-
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,zero=1", "pp=4,schedule=gpipe"])
-def test_a_chain_with_buffers(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(PARSE(layout).ranks), CHAIN, PARSE(layout))
-
-
 def test_stages_send_their_tensors_joined(cluster_of: Clusters) -> None:
     def whole(most: int) -> tuple[dict[str, Tensor], int, int]:
         engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE("tp=2,pp=2"))
@@ -78,29 +70,6 @@ def named(seed: int) -> nn.Module:
 
 
 NAMED = replace(CASES["mlp"], model=named, clip_norm=0.1)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp=2",
-        "pp=3,micro_batches=2",
-        "pp=3,zero=1,schedule=zero_bubble,micro_batches=3",
-        "pp=3,precision=fp16",
-    ],
-)
-def test_named_layers_and_a_stage_without_parameters(cluster_of: Clusters, layout: str) -> None:
-    if "fp16" not in layout:
-        contract.check(cluster_of(PARSE(layout).ranks), NAMED, PARSE(layout))
-        return
-
-    def train() -> list[float]:
-        engine = md.prepare(named(0).float(), NAMED.optimizer, PARSE(layout))
-        return [engine.step(x.float(), y) for x, y in NAMED.global_batches()]
-
-    expected = contract.train_in_one_process(NAMED).losses
-    for losses in cluster_of(3).run(train):
-        torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(("before", "after"), [("pp=3", "dp=1"), ("dp=1", "pp=3,zero=1"), ("pp=3", "dp=2")])

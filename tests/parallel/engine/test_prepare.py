@@ -14,16 +14,6 @@ import minidist as md
 from minidist.parallel.training.precision import LossScale
 
 
-def test_one_process_needs_no_world_and_no_layout() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3)
-    engine = md.prepare(model, torch.optim.SGD)
-    inputs, targets = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
-    first = engine.step(inputs, targets)
-    assert engine.step(inputs, targets) < first
-    assert engine.model is model
-
-
 def meta() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(5, 3))

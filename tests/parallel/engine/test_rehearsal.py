@@ -17,7 +17,6 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.checkpoint import saving
-from minidist.comm import ledgers
 from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
@@ -161,21 +160,6 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
     says = rf"in step 1 the layout {layout} trains otherwise than one process .*{told}.*What differs: "
     with pytest.raises(md.RankError, match=says):
         cluster_of(ranks).run(first_step, True)
-
-
-def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
-    def first_told() -> int:
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
-        own = slice(engine.data_rank, None, 2)
-        for step, (x, y) in enumerate(batches(12), 1):
-            y = y.clamp(min=-0.4) if step < 5 else y
-            try:
-                engine.step(x[own], y[own])
-            except ValueError:
-                return step
-        return 0
-
-    assert cluster_of(2).run(first_told) == [10, 10]
 
 
 def rehearsed(engine: md.Engine, steps: Iterable[Callable[[], Any]]) -> list[int]:
@@ -498,21 +482,6 @@ def test_a_model_made_on_the_meta_device_is_rehearsed(
     assert "was not compared" not in capfd.readouterr().err
 
 
-def test_half_precision_agrees_up_to_its_rounding(cluster_of: Clusters) -> None:
-    def losses(precision: str, factor: float = 1.0) -> list[float]:
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            return factor * functional.mse_loss(outputs, targets)
-
-        layout = PARSE(f"dp=2,zero=1,precision={precision}")
-        engine = md.prepare(net().float(), ADAMW, layout, loss, rehearse=True)
-        return train(engine, ((x.float(), y.float()) for x, y in batches(4)))
-
-    for precision in ("bf16", "fp16"):
-        assert all(loss > 0 for loss in cluster_of(2).run(losses, precision)[0])
-    # Gradients that underflow in 16 bits once the loss's scale is taken out.
-    assert all(loss > 0 for loss in cluster_of(2).run(losses, "fp16", 1e-6)[0])
-
-
 def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path) -> None:
     """The save's thread talks to the other ranks. A failed save tells `wait`, and not the step."""
 
@@ -571,34 +540,6 @@ def test_a_long_step_is_taken_alone_with_the_threads_of_waiting_ranks(cluster_of
     assert cluster_of(2).run(threads, 1e9) == [[1, 1, 1], [1, 1]]
 
 
-class Counts:
-    """Counts the calls of the rank that it watches, as an open trace would."""
-
-    number = 0
-
-    def called(self, *_: Any) -> None:
-        self.number += 1
-
-    def waited(self, *_: Any) -> None:
-        pass
-
-
-def test_a_rank_may_be_watched_alone(cluster_of: Clusters) -> None:
-    """The others rehearse, and would wait for it."""
-
-    def calls(watched: bool) -> tuple[list[float], int]:
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
-        counts = Counts()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ledgers, "watchers", [counts] if watched and md.rank() else [])
-            return train(engine, batches(3)), counts.number
-
-    watched, plain = cluster_of(2).run(calls, True), cluster_of(2).run(calls, False)
-    assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
-    assert watched[0][1] == 0
-    assert watched[1][1] > 0
-
-
 class Elsewhere:
     """A loss that has the model in an attribute."""
 
@@ -607,15 +548,6 @@ class Elsewhere:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.mse_loss(outputs, targets) + self.model[0][0].weight.square().sum()
-
-
-def test_one_rank_without_a_world_rehearses_micro_batches(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = md.prepare(net(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
-    assert all(loss > 0 for loss in train(engine, batches(3)))
-    refused = md.prepare(net(), SGD, md.Layout(micro_batches=2), summed, rehearse=True)
-    with pytest.raises(ValueError, match="is no mean over rows"):
-        train(refused, batches(1))
-    assert not capfd.readouterr().err
 
 
 # Where it does not run, a line says so.
@@ -777,32 +709,6 @@ def test_what_functions_count_is_left_alone(cluster_of: Clusters, which: str) ->
 
     expected = cluster_of(1).run(alone)[0]
     for found in cluster_of(2).run(run):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_part_that_no_rank_uses_in_a_step_keeps_ranks_together(cluster_of: Clusters) -> None:
-    """In ZeRO 3 the optimizer's slices are then cut, on one rank alone perhaps."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.body = nn.Linear(8, 8).double()
-            self.heads = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.body(x)
-            for head in self.heads[: int(x[0, 0] > -9) + 1 if x.shape[1] else 3]:
-                y = y + head(y)
-            return y
-
-    def losses(layout: md.Layout | None) -> list[float]:
-        return train(
-            md.prepare(Heads(), ADAMW, layout, functional.mse_loss, rehearse=layout is not None), batches(9)
-        )
-
-    expected = cluster_of(1).run(losses, None)[0]
-    for found in cluster_of(2).run(losses, md.Layout(dp=2, zero=3)):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -1019,21 +925,3 @@ def test_a_contrastive_loss_of_texts_of_other_lengths_is_no_false_alarm(
     assert not line
     with pytest.raises(md.RankError, match=r"no mean over rows.*has to gather those of all ranks"):
         cluster_of(2).run(loss, False)
-
-
-def test_a_mean_over_tokens_of_rows_without_padding_is_told_as_unknown(
-    cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """All rows of a rank have one length, and those of the other another."""
-
-    def losses() -> list[float]:
-        generator = torch.Generator().manual_seed(md.rank())
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
-        given = torch.randn(4, 2, 2, 3 + 2 * md.rank(), 8, **DOUBLE, generator=generator)
-        return [engine.step(x, y) for x, y in given]
-
-    assert all(loss > 0 for loss in cluster_of(2).run(losses)[0])
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.partition("whether")[2] for line in lines] == [
-        " the loss is a mean over rows is not known"
-    ] * 2

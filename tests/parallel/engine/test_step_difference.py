@@ -92,12 +92,6 @@ def test_a_plan_that_makes_another_model_is_refused(cluster_of: Clusters, name: 
         cluster_of(2).run(first_loss, WRONG[name], "tp=2")
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=3", "tp=2,micro_batches=3"])
-def test_every_layout_refuses_it(cluster_of: Clusters, layout: str) -> None:
-    with pytest.raises(md.RankError, match=REFUSED):
-        cluster_of(md.Layout.parse(layout).ranks).run(first_loss, WRONG["softmax"], layout)
-
-
 @pytest.mark.parametrize("option", ["check_plan", "check_loss"])
 def test_the_old_arguments_switch_it_off(cluster_of: Clusters, option: str) -> None:
     losses = cluster_of(2).run(
@@ -108,28 +102,6 @@ def test_the_old_arguments_switch_it_off(cluster_of: Clusters, option: str) -> N
     assert abs(losses[0] - md.cross_entropy(outputs, targets).item()) > 1e-4  # what it is for
 
 
-class TwoParts(nn.Module):
-    """A chain whose second layer has a branch that does not count yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 8)
-        self.scale, self.last = nn.Parameter(torch.zeros(())), nn.Linear(8, 4)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        weighted = (self.scale * hidden.square().mean(-1, keepdim=True)) * hidden.new_ones(8)
-        y: Tensor = self.last(x + self.second(hidden) + weighted)
-        return y
-
-
-def test_gradients_are_compared_too(cluster_of: Clusters) -> None:
-    with pytest.raises(md.RankError, match=r"The plan makes another model\..*the gradient of scale differs"):
-        cluster_of(2).run(first_loss, TwoParts, "tp=2")
-
-
 def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
     def heads(y: Tensor) -> Tensor:
         return y.view(*y.shape[:-1], 4, 4).flatten(2)
@@ -138,17 +110,6 @@ def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
         md.RankError, match=r"the model fails once the plan has cut the model: shape.*column_packed"
     ):
         cluster_of(2).run(first_loss, partial(Between, heads, 16, 16), "tp=2")
-
-
-def test_other_errors_stay_as_they_are(cluster_of: Clusters) -> None:
-    """Those of a loss, and those of a model without a plan."""
-
-    def fails(*_: Any) -> Tensor:
-        raise KeyError("labels")
-
-    for layout, options in (("tp=2", {"loss": fails}), ("dp=2", {"plan": None, "loss": fails})):
-        with pytest.raises(md.RankError, match="KeyError: 'labels'"):
-            cluster_of(2).run(partial(first_loss, **options), WRONG["softmax"], layout)
 
 
 @pytest.mark.parametrize(

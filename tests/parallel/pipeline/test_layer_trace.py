@@ -220,16 +220,6 @@ def test_a_model_without_values_is_tried_without_them() -> None:
         find_chain(experts, PP, None, ROWS)
 
 
-def balanced(layers: Any, x: Tensor) -> Tensor:
-    result = in_order(layers, x)
-    return result + sum(layer.balance for layer in layers)
-
-
-def test_what_a_layer_keeps_in_an_attribute_comes_from_it() -> None:
-    with pytest.raises(ValueError, match=r"its outputs are computed from what blocks\.0 gave, and not from"):
-        find_chain(Net(balanced, Experts), PP, None, ROWS)
-
-
 def with_forces(layers: Any, x: Tensor) -> Tensor:
     """A gradient with respect to the model's input, which reaches the result on two ways."""
     y = in_order(layers, x)
@@ -245,16 +235,6 @@ def test_a_model_that_takes_a_gradient_is_refused() -> None:
 def test_a_layer_that_returns_its_input() -> None:
     net = Net(in_order, nn.Identity)
     assert trace_layers(net, "blocks", ROWS).after == {"after.weight", "after.bias"}
-
-
-def test_an_example_is_taken_in_the_precision_of_the_model(cluster_of: Clusters) -> None:
-    def train() -> float:
-        torch.manual_seed(0)
-        layout = md.Layout(pp=2, micro_batches=2, precision="bf16")
-        engine = md.prepare(Net(in_order), torch.optim.SGD, layout, example=ROWS)
-        return engine.step(torch.randn(4, 4), torch.randint(0, 4, (4,)))
-
-    assert all(loss > 0 for loss in cluster_of(2).run(train))
 
 
 def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:

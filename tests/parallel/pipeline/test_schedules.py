@@ -12,8 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline import schedules
-from minidist.parallel.pipeline.instructions import Instruction, moved, placement_of
-from minidist.parallel.pipeline.schedule_proof import Deadlock, completed_sends, replay
+from minidist.parallel.pipeline.instructions import Instruction, placement_of
 from minidist.parallel.pipeline.schedules import Schedule
 from tests.helpers.clocks import HANG
 
@@ -56,26 +55,6 @@ def test_bubbles_and_live_activations_are_those_of_the_record(name: str) -> None
     assert schedules.interleaved(3, 5, 1) == schedules.one_f_one_b(3, 5)
 
 
-def test_interleaved_warms_up_as_little_as_ends() -> None:
-    turns, ends = schedules._alternating, list[bool]()
-    for p, m, v in [(2, 3, 2), (3, 4, 2), (3, 5, 3), (4, 5, 2), (4, 8, 2), (5, 7, 3)]:
-        groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
-        forwards, backwards = (
-            [(i, chunk) for group in groups for chunk in order for i in group]
-            for order in (range(v), range(v)[::-1])
-        )
-        for longer in range(-1, len(forwards)):
-            warm_ups = [(v - 1) * p + 2 * (p - 1 - rank) + longer for rank in range(p)]
-            schedule = schedules.with_messages([turns(forwards, backwards, each) for each in warm_ups])
-            try:
-                assert [*replay(schedule)]
-                ends.append(True)
-            except Deadlock:
-                ends.append(False)
-            assert schedules._ends(forwards, backwards, warm_ups) == ends[-1]
-    assert {*ends} == {False, True}
-
-
 def value(formula: str, **sizes: int) -> float:
     """The value of a record's formula."""
     found: float = eval(formula, {"min": min, **sizes})
@@ -91,15 +70,6 @@ def test_weight_gradients_fill_the_bubble(times: tuple[float, float, float]) -> 
             waits = (p - 1) * (f + i - w)  # Qi et al. 2023, table 2
             found = schedules.simulate(schedules.zero_bubble(p, m), seconds)
             assert found.bubble == pytest.approx(waits / (m * (f + i + w) + waits), abs=1e-12)
-
-
-def test_the_timeline_says_when() -> None:
-    events = schedules.simulate(schedules.one_f_one_b(2, 2), {"message": 0.5}).timeline
-    seen = [[(str(each), start, end) for each, start, end in rank] for rank in events]
-    assert seen == [
-        [("F0", 0, 1), ("F1", 1, 2), ("B0", 5, 7), ("B1", 8, 10)],
-        [("F0", 1.5, 2.5), ("B0", 2.5, 4.5), ("F1", 4.5, 5.5), ("B1", 5.5, 7.5)],
-    ]
 
 
 def test_micro_batches_may_differ_in_their_times() -> None:
@@ -237,43 +207,6 @@ def test_messages_cross_only_where_all_are_computed() -> None:
     schedule[1].insert(1, F("recv_forward", 0))
     with pytest.raises(ValueError, match="micro-batch 0 of stage 0 and rank 1 receives micro-batch 1 of"):
         schedules.check(schedule)
-
-
-def test_a_send_is_known_to_be_complete_exactly_where_that_follows() -> None:
-    for name, kind in SCHEDULES.items():
-        schedule = schedules.by_name(name, 3, 6, kind.least_chunks)
-        placement = placement_of(schedule)
-        taken = {
-            moved(each, rank, placement): (rank, index)
-            for rank, own in enumerate(schedule)
-            for index, each in enumerate(own)
-            if each.kind.startswith("recv")
-        }
-
-        def follows(node: tuple[int, int], seen: set[tuple[int, int]]) -> None:
-            """All that comes after an instruction: on its rank, and by its messages on others."""
-            while node not in seen and node[1] < len(schedule[node[0]]):  # noqa: B023
-                seen.add(node)
-                each = schedule[node[0]][node[1]]  # noqa: B023
-                if each.kind.startswith("send"):
-                    follows(taken[moved(each, node[0], placement)], seen)  # noqa: B023
-                node = node[0], node[1] + 1
-
-        for rank, found in enumerate(completed_sends(schedule)):
-            own = schedule[rank]
-            known: set[Instruction] = set()
-            for index, each in enumerate(own):
-                if each in found:
-                    assert not known & {*found[each]}
-                    known |= {*found[each]}
-                    expected = set()
-                    for sent in own[:index]:
-                        if sent.kind.startswith("send"):
-                            after: set[tuple[int, int]] = set()
-                            follows(taken[moved(sent, rank, placement)], after)
-                            if (rank, index) in after:
-                                expected.add(sent)
-                    assert known == expected
 
 
 def test_schedules_need_no_torch() -> None:

@@ -19,17 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, config
+from minidist.model import GPT, config
 from minidist.parallel.contract.residency import ZERO_3
-from minidist.parallel.flat.freed import FreedParameter
-from minidist.parallel.sharding import collective_order, cut_into_units
+from minidist.parallel.sharding import cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
-from minidist.parallel.sharding import units as shard_units
 from minidist.parallel.sharding.sharded import Sharded
 from tests.helpers import contract
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
-    ALL,
     CASES,
     SGD,
     Skipping,
@@ -43,47 +40,7 @@ from tests.parallel.sharding.cases import (
 Clusters = Callable[[int], md.Cluster]
 
 
-@on_ranks(2)
-def test_units_are_gathered_ahead_where_that_takes_no_core() -> None:
-    sharded = [md.FullyShard(untied(0), SGD)]
-    with comm.using("ring"):
-        sharded.append(md.FullyShard(untied(0), SGD))
-    sharded.append(md.FullyShard(untied(0), SGD, prefetch=True))
-    assert [each.shared.runtime.prefetch for each in sharded] == [False, True, True]
-
-
-def test_other_optimizers_are_refused_before_anything_is_sharded() -> None:
-    model = nn.Linear(2, 2)
-    before = model.weight.clone()
-    with pytest.raises(ValueError, match=r"LBFGS, which cannot be shared by parts.* use dp alone"):
-        md.FullyShard(model, torch.optim.LBFGS)
-    assert torch.equal(model.weight, before)
-
-
 # A loop of one's own.
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters, prefetch: bool) -> None:
-    """Two backward passes a step, one of a sum of two losses; a schedule; means over the ranks."""
-    case = replace(ALL["skipping"], batches=(8, 4, 12, 4))
-
-    def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
-        schedule = torch.optim.lr_scheduler.StepLR(getattr(optimizer, "optimizer", optimizer), 2, 0.5)
-        for x, y in case.global_batches():
-            share = slice(*(len(x) * (rank + i) // size for i in (0, 1)))
-            optimizer.zero_grad()
-            case.loss(model(x[share]), y[share]).backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                model(x)  # every rank the same
-            (case.loss(model(x[share]), y[share]) + 2 * case.loss(model(x[share] / 2), y[share])).backward()
-            optimizer.step()
-            schedule.step()
-        assert model is not optimizer or all(type(p) is FreedParameter for p in model.module.parameters())
-        return []
-
-    make = partial(torch.optim.AdamW, lr=1e-2)
-    check_loop(cluster_of(2), case.model, loop, make, prefetch=prefetch)
 
 
 class Headed(nn.Module):
@@ -323,13 +280,6 @@ def test_a_model_made_on_meta_is_never_whole() -> None:
     assert unit < live.most - live.now < 3 * unit
 
 
-@pytest.mark.parametrize("build", [partial(MLP, (6, 5, 3)), partial(GPT, config("byte-tiny", layers=1))])
-def test_a_part_is_initialised_as_in_the_whole(build: Callable[..., nn.Module]) -> None:
-    whole = build(seed=3).state_dict()
-    sharded = md.FullyShard(build(seed=3, device="meta"), torch.optim.SGD)
-    torch.testing.assert_close(sharded.state_dict(), whole, rtol=0, atol=0)
-
-
 class Head(nn.Module):
     """A table, and a head with a bias and the table's weight, one of them first."""
 
@@ -474,20 +424,6 @@ def test_units_are_the_children_of_lists_unless_told() -> None:
         names(["Linear"])
     with pytest.raises(ValueError, match="units has a Linear that is no part of the model"):
         names([nn.Linear(1, 1)])
-
-
-def test_a_backward_pass_gathers_the_next_unit_while_one_computes() -> None:
-    units = [shard_units.Unit(name, nn.Module(), i) for i, name in enumerate(("", "a", "b", "c"))]
-    for at, unit in enumerate(units):  # the forward pass called one after the other
-        unit.first, unit.last, unit.calls = 2 * at, 2 * at + 1, 1
-    said = {
-        ahead: [
-            f"{kind} {unit.name}" for kind, unit in collective_order.backward_order(units, units[:1], ahead)
-        ]
-        for ahead in (True, False)
-    }
-    assert said[True] == ["gather c", "gather b", "reduce c", "gather a", "reduce b", "reduce a"]
-    assert said[False] == ["gather c", "reduce c", "gather b", "reduce b", "gather a", "reduce a"]
 
 
 @pytest.mark.parametrize("synchronized", [False, True])

@@ -102,12 +102,6 @@ def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("zero_first", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_optimizers_own_methods_do_at_stage_3(cluster_of: Clusters, ranks: int, zero_first: bool) -> None:
-    check_loop(cluster_of(ranks), CASE.model, partial(loop, clip=None, zero_first=zero_first), sgd)
-
-
 @pytest.mark.parametrize("clip", [(0.5, 2.0), (0.15, math.inf)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -163,29 +157,6 @@ def test_what_the_optimizers_own_step_cannot_do_it_says(tmp_path: Path) -> None:
     sharded = md.FullyShard(nn.Linear(2, 2), torch.optim.SGD, offload=tmp_path, lr=1.0)
     with pytest.raises(RuntimeError, match=r"state lies on disk.*; call the FullyShard's step\(\)"):
         sharded.optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_clipping_sums_the_gradients_once(cluster_of: Clusters, stage: int) -> None:
-    def count() -> tuple[int, int]:
-        model = CASE.model(md.rank())
-        optimizer = md.ZeroOptimizer(model.parameters(), sgd, stage)
-        for clips in (False, True):
-            optimizer.zero_grad()
-            CASE.loss(model(X), Y).backward()  # type: ignore[no-untyped-call]
-            with comm.ledger() as ledger:
-                if clips:
-                    optimizer.clip_grad_norm(0.3)
-                optimizer.step()
-        optimizer.zero_grad()
-        with comm.ledger() as ledger:
-            CASE.loss(model(X), Y).backward()  # type: ignore[no-untyped-call]
-            optimizer.clip_grad_norm(0.3)
-            optimizer.step()
-        return ledger.bytes_sent, optimizer.bytes_per_step()
-
-    for sent, formula in cluster_of(2).run(count):
-        assert sent == formula + 8
 
 
 def test_gradients_that_are_not_there_yet_are_not_clipped_in_silence() -> None:

@@ -140,30 +140,6 @@ def test_an_overflow_at_the_smallest_scale_is_an_error() -> None:
         engine.step(inputs, targets)
 
 
-def test_gradients_that_float16_cannot_hold_are_kept_by_the_scale(cluster_of: Clusters) -> None:
-    """The scale is taken out in float32: the gradient is 2^-26, and float16's smallest number 2^-24."""
-
-    def moved(layout: md.Layout, start: float) -> float:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        engine = md.prepare(
-            model,
-            partial(torch.optim.SGD, lr=2.0**20),
-            layout,
-            loss=lambda outputs, targets: outputs.sum() * 2.0**-26,
-            loss_scale=LossScale(start) if layout.precision == "fp16" else None,
-        )
-        engine.step(torch.ones(1, 1), torch.zeros(1))
-        return float(engine.full_state_dict()["weight"])
-
-    right = -(2.0**-6)
-    assert [moved(md.Layout(precision=each), 2.0**16) for each in ("fp32", "bf16", "fp16")] == [right] * 3
-    assert moved(md.Layout(precision="fp16"), 1.0) == 0.0
-    for zero in range(4):
-        layout = md.Layout(dp=2, zero=zero, precision="fp16")
-        assert cluster_of(2).run(moved, layout, 2.0**16) == [right] * 2
-
-
 class Mixed(nn.Module):
     """A normed layer, and buffers of several kinds."""
 

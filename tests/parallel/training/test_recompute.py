@@ -128,14 +128,6 @@ def test_the_peak_is_an_input_a_layer_and_the_activations_of_one() -> None:
     assert whole < parts < count("none")
 
 
-def test_nothing_is_kept_without_gradients() -> None:
-    model = recompute(gpt(0))
-    inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
-    with torch.no_grad(), ActivationCounter(model) as counter:
-        assert not model(inputs).requires_grad
-    assert counter.peak == 0
-
-
 @pytest.mark.parametrize(
     ("model", "parts", "text"),
     [
