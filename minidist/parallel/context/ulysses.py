@@ -131,14 +131,3 @@ class _Trade(NamedTuple):
         sizes = [math.prod(shape) for shape in shapes]
         arrived = torch.split(exchange_rows(flat, [part.numel() for part in parts], sizes, self.group), sizes)
         return torch.cat([each.view(shape) for each, shape in zip(arrived, shapes, strict=True)], dim)
-
-
-def ulysses_bytes(
-    length: int, ranks: int, *, batch: int, heads: int, key_heads: int, head_size: int, element_size: int = 4
-) -> int:
-    """Bytes that a rank sends in `ulysses_attention`'s forward pass, and again in its backward pass.
-
-    2 (n - 1) / n^2 (H + K) B L D b, where n divides the heads and the length L; the shapes that a call
-    compares come on top.
-    """
-    return 2 * (ranks - 1) * (heads + key_heads) * batch * length * head_size * element_size // ranks**2

@@ -48,12 +48,15 @@ __all__ = [
 ]
 
 
+ONE_CHUNK = "this schedule has one chunk a rank; take interleaved"
+
+
 def gpipe(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
     """All forward passes, then all backward passes (GPipe). In between, every activation is live.
 
     With several chunks, all micro-batches go through one chunk before the next chunk begins.
     """
-    _check_sizes(ranks, micro_batches, chunks)
+    check_sizes(ranks, micro_batches, chunks)
     passes = [("forward", chunk) for chunk in range(chunks)]
     passes += [("backward", chunk) for chunk in reversed(range(chunks))]
     order = [instruction(kind, i, chunk) for kind, chunk in passes for i in range(micro_batches)]
@@ -66,7 +69,7 @@ def one_f_one_b(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     The bubble is that of GPipe. But a backward pass frees activations before the next forward pass makes new
     ones, so rank r never holds more than `ranks - r` micro-batches.
     """
-    _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
+    check_sizes(ranks, micro_batches, chunks, 1, ONE_CHUNK)
     order = [(i, 0) for i in range(micro_batches)]
     return with_messages([_alternating(order, order, ranks - 1 - rank) for rank in range(ranks)])
 
@@ -75,48 +78,18 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     """1F1B with several chunks a rank: the pipeline fills and drains by chunks, so chunks divide the bubble.
 
     Micro-batches go in groups, one micro-batch for each rank: a group passes all of a rank's chunks before
-    the next group begins. If the ranks do not divide the micro-batches, the last group is smaller, and ranks
-    start with as many more forward passes as it takes to avoid a deadlock.
+    the next group begins. If the ranks do not divide the micro-batches, this is the schedule of a full last
+    group without the passes of those that are missing.
     """
-    _check_sizes(ranks, micro_batches, chunks)
+    check_sizes(ranks, micro_batches, chunks)
     if chunks == 1:
         return one_f_one_b(ranks, micro_batches)
-    groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
+    groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     forwards = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
     backwards = [(i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
-    for longer in range(len(forwards)):
-        warm_ups = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) + longer for rank in range(ranks)]
-        if _ends(forwards, backwards, warm_ups):
-            return with_messages([_alternating(forwards, backwards, warm_up) for warm_up in warm_ups])
-    raise AssertionError("with all forward passes first there is no deadlock")
-
-
-def _ends(
-    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_ups: Sequence[int]
-) -> bool:
-    """Whether ranks with these warm-ups and the same order of passes come to their end (`interleaved`).
-
-    It says what `schedule_proof.replay` would, and counts passes instead of instructions: a rank's nth
-    forward pass needs the nth of the rank before. Rank 0 takes what the last rank had for the chunk before.
-    """
-    count = len(forwards)
-    needs = []  # for each pass, in both directions: how many the rank at the other end has to have done
-    for order, step in ((forwards, -1), (backwards, 1)):
-        index = {each: i + 1 for i, each in enumerate(order)}
-        needs.append([index.get((i, chunk + step), 0) for i, chunk in order])
-    done = [[0, 0] for _ in warm_ups]  # forward and backward passes of each rank
-    moves = True
-    while moves:
-        moves = False
-        for rank, (own, warm_up) in enumerate(zip(done, warm_ups, strict=True)):
-            while own[1] < count:
-                way = int(own[0] == count or own[0] - warm_up > own[1])
-                at, source = own[way], (rank - 1, rank + 1)[way]
-                needed = at + 1 if 0 <= source < len(done) else needs[way][at]
-                if done[source % len(done)][way] < needed:
-                    break
-                own[way], moves = at + 1, True
-    return all(own[1] == count for own in done)
+    warm_ups = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+    full = [_alternating(forwards, backwards, warm_up) for warm_up in warm_ups]
+    return with_messages(only(full, lambda each: each.micro_batch < micro_batches))
 
 
 def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Instruction]]:
@@ -126,7 +99,7 @@ def zero_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[In
     activations than rank 0 does in 1F1B. With times F, I and W of the three passes, I and F at least W, each
     rank waits for (p - 1) (F + I - W), and for (p - 1) (F + I + W) in 1F1B.
     """
-    _check_sizes(ranks, micro_batches, chunks, most_chunks=1)
+    check_sizes(ranks, micro_batches, chunks, 1, ONE_CHUNK)
     compute, passes = [], [(i, 0) for i in range(micro_batches)]
     for rank in range(ranks):
         order: list[Instruction] = []
@@ -198,8 +171,9 @@ def _alternating(
     return order + [instruction("backward", *each) for each in backwards[len(forwards) - warm_up :]]
 
 
-def _check_sizes(ranks: int, micro_batches: int, chunks: int, most_chunks: int | None = None) -> None:
+def check_sizes(ranks: int, micro_batches: int, chunks: int, only: int | None = None, why: str = "") -> None:
+    """TypeError or ValueError for sizes that a schedule does not take; `only` so many chunks, and why."""
     for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         check_whole(name, value, 1)
-    if most_chunks is not None and chunks > most_chunks:
-        raise ValueError(f"chunks is {chunks}, and this schedule has one chunk a rank; take interleaved")
+    if only is not None and chunks != only:
+        raise ValueError(f"chunks is {chunks}, and {why}")

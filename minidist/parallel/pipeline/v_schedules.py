@@ -11,10 +11,11 @@ section 3.2.1 (DualPipe; with a V, half of its ranks have the same schedule and 
 
 from __future__ import annotations
 
-from minidist._arguments import check_whole
 from minidist.parallel.pipeline.instructions import Instruction, instruction
+from minidist.parallel.pipeline.schedules import check_sizes
 
 INPUT, WEIGHT = "backward_input", "backward_weight"
+TWO_CHUNKS = 2, "a V has two chunks a rank; give chunks=2"
 
 
 def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[Instruction]]:
@@ -25,7 +26,7 @@ def zero_bubble_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[
     stage. Of all orders of these six passes eight leave p - 1 idle units for every p up to 8 and m from p to
     20; this is one of them.
     """
-    _check_sizes(ranks, micro_batches, chunks)
+    check_sizes(ranks, micro_batches, chunks, *TWO_CHUNKS)
     last, most = 2 * ranks - 1, 2 * ranks
     ends: dict[tuple[str, int, int], int] = {}  # when a pass of a stage and a micro-batch is over
     begun = {kind: [0] * (last + 1) for kind in ("forward", INPUT, WEIGHT)}  # micro-batches, by stage
@@ -65,7 +66,7 @@ def dual_pipe_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[In
 
     In the steady state a rank runs F0 B1 F1 B0. That needs 2 p micro-batches; with fewer it is ZB-V.
     """
-    _check_sizes(ranks, micro_batches, chunks)
+    check_sizes(ranks, micro_batches, chunks, *TWO_CHUNKS)
     if micro_batches < 2 * ranks:
         return zero_bubble_v(ranks, micro_batches)
     orders = []
@@ -83,13 +84,6 @@ def dual_pipe_v(ranks: int, micro_batches: int, chunks: int = 2) -> list[list[In
         order.run(2 * micro_batches, "W")
         orders.append(order.passes)
     return orders
-
-
-def _check_sizes(ranks: int, micro_batches: int, chunks: int) -> None:
-    check_whole("ranks", ranks, 1)
-    check_whole("micro_batches", micro_batches, 1)
-    if chunks != 2:
-        raise ValueError(f"chunks is {chunks}, and a V has two chunks a rank; give chunks=2")
 
 
 class _Order:

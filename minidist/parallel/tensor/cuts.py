@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor.shares import share_of
 
+Part = TypeVar("Part", bound="TensorParallel")
 Device = torch.device | str | None
 
 
@@ -69,7 +70,23 @@ class TensorParallel(nn.Module, ABC):
 
     @abstractmethod
     def cuts(self) -> dict[str, Cut]:
-        """Return the `Cut` of each of the module's own parameters that is cut."""
+        """Return the `Cut` of each of the module's own parameters that is cut, if it has that parameter."""
+
+    def draw(self, whole: nn.Module) -> None:
+        """Keep this rank's part of a new layer, the one that the group's first rank has drawn."""
+        send_whole(whole, self.group)
+        self.keep_part(whole)
+
+    def keep_part(self: Part, whole: nn.Module) -> Part:
+        """Keep this rank's part of each parameter of `whole`, and its mode. Sends nothing."""
+        cuts = self.cuts()
+        for name, parameter in whole._parameters.items():
+            part = None
+            if parameter is not None:
+                own = parameter.detach() if name not in cuts else cuts[name].take(parameter.detach())
+                part = parameter_like(parameter, own.clone(memory_format=torch.contiguous_format))
+            setattr(self, name, part)
+        return self.train(whole.training)
 
 
 def cuts(module: nn.Module) -> dict[str, Cut]:
@@ -83,6 +100,7 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
         for part in module.modules()
         if isinstance(part, TensorParallel)
         for name, cut in part.cuts().items()
+        if part._parameters.get(name) is not None
     }
     named = module.named_parameters(remove_duplicate=False)
     return {name: found[parameter] for name, parameter in named if parameter in found}
@@ -115,9 +133,3 @@ def send_whole(module: nn.Module, group: Group) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
             comm.broadcast(tensor.detach(), group=group)
-
-
-def part_of(whole: Any, cut: Cut) -> nn.Parameter:
-    """Return a copy of a part of a parameter, as a parameter of its own."""
-    part = cut.take(whole.detach()).clone(memory_format=torch.contiguous_format)
-    return parameter_like(whole, part)

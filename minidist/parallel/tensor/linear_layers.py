@@ -16,7 +16,6 @@ n ranks; shapes: x (..., T, K); a weight (M, K), where M is the rank's features,
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -27,7 +26,7 @@ from torch.nn import functional
 
 from minidist.comm.opaque import opaque
 from minidist.comm.work import Group
-from minidist.parallel.tensor.cuts import Cut, Device, TensorParallel, own_range, part_of, send_whole
+from minidist.parallel.tensor.cuts import Cut, Device, TensorParallel, own_range
 from minidist.parallel.tensor.operators import (
     OPERATORS,
     SharedFunction,
@@ -145,36 +144,23 @@ class ParallelLinear(TensorParallel):
     cut_operands = ""  # which of a product's x and w, and of the gradient g of its result, ranks share
     rounding: Rounding | None = None  # of a product's operands, with FP8
 
+    def __init__(
+        self, in_features: int, out_features: int, group: Group, sequence_parallel: bool, own: range
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.own = in_features, out_features, own
+        self.group, self.sequence_parallel = group, sequence_parallel
+
     @classmethod
     def from_linear(cls: type[Layer], linear: nn.Module, *arguments: Any, **options: Any) -> Layer:
         """Keep this rank's part of a `torch.nn.Linear` that is the same on all ranks. Sends nothing.
 
         arguments, options: those that the class takes after `bias`.
         """
-        layer = cls(*linear_sizes(linear), False, *arguments, **options, device="meta")
+        make: Any = cls
+        layer: Layer = make(*linear_sizes(linear), False, *arguments, **options, device="meta")
         layer.transposed = is_conv1d(linear)
-        layer._take(linear)
-        return layer.train(linear.training)
-
-    def _draw(self, bias: bool, dtype: torch.dtype | None, device: Device) -> None:
-        """Keep this rank's part of a new layer, the one that the group's first rank draws."""
-        whole = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
-        send_whole(whole, self.group)
-        self._take(whole)
-
-    def _take(self, whole: nn.Module) -> None:
-        (weight, bias), shape = self._cuts(), (self.out_features,)
-        self.weight = part_of(whole.weight, weight)
-        self.bias = None if whole.bias is None else part_of(whole.bias, bias or Cut(shape, (0,), shape))
-
-    @abstractmethod
-    def _cuts(self) -> tuple[Cut, Cut | None]:
-        """The cuts of the weight as it is stored, and of the bias; None for a bias that every rank has."""
-
-    def cuts(self) -> dict[str, Cut]:
-        """The cuts of the weight, and of the bias if ranks share it."""
-        weight, bias = self._cuts()
-        return {"weight": weight} if self.bias is None or bias is None else {"weight": weight, "bias": bias}
+        return layer.keep_part(linear)
 
     def turned(self, cut: Cut) -> Cut:
         """The cut of the weight as it is stored, from the cut of a Linear's weight."""
@@ -225,19 +211,17 @@ class ColumnParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         device: Device = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.group, self.sequence_parallel = gather_output, group, sequence_parallel
-        self.overlap, self.packed = overlap, packed
         if out_features % packed or (gather_output and packed > 1):
             raise ValueError(
                 f"a layer with {out_features} outputs is not {packed} equal matrices whose features can stay "
                 "on their ranks; give a divisor of the outputs as packed, and gather_output=False"
             )
-        self.own = own_range(out_features // packed, group, unit, "the outputs of a column-parallel layer")
+        own = own_range(out_features // packed, group, unit, "the outputs of a column-parallel layer")
+        super().__init__(in_features, out_features, group, sequence_parallel, own)
+        self.gather_output, self.overlap, self.packed = gather_output, overlap, packed
         self.is_vocabulary = False  # whether the features are the scores of tokens
         self.shared: SharedInput | None = None
-        self._draw(bias, dtype, device)
+        self.draw(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @opaque
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out / n)
@@ -248,9 +232,9 @@ class ColumnParallelLinear(ParallelLinear):
             y = self.shared.output(self, x)
         return gather_from_ranks(y, -1, self.out_features, self.group) if self.gather_output else y
 
-    def _cuts(self) -> tuple[Cut, Cut]:
-        """Both are cut by rows."""
-        return self.turned(self._rows(self.in_features)), self._rows()
+    def cuts(self) -> dict[str, Cut]:
+        """Weight and bias are cut by rows."""
+        return {"weight": self.turned(self._rows(self.in_features)), "bias": self._rows()}
 
     def _rows(self, *columns: int) -> Cut:
         offsets = (self.own.start, *(0 for _ in columns))
@@ -290,17 +274,15 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
         device: Device = None,
     ) -> None:
-        super().__init__()
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "sequence_parallel needs input_is_parallel: give input_is_parallel=True after a "
                 "column-parallel layer, or sequence_parallel=False"
             )
-        self.in_features, self.out_features = in_features, out_features
+        own = own_range(in_features, group, unit, "the inputs of a row-parallel layer")
+        super().__init__(in_features, out_features, group, sequence_parallel, own)
         self.input_is_parallel = input_is_parallel
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.own = own_range(in_features, group, unit, "the inputs of a row-parallel layer")
-        self._draw(bias, dtype, device)
+        self.draw(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @opaque
     def forward(self, x: Tensor) -> Tensor:  # (..., in / n) -> (..., out)
@@ -318,10 +300,10 @@ class RowParallelLinear(ParallelLinear):
             bias = None if bias is None else copy_to_ranks(bias, self.group)
         return y if bias is None else y + bias
 
-    def _cuts(self) -> tuple[Cut, None]:
+    def cuts(self) -> dict[str, Cut]:
         """The weight is cut by columns."""
-        shape = (self.out_features, self.in_features)
-        return self.turned(Cut(shape, (0, self.own.start), (self.out_features, len(self.own)))), None
+        sizes = self.out_features, len(self.own)
+        return {"weight": self.turned(Cut((sizes[0], self.in_features), (0, self.own.start), sizes))}
 
     def extra_repr(self) -> str:
         """The text between the brackets of print(layer)."""
@@ -367,18 +349,14 @@ def is_conv1d(module: object) -> bool:
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def linear_sizes(linear: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs a linear layer has; TypeError for another module."""
-    check_linear(linear)
-    weight: Tensor = linear.weight  # type: ignore[assignment]
-    rows, columns = weight.shape
-    return (rows, columns) if is_conv1d(linear) else (columns, rows)
+def linear_sizes(linear: Any) -> tuple[int, int]:
+    """How many inputs and outputs a linear layer has; TypeError for another module.
 
-
-def check_linear(linear: object) -> None:
-    """Raise TypeError if a layer computes neither what `torch.nn.Linear` does, nor GPT-2's Conv1D."""
+    It has to compute what `torch.nn.Linear` does, or GPT-2's Conv1D.
+    """
     if is_conv1d(linear):
-        return
+        inputs, outputs = linear.weight.shape
+        return inputs, outputs
     if isinstance(linear, nn.MultiheadAttention | nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise TypeError(
             "a MultiheadAttention holds queries, keys and values in one matrix and reads its out_proj's "
@@ -387,3 +365,5 @@ def check_linear(linear: object) -> None:
         )
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise TypeError(f"a {type(linear).__name__} cannot be cut between ranks; give a torch.nn.Linear")
+    outputs, inputs = linear.weight.shape
+    return inputs, outputs

@@ -53,7 +53,14 @@ def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
 @opaque
 def copy_all_to_ranks(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
     """Do the same for several tensors of one dtype; their gradients travel in one message."""
-    return list(_Copy.apply(group, *tensors))
+
+    def summed(*grads: Tensor) -> tuple[Tensor, ...]:
+        # All-reduce a copy, even of a single gradient: another operator may use it.
+        flat = start_all_reduce(torch.cat([x.reshape(-1) for x in grads]), group)()
+        parts = torch.split_with_sizes(flat, [x.numel() for x in grads])
+        return tuple(part.view(x.shape) for part, x in zip(parts, grads, strict=True))
+
+    return [*_Pair.apply(lambda *xs: tuple(x.view_as(x) for x in xs), summed, *tensors)]
 
 
 def reduce_from_ranks(x: Tensor, group: Group = None) -> Tensor:
@@ -190,7 +197,7 @@ def _copied(x: Tensor) -> Tensor:
 @opaque
 def _pair(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `forward` to x, and `backward` to the gradient."""
-    result: Tensor = _Pair.apply(x, forward, backward)
+    result: Tensor = _Pair.apply(forward, backward, x)
     return result
 
 
@@ -205,41 +212,15 @@ class SharedFunction(torch.autograd.Function):
 
 
 class _Pair(SharedFunction):
+    """Functions of one tensor, or of several that return as many, for the two directions."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *xs: Tensor) -> Any:
         ctx.pair = forward, backward
-        return forward(x)
+        return forward(*xs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         forward, backward = ctx.pair
-        return _pair(grad, backward, forward), None, None
-
-
-class _Copy(SharedFunction):
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_Sum.apply(ctx.group, *grads)
-
-
-class _Sum(SharedFunction):
-    """The other half of `_Copy`."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        # All-reduce a copy, even of a single gradient: another operator may use it.
-        flat = start_all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group)()
-        parts = torch.split_with_sizes(flat, [x.numel() for x in tensors])
-        return tuple(part.view(x.shape) for part, x in zip(parts, tensors, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_Copy.apply(ctx.group, *grads)
+        found = _Pair.apply(backward, forward, *grads)
+        return None, None, *(found if isinstance(found, tuple) else (found,))

@@ -1,4 +1,4 @@
-"""Plans that cut a model, and the bytes that one pass through a GPT sends.
+"""Plans that cut a model.
 
 In a GPT, attention is cut by heads, the MLP by its hidden features, the tables of tokens and logits by the
 vocabulary; norms, positions, and biases that are added to sums stay whole. In an MLP, pairs of layers are
@@ -16,18 +16,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from minidist._names import fits
-from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.tensor.cuts import base_of
 from minidist.parallel.tensor.linear_layers import linear_sizes
 from minidist.parallel.tensor.styles import alternatives
-
-if TYPE_CHECKING:
-    from minidist.model.configs import TransformerConfig
 
 ATTENTION = (
     ("q_proj|k_proj|v_proj", "o_proj"),  # Llama, Mistral, Qwen, ViT
@@ -212,37 +207,3 @@ def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
     for name, part in modules.items():
         if part in found and part.weight not in elsewhere:
             yield name, "vocabulary" if isinstance(part, nn.Embedding) else "column_gathered"
-
-
-def bytes_per_pass(
-    config: TransformerConfig,
-    rows: int,
-    tokens: int,
-    ranks: int,
-    sequence_parallel: bool = False,
-    element_size: int = 4,
-) -> int:
-    """Return the bytes that a rank sends in one forward and backward pass of a GPT cut by `plan_for`.
-
-    The stream has rows x tokens x D elements, S bytes; an all-reduce of it sends 2 (n - 1) / n S. Each block
-    has four, two forward and two backward; the token table has one forward, the input of the logits one
-    backward; and the loss gathers three numbers a token.
-
-    Under sequence parallelism a reduce-scatter and an all-gather, (n - 1) / n S each, replace each
-    all-reduce, every column-parallel layer gathers its input once more in the backward pass, and the
-    gradients of norms, of biases after sums, and of positions are combined.
-
-    rows: of this rank's micro-batch. tokens: T, in a row. element_size: bytes of an activation.
-    """
-    n, width = ranks, config.width
-    stream = rows * tokens * width * element_size
-    loss = (n - 1) * 3 * rows * tokens * max(element_size, 4)
-    if not sequence_parallel:
-        return (4 * config.layers + 2) * all_reduce_bytes(stream, n) + loss
-    # A gather enters a region and a scatter leaves it; the token table and the head are half a region each.
-    regions = 2 * config.layers + 1
-    exchanges = 5 * regions * ((n - 1) * stream // n)
-    norms = regions * all_reduce_bytes(2 * width * element_size, n)
-    biases = 2 * config.layers * all_reduce_bytes(width * element_size, n)
-    positions = (n - 1) * (tokens * width * element_size // n)
-    return exchanges + norms + biases + positions + loss

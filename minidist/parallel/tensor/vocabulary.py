@@ -20,7 +20,7 @@ from minidist import comm
 from minidist.comm.opaque import opaque, refuse_recorded
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import require_classes, require_rows
-from minidist.parallel.tensor.cuts import Cut, TensorParallel, own_range, part_of, send_whole
+from minidist.parallel.tensor.cuts import Cut, TensorParallel, own_range
 from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
 from minidist.parallel.tensor.operators import (
     SharedFunction,
@@ -63,8 +63,7 @@ class VocabParallelEmbedding(TensorParallel):
         self.padding_idx = whole.padding_idx
         self.group, self.sequence_parallel = group, sequence_parallel
         self.own = own_range(num_embeddings, group, what="the vocabulary")
-        send_whole(whole, group)
-        self._take(whole)
+        self.draw(whole)
 
     @classmethod
     def from_embedding(
@@ -72,19 +71,9 @@ class VocabParallelEmbedding(TensorParallel):
     ) -> VocabParallelEmbedding:
         """Keep this rank's part of a `torch.nn.Embedding` that is the same on all ranks. Sends nothing."""
         check_embedding(embedding)
-        layer = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            group,
-            sequence_parallel,
-            padding_idx=embedding.padding_idx,
-            device="meta",
-        )
-        layer._take(embedding)
-        return layer.train(embedding.training)
-
-    def _take(self, whole: nn.Embedding) -> None:
-        self.weight = part_of(whole.weight, self.cuts()["weight"])
+        sizes, padding = (embedding.num_embeddings, embedding.embedding_dim), embedding.padding_idx
+        layer = cls(*sizes, group, sequence_parallel, padding_idx=padding, device="meta")
+        return layer.keep_part(embedding)
 
     @opaque
     def forward(self, tokens: Tensor) -> Tensor:  # (...) -> (..., D)

@@ -15,7 +15,7 @@ from minidist.comm.mesh import Mesh
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.context import ulysses, zigzag_order
 from minidist.parallel.context.ring_attention import TILE, TOLD
-from minidist.parallel.context.ulysses import ulysses_attention, ulysses_bytes
+from minidist.parallel.context.ulysses import ulysses_attention
 from minidist.scale.time.layer_work import RING_TILE, LayerWork
 from tests.helpers.models import hugging_face
 from tests.parallel.context.test_ring_attention import EXACT, drawn, in_full, own
@@ -96,10 +96,8 @@ def counted(trading: int) -> tuple[int, float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_are_those_of_the_formula(cluster_of: Clusters, ranks: int) -> None:
-    sizes = {"batch": 2, "heads": 4, "key_heads": 4, "head_size": 5, "element_size": 8}
     found = cluster_of(ranks).run(counted, ranks)
-    forward = ulysses_bytes(64, ranks, **sizes)  # type: ignore[arg-type]
-    assert forward == 4 * (ranks - 1) * (2 * 64 * 4 * 5 * 8) // ranks**2  # 4 (n - 1) / n^2 B T D b, and again
+    forward = 4 * (ranks - 1) * (2 * 64 * 4 * 5 * 8) // ranks**2  # 4 (n - 1) / n^2 B T D b, and again
     assert [sent - 8 * TOLD * (ranks - 1) for sent, _ in found] == [2 * forward] * ranks
 
 

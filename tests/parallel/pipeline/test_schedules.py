@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,17 @@ def test_bubbles_and_live_activations_are_those_of_the_record(name: str) -> None
             many += 1
     assert many > 20
     assert schedules.interleaved(3, 5, 1) == schedules.one_f_one_b(3, 5)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_a_last_group_that_is_not_full_holds_no_more_and_takes_no_longer(chunks: int) -> None:
+    for p, m in product(range(2, 6), range(1, 12)):
+        full, found = (
+            schedules.simulate(schedules.interleaved(p, each, chunks)) for each in (-(-m // p) * p, m)
+        )
+        most = [value(SCHEDULES["interleaved"].live, p=p, m=m, v=chunks, r=r) for r in range(p)]
+        assert all(map(le, found.peak_activations, most))
+        assert found.seconds <= full.seconds
 
 
 def value(formula: str, **sizes: int) -> float:

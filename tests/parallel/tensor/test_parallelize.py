@@ -18,10 +18,11 @@ from minidist.parallel.tensor import operators, vocabulary
 from minidist.parallel.tensor import sequence_parallel as sequence_parts
 from minidist.parallel.tensor.cuts import Cut, cuts
 from minidist.parallel.tensor.parallelize import parallelize
-from minidist.parallel.tensor.plans import bytes_per_pass, plan_for
+from minidist.parallel.tensor.plans import plan_for
 from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy, vocabulary_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers import contract, models
+from tests.helpers.step_bytes import bytes_per_pass
 
 Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12

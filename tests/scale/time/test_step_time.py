@@ -21,7 +21,6 @@ from minidist.comm.cost.links import Link, LinkProfile
 from minidist.model import GPT, cross_entropy
 from minidist.model.configs import CONFIGS, BERTConfig, GPTConfig
 from minidist.parallel.contract.residency import ROWS, Residency
-from minidist.parallel.experts.expert_parallel import expert_bytes
 from minidist.parallel.pipeline import schedules
 from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.training.recompute import recompute
@@ -272,7 +271,7 @@ def test_experts_send_what_a_dry_run_counts(monkeypatch: pytest.MonkeyPatch, rec
     counted = dryrun(EXPERTS, chosen, (8, 24)).by_axis["ep"]
     monkeypatch.setattr(Wires, "collective", lambda self, op, size, axis: SENT[op](size, self.sizes[axis]))
     sent = predict_step(EXPERTS, chosen, (8, 24), "h100").parts["ep"]
-    counts, rows = 2 * 3 * 8 * 3, 3 * expert_bytes(48, 2, 32, 4, 2)  # of 3 blocks; two micro-batches
+    counts, rows = 2 * 3 * 8 * 3, 3 * (4 * 3 * 2 * 48 * 32 * 2 // 4)  # of 3 blocks; two micro-batches
     assert sent == counted == (counts + rows / 2) * (1 + recompute) + rows / 2
 
 
