@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -172,6 +173,30 @@ def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
 
 
 # What is refused in the first step, on all ranks.
+
+
+class Unknown(Tagger):
+    """Not a model of transformers: its own loss counts by rows."""
+
+    @property
+    def loss_type(self) -> str:  # type: ignore[override]
+        raise AttributeError
+
+
+def test_a_models_own_loss_that_is_no_mean_is_refused(cluster_of: Clusters) -> None:
+    def refused() -> tuple[str, bool]:
+        engine = md.prepare(Unknown(), SGD, PARSE("dp=2,zero=1"), None, rehearse=True)
+        before = engine.full_state_dict()
+        own = batch(1 + 3 * engine.data_rank, 3)
+        with pytest.raises(ValueError, match="trains otherwise than one process") as caught:
+            engine.step(own)
+        after = engine.full_state_dict()
+        return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+
+    for told, unchanged in cluster_of(2).run(refused):
+        assert unchanged
+        assert re.search(r"the loss is \d.* and not \d.*, and the gradient of", told)
+        assert "or (mean, weight)" in told
 
 
 def test_a_pipeline_cannot_call_the_model() -> None:

@@ -36,20 +36,6 @@ class Between(nn.Module):
         return y
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (B, T, H, D) each
-    mixed = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def fused_attention(y: Tensor) -> Tensor:  # queries, keys and values one after the other
-    return attend(*(x.unflatten(-1, (-1, 2)) for x in y.chunk(3, dim=-1)))
-
-
-def fixed_heads(y: Tensor) -> Tensor:
-    heads = y.view(*y.shape[:-1], 4, -1)
-    return attend(heads, heads, heads)
-
-
 def swiglu(y: Tensor) -> Tensor:
     gate, up = y.chunk(2, dim=-1)
     return functional.silu(gate) * up
@@ -60,8 +46,6 @@ def softmax(y: Tensor) -> Tensor:
 
 
 WRONG = {
-    "fused attention": partial(Between, fused_attention, 24, 8),
-    "number of heads": partial(Between, fixed_heads, 16, 16),
     "packed swiglu": partial(Between, swiglu, 32, 16),
     "softmax": partial(Between, softmax, 16, 16),
 }

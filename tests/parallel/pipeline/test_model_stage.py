@@ -194,3 +194,25 @@ def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: P
             assert loss == pytest.approx(alone, rel=1e-12)
         for trained in cluster_of(PARSE(after).ranks).run(second, after):
             contract.compare(trained, expected)
+
+
+def test_a_model_on_the_meta_device(cluster_of: Clusters) -> None:
+    def train() -> list[float]:
+        with torch.device("meta"):
+            model = OwnGPT(0)
+        engine = md.prepare(model, SGD, PARSE("pp=2"), example=EXAMPLES["own"], initialize=ones)
+        return [engine.step(*batch) for batch in case("own").global_batches()]
+
+    model = OwnGPT(0)
+    for part in model.modules():
+        ones(part)
+    expected = contract.train_in_one_process(replace(case("own"), model=lambda _: model, clip_norm=None))
+    for losses in cluster_of(2).run(train):
+        torch.testing.assert_close(losses, expected.losses, rtol=1e-10, atol=0.0)
+
+
+def ones(part: nn.Module) -> None:
+    for number, parameter in enumerate(part._parameters.values()):
+        nn.init.constant_(parameter, 0.1 + number)
+    if "mask" in part._buffers:
+        part.mask = torch.ones(16, 16).triu(1).bool()

@@ -102,6 +102,12 @@ def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Pat
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_optimizers_own_methods_do_at_stage_3(cluster_of: Clusters, ranks: int, zero_first: bool) -> None:
+    check_loop(cluster_of(ranks), CASE.model, partial(loop, clip=None, zero_first=zero_first), sgd)
+
+
 @pytest.mark.parametrize("clip", [(0.5, 2.0), (0.15, math.inf)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])

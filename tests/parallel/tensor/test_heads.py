@@ -86,6 +86,25 @@ def test_models_that_count_heads_train_to_the_weights_of_one_process(
     contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout))
 
 
+def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> None:
+    class Other(FusedAttention):
+        """Queries, keys and values of one head after another, under the same names."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows, length, width = x.shape
+            qkv = self.qkv(x).reshape(rows, length, self.num_heads, 3, self.head_dim)
+            mixed = functional.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
+            y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
+            return y
+
+    def train() -> float:
+        engine = md.prepare(Blocks(Other, 0), torch.optim.AdamW, md.Layout(tp=2), rehearse=True)
+        return engine.step(*patches(torch.Generator().manual_seed(0), 4))
+
+    with pytest.raises(md.RankError, match=r"makes another model: the output of blocks.0.attn.proj differs"):
+        cluster_of(2).run(train)
+
+
 class Dropping(SplitAttention):
     """Drops attention's results of each head, and then the module's."""
 
