@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist import comm
 from minidist.model import GPT, config
 from minidist.parallel.engine.partition_model import RemoteLayer
-from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
 from tests.helpers import contract
@@ -38,25 +36,6 @@ def chain(seed: int) -> nn.Module:
     )
     model.forward = lambda x: nn.Sequential(*model.layers)(x)  # type: ignore[method-assign]
     return model.double()
-
-
-def test_stages_send_their_tensors_joined(cluster_of: Clusters) -> None:
-    def whole(most: int) -> tuple[dict[str, Tensor], int, int]:
-        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE("tp=2,pp=2"))
-        with pytest.MonkeyPatch.context() as patch, comm.ledger() as ledger:
-            patch.setattr(joined_messages, "TOGETHER_BYTES", most)
-            state = engine.full_state_dict()
-        sent = [call.bytes_sent for call in ledger.calls if call.name == "broadcast"]
-        return state, len(sent), sum(sent)
-
-    expected = CASE.model(0).state_dict()
-    # Each stage has one message, or each tensor has.
-    for most, messages in ((joined_messages.TOGETHER_BYTES, 2), (0, len(expected))):
-        found = cluster_of(4).run(whole, most)
-        for state, count, _ in found:
-            assert count == messages
-            torch.testing.assert_close(state, expected, rtol=0, atol=0)
-        assert sum(sent for *_, sent in found[::2]) == sum(value.nbytes for value in expected.values())
 
 
 def named(seed: int) -> nn.Module:

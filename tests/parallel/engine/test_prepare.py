@@ -113,14 +113,6 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text
         md.prepare(**{**defaults, **arguments})
 
 
-def test_a_layout_for_another_world(cluster_of: Callable[[int], md.Cluster]) -> None:
-    def prepare() -> None:
-        md.prepare(nn.Linear(1, 1), torch.optim.SGD, md.Layout(dp=2))
-
-    with pytest.raises(md.RankError, match=r"needs 2 ranks .* and the world has 3; change the layout"):
-        cluster_of(3).run(prepare)
-
-
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 

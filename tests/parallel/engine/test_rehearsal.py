@@ -194,56 +194,7 @@ def test_some_steps_are_rehearsed_and_others_are_not(cluster_of: Clusters) -> No
     assert cluster_of(2).run(steps, "first")[0] == [1]
 
 
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y if more is None else y + more
-
-
-def test_a_batch_of_a_new_structure_is_rehearsed_where_all_ranks_have_it(cluster_of: Clusters) -> None:
-    def steps() -> list[int]:
-        engine = md.prepare(Sum(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
-        given = enumerate(batches(9), 1)
-        return rehearsed(
-            engine, (partial(engine.step, (x, x) if n in (5, 7, 8) else x, y) for n, (x, y) in given)
-        )
-
-    assert cluster_of(1).run(steps)[0] == sorted({5, *(step for step in rehearsal.STEPS if step < 10)})
-
-
 # What was wrong without a word, and is right now.
-
-
-def frozen(seed: int) -> nn.Module:
-    model = net(seed)
-    model[0].requires_grad_(False)
-    return model
-
-
-def only_trained(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return SGD([p for p in parameters if p.requires_grad])
-
-
-def second_alone(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return SGD([p for name, p in named_parameters if name.startswith("2")])
-
-
-def undecayed(seed: int) -> nn.Module:
-    model = net(seed)
-    model[2].weight._no_weight_decay = True
-    return model
-
-
-def by_attribute(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    decays: list[list[nn.Parameter]] = [[], []]
-    for p in parameters:
-        decays[getattr(p, "_no_weight_decay", False)].append(p)
-    groups = [{"params": own, "weight_decay": w} for own, w in zip(decays, (0.9, 0.0), strict=True)]
-    return torch.optim.AdamW(groups, lr=0.05)
 
 
 class Shared(nn.Module):
@@ -268,44 +219,6 @@ class Shared(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-DECAYS = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-MENDED: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
-    "frozen, and not in the optimizer": (frozen, only_trained, {}, ["dp=2,zero=1", "dp=2,zero=2"]),
-    "attributes of parameters": (undecayed, by_attribute, {}, ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"]),
-    "clipped with parameters that no optimizer has": (
-        net,
-        second_alone,
-        {"clip_norm": 0.05},
-        ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"],
-    ),
-    "shared by stages, and unused": (Shared, DECAYS, {}, ["pp=2", "pp=2,zero=1"]),
-}
-
-
-@pytest.mark.parametrize("case", MENDED)
-def test_all_ranks_train_one_model(cluster_of: Clusters, case: str) -> None:
-    make, optimizer, options, layouts = MENDED[case]
-
-    def states(layout: str) -> dict[str, Tensor]:
-        given = {**options, **({"plan": {"0": "column", "2": "row"}} if "tp" in layout else {})}
-        engine = md.prepare(make(md.rank()), optimizer, PARSE(layout), functional.mse_loss, **given)
-        train(engine, batches(3))
-        return engine.full_state_dict()
-
-    model = make(0)
-    named = optimizer is second_alone
-    own = optimizer(model.named_parameters() if named else model.parameters())
-    for x, y in batches(3):
-        model.zero_grad()
-        functional.mse_loss(model(x), y).backward()
-        if options:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
-        own.step()
-    for layout in layouts:
-        for found in cluster_of(2).run(states, layout):
-            torch.testing.assert_close(found, model.state_dict(), rtol=1e-10, atol=1e-10)
 
 
 def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> None:
@@ -740,39 +653,6 @@ def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clu
 
     with pytest.raises(md.RankError, match=r"writes to its own parameters in its forward pass.*summon\(\)"):
         cluster_of(2).run(run)
-
-
-@pytest.mark.parametrize(
-    ("layout", "of_model"),
-    [
-        *((layout, of) for layout in ("dp=2", "dp=2,zero=3", "dp=2,micro_batches=2") for of in (False, True)),
-        ("dp=2,pp=2,micro_batches=2", False),
-    ],
-)
-def test_rows_without_a_label_do_not_make_weights_nan(
-    cluster_of: Clusters, layout: str, of_model: bool
-) -> None:
-    def masked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        valid = (targets[..., 0] != 0).to(outputs.dtype)
-        return ((outputs - targets).square().mean(-1) * valid).sum() / valid.sum(), valid.sum()
-
-    def calls(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        return masked(model(batch[0]), batch[1])
-
-    shape = PARSE(layout)
-
-    def run(shape: md.Layout | None) -> list[float]:
-        given = batches(3)
-        given[1][1][[0, 2, 4, 6]] = 0  # rank 0's
-        chain: dict[str, Any] = (
-            {} if shape is None or shape.pp == 1 else {"layers": "0", "example": given[0][0]}
-        )
-        engine = md.prepare(nn.Sequential(net()), SGD, shape, calls if of_model else masked, **chain)
-        return train(engine, given)
-
-    expected = cluster_of(1).run(run, None)[0]
-    for found in cluster_of(shape.ranks).run(run, shape):
-        assert found == pytest.approx(expected, rel=1e-12)
 
 
 # What ranks pad, cut and keep of a batch.

@@ -86,6 +86,28 @@ def test_the_old_arguments_switch_it_off(cluster_of: Clusters, option: str) -> N
     assert abs(losses[0] - md.cross_entropy(outputs, targets).item()) > 1e-4  # what it is for
 
 
+class TwoParts(nn.Module):
+    """A chain whose second layer has a branch that does not count yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 8)
+        self.scale, self.last = nn.Parameter(torch.zeros(())), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        weighted = (self.scale * hidden.square().mean(-1, keepdim=True)) * hidden.new_ones(8)
+        y: Tensor = self.last(x + self.second(hidden) + weighted)
+        return y
+
+
+def test_gradients_are_compared_too(cluster_of: Clusters) -> None:
+    with pytest.raises(md.RankError, match=r"The plan makes another model\..*the gradient of scale differs"):
+        cluster_of(2).run(first_loss, TwoParts, "tp=2")
+
+
 def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
     def heads(y: Tensor) -> Tensor:
         return y.view(*y.shape[:-1], 4, 4).flatten(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,36 +91,6 @@ def test_experts_learn_from_rows_of_ranks_whose_loaders_have_not_ended(
     for trained, predicted in cluster_of(chosen.ranks).run(with_unequal_loaders, chosen):
         contract.compare(trained, expected)
         torch.testing.assert_close(predicted, alone(CASE.global_batches()[0][0][:3]).detach())
-
-
-def with_one_block_twice(seed: int) -> GPT:
-    model = gpt(seed)
-    model.layers[2] = model.layers[1]
-    return model
-
-
-def with_tied_experts(seed: int) -> GPT:
-    model: Any = gpt(seed)
-    model.layers[2].mlp.experts.up = model.layers[1].mlp.experts.up
-    return model  # type: ignore[no-any-return]
-
-
-def without_memory(seed: int) -> GPT:
-    return GPT(TINY, seed=seed, dtype=torch.float64, device="meta" if md.size() > 1 else None)
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        (with_one_block_twice, "dp=2,ep=2"),
-        (with_tied_experts, "dp=2,ep=2"),
-        (without_memory, "dp=2,ep=2,zero=3"),
-    ],
-)
-def test_experts_that_are_tied_or_without_memory(
-    model: Callable[[int], GPT], layout: str, cluster_of: Clusters
-) -> None:
-    contract.check(cluster_of(2), replace(CASE, model=model), md.Layout.parse(layout))
 
 
 def compressed(layout: md.Layout) -> tuple[bool, bool]:

@@ -171,6 +171,14 @@ def test_a_bias_chooses_and_does_not_weight() -> None:
     torch.testing.assert_close(gates, scores[:, [0, 2]] / scores[:, [0, 2]].sum(-1, keepdim=True))
 
 
+def test_a_full_expert_takes_no_more_tokens() -> None:
+    made = layer(skew=10.0, capacity=1.0)  # all choose experts 0 and 1; each takes 6 * 2 / 4 = 3 of 6 tokens
+    chosen, gates = made.router(tokens(6))
+    assert torch.equal(chosen, torch.tensor([[0, 1]] * 3 + [[4, 5]] * 3))
+    assert torch.equal(made(tokens(6))[3:], torch.zeros(3, 8, dtype=torch.float64))
+    assert not gates[3:].any()
+
+
 def test_tokens_that_a_full_expert_drops_count_for_the_balance() -> None:
     made = layer(skew=10.0, capacity=0.5, balance_rate=0.125)
     results, *_ = run(made, tokens(6))

@@ -23,7 +23,6 @@ from minidist.parallel.pipeline.instructions import Instruction
 from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.training.activation_memory import ActivationCounter
-from tests.helpers.clocks import HANG
 from tests.helpers.contract import with_fault
 from tests.helpers.models import gpt, tokens
 
@@ -126,12 +125,6 @@ def test_gradients_are_those_of_one_process(cluster_of: Clusters, form: str, ran
 def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -> None:
     for form in FORMS.values():
         check(cluster_of(2).run(train_here, *form, micro_batches, (8, 5)), (8, 5))
-
-
-def test_calls_are_the_same_where_they_are_checked() -> None:
-    with md.Cluster(2, timeout=HANG, check=True) as cluster:
-        for form in FORMS.values():
-            check(cluster.run(train_here, *form, 4, (8, 3, 13)), (8, 3, 13))
 
 
 def backward_as_soon_as_it_can(ranks: int, micro_batches: int) -> list[list[Instruction]]:

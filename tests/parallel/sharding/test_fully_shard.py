@@ -21,8 +21,9 @@ import minidist as md
 from minidist import comm
 from minidist.model import GPT, config
 from minidist.parallel.contract.residency import ZERO_3
-from minidist.parallel.sharding import cut_into_units
+from minidist.parallel.sharding import collective_order, cut_into_units
 from minidist.parallel.sharding import memory_source as shard_offload
+from minidist.parallel.sharding import units as shard_units
 from minidist.parallel.sharding.sharded import Sharded
 from tests.helpers import contract
 from tests.helpers.on_ranks import on_ranks
@@ -123,21 +124,6 @@ def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> No
     sharded = md.FullyShard(model, torch.optim.SGD, units=[model.part], lr=0.5)
     with pytest.raises(RuntimeError, match=message):
         sharded(torch.ones(2, 3))
-
-
-@on_ranks(2)
-def test_summon_shows_and_takes_back() -> None:
-    sharded, name = md.FullyShard(untied(md.rank()), SGD), "layers.2.mlp.up.weight"
-    original = untied(0).state_dict()
-    with sharded.summon() as model:
-        same(model.state_dict(), original)
-        with torch.no_grad():
-            model.get_parameter(name).mul_(3)
-    assert torch.equal(sharded.state_dict()[name], 3 * original[name])
-    sharded.load_state_dict(original)
-    same(sharded.state_dict(), original)
-    shards = sum(p.numel() for p in sharded.parameters())
-    assert shards < 0.51 * sum(v.numel() for v in original.values())
 
 
 def same(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -424,6 +410,20 @@ def test_units_are_the_children_of_lists_unless_told() -> None:
         names(["Linear"])
     with pytest.raises(ValueError, match="units has a Linear that is no part of the model"):
         names([nn.Linear(1, 1)])
+
+
+def test_a_backward_pass_gathers_the_next_unit_while_one_computes() -> None:
+    units = [shard_units.Unit(name, nn.Module(), i) for i, name in enumerate(("", "a", "b", "c"))]
+    for at, unit in enumerate(units):  # the forward pass called one after the other
+        unit.first, unit.last, unit.calls = 2 * at, 2 * at + 1, 1
+    said = {
+        ahead: [
+            f"{kind} {unit.name}" for kind, unit in collective_order.backward_order(units, units[:1], ahead)
+        ]
+        for ahead in (True, False)
+    }
+    assert said[True] == ["gather c", "gather b", "reduce c", "gather a", "reduce b", "reduce a"]
+    assert said[False] == ["gather c", "reduce c", "gather b", "reduce b", "gather a", "reduce a"]
 
 
 @pytest.mark.parametrize("synchronized", [False, True])

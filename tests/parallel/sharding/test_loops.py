@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -83,23 +82,6 @@ def test_a_group_of_ranks_trains_by_itself(cluster_of: Clusters, zero: int) -> N
         return float(state()["weight"])
 
     assert cluster_of(3).run(train) == [0.0, -0.5, -0.5]
-
-
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Path) -> None:
-    def train(offload: str) -> tuple[contract.Trained, list[str]]:
-        trained = own_loop(3, CASE, offload=offload, keep=kept)
-        long = [v for s in kept[0].optimizer.state.values() for v in s.values() if v.dim()]
-        mapped = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
-        assert long
-        return trained, [line for line in mapped.splitlines() if "minidist-offload-" in line]
-
-    kept: list[Any] = []
-    for trained, on_disk in cluster_of(2).run(train, "cpu" if where == "cpu" else str(tmp_path)):
-        contract.compare(trained, contract.train_in_one_process(CASE))
-        if os.path.exists("/proc/self/maps"):
-            assert bool(on_disk) == (where == "disk")
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("zero_first", [False, True])

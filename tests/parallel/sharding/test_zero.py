@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
 
 Clusters = Callable[[int], md.Cluster]
+
+
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 
 
@@ -223,45 +224,12 @@ def test_who_replaces_an_optimizer_is_rid_of_it_at_once(stage: int) -> None:
         gc.enable()
 
 
-class Counting(OPTIM.SGD):  # type: ignore[misc, name-defined]
-    """An optimizer with a property, a method and a `zero_grad` of its own."""
-
-    forgotten = 0
-
-    @property
-    def rate(self) -> Any:
-        return self.param_groups[0]["lr"]
-
-    def grow(self) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.add_(1.0)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.forgotten += 1
-        super().zero_grad(set_to_none)
-
-
 def mean(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
 def engine_of(model: nn.Module, make: Any, zero: int, precision: str = "fp32", **options: Any) -> Any:
     return md.prepare(model, make, md.Layout(dp=2, zero=zero, precision=precision), mean, **options)
-
-
-@on_ranks(2, zero=[0, 1, 2], precision=["fp32", "bf16"])
-def test_an_engine_leaves_an_optimizer_its_own_attributes(zero: int, precision: str) -> None:
-    model = nn.Linear(2, 2)
-    engine = engine_of(model, partial(Counting, lr=0.25), zero, precision)
-    engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
-    engine.optimizer.param_groups[0]["lr"] = 0.5
-    assert engine.optimizer.rate == 0.5
-    assert zero or engine.optimizer.forgotten
-    before = model.weight.detach().clone()
-    engine.optimizer.grow()
-    assert torch.allclose(model.weight, before + 1, atol=0.02)
 
 
 @on_ranks(2, zero=[1, 2])

@@ -20,6 +20,7 @@ from minidist.parallel.sharding.gathered_model import named_shards
 from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
 from minidist.parallel.training import muon
 from minidist.scale.time.gradient_exchange import PRODUCTS
+from minidist.scale.time.step_time import predict_step
 from tests.helpers import contract
 from tests.helpers.models import Logits, tokens
 from tests.parallel.sharding.cases import CASES, own_loop
@@ -182,6 +183,15 @@ def test_its_work_is_counted(shape: tuple[int, ...]) -> None:
     with FlopCounterMode(display=False) as counter:
         muon.orthogonalized(torch.randn(shape))
     assert counter.get_total_flops() == PRODUCTS * md.Muon.work(shape)
+
+
+def test_the_prediction_shares_the_work_and_counts_the_messages() -> None:
+    def update(text: str) -> float:
+        layout = md.Layout.parse(text)
+        return predict_step("gpt2-medium", layout, (8, 1024), "h100", optimizer="muon").parts["optimizer"]
+
+    assert update("dp=8") / update("dp=8,zero=1") == pytest.approx(8, rel=0.1)
+    assert update("dp=8,zero=1") < update("dp=8,zero=3") < update("dp=4")
 
 
 def test_wrong_arguments_are_refused() -> None:
