@@ -14,11 +14,14 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.model import GPT, config
-from tests.helpers.contract import Trained, compare, plain_steps, steps
+from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+
+
 IGNORED = -100
 
 
@@ -132,6 +135,46 @@ def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
 
 
 # What is refused in the first step, on all ranks.
+
+
+def hits(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    seen = batch["labels"] != IGNORED
+    return (outputs["scores"].argmax(-1) == batch["labels"])[seen].double().mean(), seen.sum()
+
+
+@pytest.mark.parametrize("layout", ["dp=2,micro_batches=2", "dp=2,zero=3", "dp=1"])
+def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
+    def of_batch(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return hits(model(batch["tokens"]), batch)
+
+    def of_pair(model: Any, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return hits(model(batch[0]), batch[1])
+
+    def evaluate() -> list[Any]:
+        found = []
+        for loss, metric in ((of_model, of_batch), (of_outputs, of_pair)):
+            engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss)
+            own = own_rows(engine, batch(5, 0))
+            given = (own,) if loss is of_model else (own["tokens"], own)
+            found.append(engine.evaluate(*given, metrics={"loss": None, "hits": metric}))
+        return found
+
+    def of_the_pair(model: Any, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return of_outputs(model(batch[0]), batch[1])
+
+    def evaluate_outputs() -> Any:
+        """The loss takes the model, and the metric its outputs."""
+        engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), of_the_pair)
+        own = own_rows(engine, batch(5, 0))
+        return engine.evaluate(own["tokens"], own, metrics={"loss": None, "hits": hits})
+
+    whole = batch(5, 0)
+    outputs = Tagger(0)(whole["tokens"])
+    expected = {"loss": of_outputs(outputs, whole)[0].item(), "hits": hits(outputs, whole)[0].item()}
+    for found in cluster_of(PARSE(layout).ranks).run(evaluate):
+        torch.testing.assert_close(found, [expected, expected], **EXACT)
+    for means in cluster_of(PARSE(layout).ranks).run(evaluate_outputs):
+        torch.testing.assert_close(means, expected, **EXACT)
 
 
 class Unknown(Tagger):

@@ -658,6 +658,39 @@ def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clu
 # What ranks pad, cut and keep of a batch.
 
 
+@pytest.mark.parametrize(
+    ("layout", "of_model"),
+    [
+        *((layout, of) for layout in ("dp=2", "dp=2,zero=3", "dp=2,micro_batches=2") for of in (False, True)),
+        ("dp=2,pp=2,micro_batches=2", False),
+    ],
+)
+def test_rows_without_a_label_do_not_make_weights_nan(
+    cluster_of: Clusters, layout: str, of_model: bool
+) -> None:
+    def masked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        valid = (targets[..., 0] != 0).to(outputs.dtype)
+        return ((outputs - targets).square().mean(-1) * valid).sum() / valid.sum(), valid.sum()
+
+    def calls(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return masked(model(batch[0]), batch[1])
+
+    shape = PARSE(layout)
+
+    def run(shape: md.Layout | None) -> list[float]:
+        given = batches(3)
+        given[1][1][[0, 2, 4, 6]] = 0  # rank 0's
+        chain: dict[str, Any] = (
+            {} if shape is None or shape.pp == 1 else {"layers": "0", "example": given[0][0]}
+        )
+        engine = md.prepare(nn.Sequential(net()), SGD, shape, calls if of_model else masked, **chain)
+        return train(engine, given)
+
+    expected = cluster_of(1).run(run, None)[0]
+    for found in cluster_of(shape.ranks).run(run, shape):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 class Texts(nn.Module):
     """Takes vectors and a caption for each, of which it reads the length."""
 
