@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,25 +192,24 @@ class StageMessages:
 
 def tensors_to_send(stage: int, outputs: object) -> Tensors:
     """A stage's output as a list of tensors; TypeError if it is something else."""
-    several = isinstance(outputs, tuple | list) and len(outputs) > 0
-    tensors: list[object] = [*outputs] if isinstance(outputs, tuple | list) and several else [outputs]
-    found = [each for each in tensors if isinstance(each, Tensor)]
-    if len(found) < len(tensors):
-        raise TypeError(
-            f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point tensor, "
-            "or a tuple of tensors of which the first is one"
-        )
-    return found
+    xs: list[Any] = [*outputs] if isinstance(outputs, tuple | list) else [outputs]
+    if not xs or not all(isinstance(x, Tensor) for x in xs):
+        raise _cannot_be_sent(f"stage {stage} gave a {type(outputs).__name__}")
+    return xs
+
+
+def _cannot_be_sent(what: str) -> TypeError:
+    return TypeError(
+        f"{what}; between stages goes one floating-point tensor of at most {MOST_DIMS} dimensions, or a "
+        "tuple of tensors of which the first is one"
+    )
 
 
 def _send_unknown(xs: Tensors, destination: int, group: Group, tag: int) -> list[comm.Work]:
     """Send tensors whose forms the receiver does not know: each goes after its shape and dtype, 80 bytes."""
     for number, x in enumerate(xs):
         if x.dtype not in DTYPES or x.dim() > MOST_DIMS or not (number or x.is_floating_point()):
-            raise TypeError(
-                f"a stage gave {described(x)}; between stages goes one floating-point tensor of at most "
-                f"{MOST_DIMS} dimensions, or a tuple of tensors of which the first is one"
-            )
+            raise _cannot_be_sent(f"a stage gave {described(x)}")
     works = []
     for x, numbers in zip(xs, headers([(x.shape, x.dtype) for x in xs]), strict=True):
         parts = torch.tensor(numbers).to(x.device), x
