@@ -2,7 +2,7 @@
 
 from .tpu.array import Frame
 from .tpu.cost_formulas import cycles
-from .tpu.systolic import MACHINES, Product, SystolicArray, compare
+from .tpu.systolic_array import MACHINES, Product, SystolicArray, compare
 from .tpu.tensor_core import round_to_tf32, tensor_core_mma
 
 __all__ = [

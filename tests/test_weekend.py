@@ -69,7 +69,7 @@ INTERFACES = {
         "multiply_packed pack_together place post",
         "packs b together with other threads, says where a part of out lies, and multiplies",
     ),
-    "minidist.kernels.cuda.rung": ("CudaRung", "a Rung that takes arrays in a GPU's memory, too"),
+    "minidist.kernels.cuda.cuda_rung": ("CudaRung", "a Rung that takes arrays in a GPU's memory, too"),
     "minidist.kernels.cuda.runtime.kernel": (
         "Kernel",
         "compiles a function and launches it, on a GPU or in the emulator",

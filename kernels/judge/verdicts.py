@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ..cuda.runtime import compiler
-from ..emulator.execution.run import COUNTING, run_kernel
+from ..emulator.execution.run_grid import COUNTING, run_kernel
 from ..emulator.instructions.linked_functions import function_of
 from ..emulator.machine.counts import Counts
 from ..emulator.ptx.dtypes import Array, Mask
@@ -39,7 +39,8 @@ from .gpu_time import ARCHITECTURE
 from .problems import PROBLEMS, Case, Problem
 
 STEPS = 1_000_000  # of the emulator in one case; naive attention takes 400,000
-SECONDS = 150  # for the file's own process; it may use 120 of the processor
+LOADING = 10  # seconds for what the file does before its functions are called
+SECONDS = 150  # for its process; it may use 120 of the processor
 SCRATCH = 64 << 20  # bytes
 DEARER = 1.25  # at most, on fresh numbers than on those that are scored; par's differ by less than 1.01
 
@@ -164,7 +165,7 @@ def _recorded(path: Path, source: str, cases: dict[str, list[Case]]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder).resolve() / path.name
         copy.write_text(source, encoding="utf-8")
-        request = json.dumps({"path": str(copy), "problems": shapes})
+        request = json.dumps({"path": str(copy), "problems": shapes, "seconds": LOADING})
         try:
             done = subprocess.run(
                 [sys.executable, "-c", program],
@@ -236,6 +237,8 @@ def _code(ptx: str) -> str:
 
 def _wrong(case: Case, recorded: Any, programs: list[str], meter: Meter) -> str:
     """Run the recorded launches on a case; return what is wrong, or "" for nothing."""
+    if not recorded["launches"]:
+        return "it launches no kernel, and nothing else can write to out"
     before = COUNTING.set(meter)
     try:
         if (scratch := sum(map(abs, recorded["scratch"]))) > SCRATCH:
@@ -257,7 +260,7 @@ def _wrong(case: Case, recorded: Any, programs: list[str], meter: Meter) -> str:
     first = np.unravel_index(int(np.argmax(bad)), out.shape)
     got, right = out[first], case.expected[first]
     many = f"{np.count_nonzero(bad)} of {out.size} elements are wrong"
-    nobody = ", which was there before" if np.isnan(got) else ""
+    nobody = ", as if nobody had written it" if np.isnan(got) else ""
     return f"out[{', '.join(map(str, first))}] is {got:g}{nobody}, and {right:g} is right: {many}"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from minidist.benchmarks.harness.training.programs import Program, stepped
-from minidist.benchmarks.harness.training.work import ADAMW, Work
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work
 from minidist.kernels.measure.harness import LEAST
 from minidist.model.configs import config
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement, round_robin

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.benchmarks.harness.training.work import ADAMW, SEED, Batch, Train, Work, plain_loop
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, SEED, Batch, Train, Work, plain_loop
 from minidist.model.loss import cross_entropy
 from minidist.model.matmul import Linear
 from minidist.model.mlp import MLP

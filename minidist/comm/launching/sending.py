@@ -81,7 +81,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         own_class = type(value) is not ModuleType
         if isinstance(value, ModuleType) and own_class and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, FunctionType) and getattr(value, "hooked", False) is True:
+            # An optimizer's `step` as torch wraps it, with the hooks of this process; ranks wrap theirs.
+            return _itself, (value.__wrapped__,)  # type: ignore[attr-defined]
         return super().reducer_override(value)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def send_to_workers() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
+from minidist.model.attention import check_dtypes
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
@@ -157,6 +158,7 @@ def prepare(
             if layout.precision in FP8_RECIPES:
                 rehearsal.why_not = "in FP8 each rank's rows have scales of their own"
         exact = precision.convert(model)
+        check_dtypes(model)
         recomputed = parts_to_recompute(model, layout.recompute)
         part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:

@@ -95,6 +95,32 @@ def test_functions_that_name_modules_of_own_classes_travel(cluster_of: Clusters)
     assert cluster_of(2).run(benchmarks) == [(False, torch.backends.mkldnn.is_available())] * 2
 
 
+class Own(torch.optim.SGD):
+    """An optimizer whose class travels by value."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_an_optimizer_that_stepped_here_travels_without_this_process_hooks(cluster_of: Clusters) -> None:
+    """torch wraps its `step` once, with the hooks of the process."""
+    sharded = md.FullyShard(torch.nn.Linear(1, 1), Own, lr=0.1)  # it hooks into every optimizer's step
+    sharded(torch.ones(1, 1)).sum().backward()
+    sharded.step()
+    Own([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+
+    def told() -> str:
+        model = md.DataParallel(torch.nn.Linear(1, 1), overlap=False)
+        optimizer = Own(model.parameters(), lr=0.1)
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for text in cluster_of(2).run(told):
+        assert "call the DataParallel's synchronize" in text  # the rank's own hook
+
+
 class Tally:
     """An object that only its rank has: a lock cannot be sent."""
 

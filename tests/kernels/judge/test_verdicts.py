@@ -110,7 +110,7 @@ def add(x, y, out):
 """,
     "changes the checker": """
 from minidist.kernels.judge import problems, verdicts
-from minidist.kernels.emulator.execution import run
+from minidist.kernels.emulator.execution import run_grid as run
 verdicts._wrong = lambda *_: ""
 verdicts._costs = verdicts._verdict = verdicts.judge = lambda *_: 1000
 np.abs = np.argmax = np.count_nonzero = lambda *_: 0
@@ -193,6 +193,14 @@ SENTENCES = {
         "def reduction(x, out):\n    launch(lambda x: None, 1, 1, np.empty(1 << 28, np.int8))",
         "makes arrays of 268,435,456 bytes",
     ),
+    "a function that launches nothing": (
+        "def add(x, y, out):\n    out[:] = x + y",
+        "with n = 1, it launches no kernel, and nothing else can write to out",
+    ),
+    "a kernel that writes nothing": (
+        ADD.replace("out[i] = x[i] + y[i]", "x[i] + y[i]"),
+        r"out\[0\] is nan, as if nobody had written it",
+    ),
     "a name that is not there": (
         ADD.replace("x[i]", "z[i]"),
         r"answer.py:\d+: TypingError: NameError: name 'z'",
@@ -246,9 +254,16 @@ def test_a_file_that_cannot_run_is_refused_in_a_sentence(judge: Judge, text: str
         judge(text)
 
 
-def test_a_file_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_does_not_end_is_stopped(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdicts.LOADING <= 15
+    monkeypatch.setattr(verdicts, "LOADING", 0.2)
+    with pytest.raises(ValueError, match=r"answer.py:[2-5]: the file had not ended after 0.2 s: does a loop"):
+        judge("add = 1\nwhile True:\n    try:\n        pass\n    except BaseException:\n        pass")
+    monkeypatch.undo()
     path = tmp_path / "answer.py"
-    path.write_text("add = 1\nwhile True:\n    pass")
+    path.write_text("import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\nadd = 1\nwhile True:\n    pass")
     monkeypatch.setattr(verdicts, "SECONDS", 0.2)
     with pytest.raises(ValueError, match=r"had not ended after 0.2 s: does a loop go on for ever"):
         verdicts.judge(tmp_path / "answer.py", ["add"])

@@ -29,7 +29,8 @@ import pytest_benchmark.plugin
 
 from minidist._names import unknown
 from minidist._stopping import Stopped, termination
-from minidist.benchmarks.harness import compare_runs, machine, results
+from minidist.benchmarks.harness import compare_runs, results
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.cuda import one_rung
 from minidist.benchmarks.harness.cuda.one_rung import OneRungAtATime
 from minidist.benchmarks.harness.progress import Watcher

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minidist.benchmarks.harness import machine
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.comm.launching import cores
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..arithmetic.warp_operations import awaited, word
 from ..base.addresses import active_lanes, lanes_of, of_every_lane
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import PtxInstruction, Symbol
 

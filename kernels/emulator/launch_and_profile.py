@@ -38,7 +38,7 @@ import numpy as np
 from ..cuda.runtime.compiler import compile_ptx
 from ..cuda.runtime.kernel import HALVES, Kernel
 from ..cuda.runtime.matrix import TensorMap
-from .execution.run import COUNTING, run_kernel, sizes
+from .execution.run_grid import COUNTING, run_kernel, sizes
 from .machine.counts import SECTOR, Counts, LineCounts
 from .ptx.fault import EmulatorError
 

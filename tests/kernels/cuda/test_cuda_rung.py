@@ -8,7 +8,7 @@ import torch
 
 from minidist.kernels import CPU_LADDER, rung
 from minidist.kernels.cuda import RUNGS
-from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime.kernel import Kernel
 from minidist.kernels.measure import harness
 from tests.helpers.products import LAYOUTS, check_laid_out

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import DTYPES, Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import (
@@ -249,7 +249,7 @@ class Batch:
         dtype = DTYPES[kind]
         if isinstance(operand, Symbol):
             if operand.space in ("global", "const"):
-                # A global address: `execution.run.load` gives variables theirs before the program runs.
+                # A global address: `execution.run_grid.load` gives variables theirs before the program runs.
                 return dtype.type(self.program.variables[operand.name].offset)
             return dtype.type(operand.offset)
         assert isinstance(operand, Immediate)

@@ -19,20 +19,20 @@ import numpy as np
 from ..copies import async_copies, tensor_copies  # noqa: F401  (these register the instructions)
 from ..instructions import (  # noqa: F401
     atomics,
+    emulated_wgmma,
     linked_functions,
     mma,
     register_pool,
     warps,
-    wgmma,
 )
 from ..machine.counts import Counts
 from ..machine.global_memory import Buffer, GlobalMemory
-from ..machine.machine import MULTIPROCESSORS, Launch, Machine
+from ..machine.machine_state import MULTIPROCESSORS, Launch, Machine
 from ..memory import async_accesses, loads_and_stores  # noqa: F401
 from ..ptx.fault import Fault
 from ..ptx.program import Program
 from ..ptx.reader import parse
-from ..synchronization import barriers, clusters, mbarriers  # noqa: F401
+from ..synchronization import block_barriers, clusters, mbarriers  # noqa: F401
 from .kernel_arguments import parameters
 from .lane_scheduler import LaneScheduler
 from .schedule import Code, compile_steps

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...attention_rung import AttentionRung, as_rows, dtype_name, logs_dtype
 from ...rung import Array
-from ..rung import PITCH, CudaStep, uploaded
+from ..cuda_rung import PITCH, CudaStep, uploaded
 from ..runtime import torch_tensors
 from ..runtime.gpu_driver import download
 from ..runtime.matrix import Matrix, host_matrix

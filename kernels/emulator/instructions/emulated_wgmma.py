@@ -23,10 +23,10 @@ import numpy as np
 from ..arithmetic.floats import widen
 from ..arithmetic.fragments import WGMMA_A, wgmma_sums
 from ..base.addresses import whole_warps
-from ..base.batch import Batch, LaneRows
+from ..base.instruction_batch import Batch, LaneRows
 from ..base.instruction_registry import Run, unit
-from ..machine.machine import Machine
-from ..memory import races
+from ..machine.machine_state import Machine
+from ..memory import race_faults as races
 from ..memory.async_accesses import fault_for_missing_data, fault_for_missing_fence
 from ..memory.descriptors import CHUNK, chunk_addresses, decode_descriptors
 from ..ptx.dtypes import Array, Lanes, Mask

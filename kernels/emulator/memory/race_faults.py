@@ -12,9 +12,9 @@ from typing import NoReturn
 import numpy as np
 
 from ..machine.global_memory import Buffer
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array
-from ..synchronization.barriers import Barriers
+from ..synchronization.block_barriers import Barriers
 from .access import Access, gather
 
 BARRIER = "with no barrier between them: call cuda.syncthreads() in between"
