@@ -82,7 +82,7 @@ class StageMessages:
         self._kinds: Sequence[Hashable] = ()
         self._tag = 0
         self._lanes: dict[tuple[str, bool], Group] = {}
-        if needs_lanes(device):
+        if device.type == "cuda":  # messages of one NCCL group wait for each other
             for kind in ("forward", "backward"):
                 for upwards in (True, False):
                     self._lanes[kind, upwards] = duplicate_group(group)
@@ -253,11 +253,6 @@ def next_run(group: Group) -> int:
     """The number of the next run, modulo 2^14; the same on all ranks."""
     _runs[group] = _runs.get(group, 0) + 1
     return _runs[group] % 2**14
-
-
-def needs_lanes(device: torch.device) -> bool:
-    """Whether each channel needs a group of its own, as with NCCL, where messages wait for each other."""
-    return device.type == "cuda"
 
 
 @contextmanager
