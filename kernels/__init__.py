@@ -20,7 +20,7 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
 | tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
 | measure/ | correctness checks, timers, this machine's peaks, the roofline |
-| roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/` |
+| roofline.py, systolic.py | only public import paths of `measure/roofline.py` and `tpu/` |
 
 A ladder imports its rungs when it is first asked for, and one for CUDA Numba too. To add a rung, write its
 file; tests, benchmarks and `Linear` go over the ladders.

@@ -19,7 +19,7 @@ simulator. To add a rung, write its file; nothing in the project lists rungs.
 | tiling/ | tiles in shared memory and registers |
 | runtime/ | compiling and launching kernels, and a GPU's memory |
 | instructions/ | PTX instructions as functions |
-| warp.py, emulator.py | short import paths of `instructions/` and `kernels/emulator` |
+| warp.py, emulator.py | only public import paths of `instructions/` and `kernels/emulator` |
 """
 
 from __future__ import annotations

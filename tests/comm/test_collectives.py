@@ -201,11 +201,6 @@ def test_a_broadcast_tree_is_gloos(ranks: int, children: list[int]) -> None:
     assert [tree_children(place, ranks) for place in range(ranks)] == children
 
 
-@pytest.mark.parametrize("ranks", range(1, 18))
-def test_a_broadcast_tree_reaches_everyone_once(ranks: int) -> None:
-    assert sum(tree_children(place, ranks) for place in range(ranks)) == ranks - 1
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_results_go_where_out_says(cluster_of: Clusters, ranks: int) -> None:
     def fill() -> tuple[bool, torch.Tensor, bool, torch.Tensor]:
@@ -310,88 +305,57 @@ def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
     assert table.splitlines()[-1].split()[:3] == ["total", "3", "32"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: comm.all_reduce([1.0]), TypeError, "all_reduce takes a torch tensor, not a list"),
-        (lambda: comm.all_reduce(torch.ones(2), "avg"), ValueError, "unknown op 'avg': known are sum, mean"),
-        (lambda: comm.all_reduce(torch.ones(2), "maxx"), ValueError, "did you mean 'max'"),
-        (lambda: comm.all_reduce(torch.ones(2), algorithm="torhc"), ValueError, "did you mean 'torch'"),
-        (lambda: comm.all_reduce(torch.ones(2).int(), "mean"), TypeError, "cannot average torch.int32"),
-        (lambda: comm.all_reduce(torch.ones(2).to_sparse()), TypeError, "takes a dense tensor"),
-        (lambda: comm.reduce_scatter(torch.ones(3, 2)), ValueError, "the 2 ranks divide, not 3; pad it to 4"),
-        (lambda: comm.all_gather(torch.tensor(1.0)), ValueError, r"not a scalar; x.view\(1\) makes one"),
-        (
-            lambda: comm.all_gather(torch.ones(2), out=torch.ones(3)),
-            ValueError,
-            r"float32\[3\] on cpu and has to be",
-        ),
-        (
-            lambda: comm.broadcast(torch.ones(2), source=2),
-            ValueError,
-            "source is 2; the group's ranks are 0 to 1",
-        ),
-        (lambda: comm.broadcast(torch.ones(2), source="0"), TypeError, "source is '0'; give a rank"),
-        (lambda: comm.send(torch.ones(2), md.rank()), ValueError, "this rank itself"),
-        (lambda: comm.recv(torch.ones(2), -1), ValueError, "source is -1"),
-        (lambda: comm.all_to_all(torch.ones(4), [1, 2], [2, 2]), ValueError, "add up to 3, and x has 4 rows"),
-        (lambda: comm.all_to_all(torch.ones(4), [4]), ValueError, "give 2 counts of rows"),
-        (
-            lambda: comm.scatter(torch.ones(3), torch.ones(2), md.rank()),
-            ValueError,
-            "x needs 2 times the rows",
-        ),
-        (
-            lambda: comm.all_reduce(torch.ones(2).short(), algorithm="torch"),
-            TypeError,
-            "the sum of torch.int16 by algorithm 'torch': gloo cannot do it; give algorithm='auto'",
-        ),
-        (
-            lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64), "max"),
-            TypeError,
-            "cannot take the max of torch.complex64: complex numbers have no order",
-        ),
-        (
-            lambda: comm.send(torch.ones(2, device="meta"), 1 - md.rank()),
-            TypeError,
-            "not a tensor on the meta",
-        ),
-        (
-            lambda: comm.all_gather(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)),
-            TypeError,
-            "not the quantized torch.qint8; x.dequantize",
-        ),
-        (
-            lambda: comm.all_reduce(torch.ones(1).expand(3)),
-            ValueError,
-            r"writes into x, .*strides are \(0,\)",
-        ),
-        (lambda: comm.broadcast(torch.ones(2, 1).expand(2, 3)), ValueError, "elements of x share memory"),
-        (
-            lambda: comm.recv(torch.ones(1).expand(3), 1 - md.rank()),
-            ValueError,
-            "x.contiguous.. makes a copy",
-        ),
-        (
-            lambda: comm.all_gather(torch.ones(1) + 1j, out=(torch.ones(2) + 1j).conj()),
-            ValueError,
-            "out is a conjugate or negative view",
-        ),
-    ],
-)
-def test_wrong_arguments_are_told_in_a_sentence(
-    cluster_of: Clusters, call: Callable[[], object], error: type[Exception], text: str
-) -> None:
-    def attempt() -> tuple[str, str]:
-        try:
-            call()
-        except Exception as caught:
-            return type(caught).__name__, str(caught)
-        return "nothing", ""
+Calls = dict[str, Callable[[], object]]
+WRONG_TYPES: Calls = {
+    "all_reduce takes a torch tensor, not a list": lambda: comm.all_reduce([1.0]),
+    "cannot average torch.int32": lambda: comm.all_reduce(torch.ones(2).int(), "mean"),
+    "takes a dense tensor": lambda: comm.all_reduce(torch.ones(2).to_sparse()),
+    "source is '0'; give a rank": lambda: comm.broadcast(torch.ones(2), source="0"),
+    "the sum of torch.int16 by algorithm 'torch': gloo cannot do it; give algorithm='auto'": (
+        lambda: comm.all_reduce(torch.ones(2).short(), algorithm="torch")
+    ),
+    "cannot take the max of torch.complex64: complex numbers have no order": (
+        lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64), "max")
+    ),
+    "not a tensor on the meta": lambda: comm.send(torch.ones(2, device="meta"), 1 - md.rank()),
+    "not the quantized torch.qint8; x.dequantize": (
+        lambda: comm.all_gather(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
+    ),
+}
+WRONG_VALUES: Calls = {
+    "unknown op 'avg': known are sum, mean": lambda: comm.all_reduce(torch.ones(2), "avg"),
+    "did you mean 'max'": lambda: comm.all_reduce(torch.ones(2), "maxx"),
+    "did you mean 'torch'": lambda: comm.all_reduce(torch.ones(2), algorithm="torhc"),
+    "the 2 ranks divide, not 3; pad it to 4": lambda: comm.reduce_scatter(torch.ones(3, 2)),
+    "not a scalar; x.view(1) makes one": lambda: comm.all_gather(torch.tensor(1.0)),
+    "float32[3] on cpu and has to be": lambda: comm.all_gather(torch.ones(2), out=torch.ones(3)),
+    "source is 2; the group's ranks are 0 to 1": lambda: comm.broadcast(torch.ones(2), source=2),
+    "this rank itself": lambda: comm.send(torch.ones(2), md.rank()),
+    "source is -1": lambda: comm.recv(torch.ones(2), -1),
+    "add up to 3, and x has 4 rows": lambda: comm.all_to_all(torch.ones(4), [1, 2], [2, 2]),
+    "give 2 counts of rows": lambda: comm.all_to_all(torch.ones(4), [4]),
+    "x needs 2 times the rows": lambda: comm.scatter(torch.ones(3), torch.ones(2), md.rank()),
+    "writes into x, and elements of x share memory (its strides are (0,))": (
+        lambda: comm.all_reduce(torch.ones(1).expand(3))
+    ),
+    "elements of x share memory": lambda: comm.broadcast(torch.ones(2, 1).expand(2, 3)),
+    "x.contiguous() makes a copy": lambda: comm.recv(torch.ones(1).expand(3), 1 - md.rank()),
+    "out is a conjugate or negative view": (
+        lambda: comm.all_gather(torch.ones(1) + 1j, out=(torch.ones(2) + 1j).conj())
+    ),
+}
 
-    for kind, message in cluster_of(2).run(attempt):
-        assert kind == error.__name__
-        assert re.search(text, message), message
+
+@pytest.mark.parametrize(("error", "calls"), [(TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)])
+def test_wrong_arguments_are_told_in_a_sentence(
+    cluster_of: Clusters, error: type[Exception], calls: Calls
+) -> None:
+    def attempt() -> None:
+        for text, call in calls.items():
+            with pytest.raises(error, match=re.escape(text)):
+                call()
+
+    cluster_of(2).run(attempt)
 
 
 def test_a_call_that_a_rank_skips_ends_at_the_time_limit(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from minidist.parallel.contract.strategy import Strategy, TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat.joined_messages import TOGETHER_BYTES, broadcast_together, deal_to_buckets
 from minidist.parallel.flat.ranges import narrowed
-from minidist.parallel.tensor.cuts import Cut
+from minidist.parallel.tensor_parallel.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
 

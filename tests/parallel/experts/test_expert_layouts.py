@@ -19,7 +19,7 @@ from minidist.parallel.engine import prepare, training_step
 from minidist.parallel.engine.partition_model import checked
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.sharding.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from tests.helpers import contract
 from tests.helpers.models import tokens
 

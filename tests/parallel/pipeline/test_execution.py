@@ -15,13 +15,14 @@ import minidist as md
 from minidist import comm
 from minidist.model import MLP
 from minidist.model.loss import accuracy, cross_entropy
+from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
+from minidist.parallel.layerwise.layer_by_layer import cut
 from minidist.parallel.pipeline import execution as pipelines
-from minidist.parallel.pipeline import schedules, stage_messages
+from minidist.parallel.pipeline import stage_messages
 from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
-from minidist.parallel.pipeline.instructions import Instruction
-from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
+from minidist.parallel.schedules.instructions import Instruction
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.clocks import HANG
 from tests.helpers.contract import with_fault

@@ -15,7 +15,7 @@ import minidist as md
 from minidist.model import MLP
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.residency import DATA_PARALLEL
-from minidist.parallel.sharding import zero
+from minidist.parallel.sharding.loops import zero
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import master_weights
 from minidist.parallel.training.precision import Precision
