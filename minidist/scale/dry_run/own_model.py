@@ -45,8 +45,8 @@ from minidist.scale.memory.training_setup import BatchSize, TrainingSetup
 from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import Hardware
 from minidist.scale.time.layer_work import Amounts, Computation
+from minidist.scale.time.step_stages import Simulated
 from minidist.scale.time.step_time import (
-    Simulated,
     StepTime,
     assumptions,
     check_machine,

@@ -17,7 +17,8 @@ from minidist.scale.memory.training_setup import (
     rows_and_tokens,
 )
 from minidist.scale.time.hardware import Hardware
-from minidist.scale.time.step_time import Simulated, StepTime, check_fits, predict_setup
+from minidist.scale.time.step_stages import Simulated
+from minidist.scale.time.step_time import StepTime, check_fits, predict_setup
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,7 +27,8 @@ from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.time.hardware import Hardware
-from minidist.scale.time.step_time import Simulated, StepTime
+from minidist.scale.time.step_stages import Simulated
+from minidist.scale.time.step_time import StepTime
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""

@@ -33,7 +33,8 @@ from minidist.scale.time.gradient_exchange import GradientTime
 from minidist.scale.time.hardware import HARDWARE, Crowd, Hardware, Rates, hardware, smallest
 from minidist.scale.time.layer_work import LayerWork, PassWork, model_flops
 from minidist.scale.time.measure_machine import CASES, Measured, load, nonnegative, save, solve, this_machine
-from minidist.scale.time.step_time import HIDDEN, PARTS, StepStages, predict_step
+from minidist.scale.time.step_stages import StepStages
+from minidist.scale.time.step_time import HIDDEN, PARTS, predict_step
 from minidist.scale.time.traffic import Wires
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
