@@ -25,11 +25,12 @@ from minidist.benchmarks.harness.cuda import cuda_timing
 from minidist.benchmarks.harness.cuda.cuda_check import check_attention, check_rung, dtype_of, kind_of
 from minidist.benchmarks.harness.cuda.cuda_timing import Gpu, Operands
 from minidist.benchmarks.harness.turns import Benchmark, compared, measure_turns, record
-from minidist.kernels.measure import attention, harness
+from minidist.kernels.measure import attention_reference as attention
+from minidist.kernels.measure import harness
 
 if TYPE_CHECKING:
-    from minidist.kernels.cuda.attention.rung import CudaAttentionRung
-    from minidist.kernels.cuda.rung import CudaRung, CudaStep
+    from minidist.kernels.cuda.attention.cuda_attention_rung import CudaAttentionRung
+    from minidist.kernels.cuda.cuda_rung import CudaRung, CudaStep
 
 REASON = cuda_timing.unavailable()
 if REASON:

@@ -19,7 +19,7 @@ import torch
 import minidist as md
 from minidist.benchmarks.harness.cuda.cuda_timing import float32_as
 from minidist.benchmarks.harness.training.programs import COUNTED
-from minidist.benchmarks.harness.training.work import ADAMW, Batch, Work
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 from minidist.kernels.measure.harness import time_in_turns

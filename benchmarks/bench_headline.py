@@ -14,7 +14,7 @@ from minidist.benchmarks.harness.collective_timing import time_against_torch
 from minidist.benchmarks.harness.formats import binary_size
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, enter, measure
 from minidist.benchmarks.harness.training.strategies import Pair, pairs
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
 from minidist.kernels import Rung
 

@@ -14,7 +14,7 @@ import pytest
 import minidist as md
 from minidist.benchmarks.harness.training.programs import EngineProgram
 from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, require_alike
-from minidist.benchmarks.harness.training.work import ADAMW, Work
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.parallel.training.recompute import recompute
 

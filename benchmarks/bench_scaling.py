@@ -17,7 +17,7 @@ import pytest
 
 from minidist.benchmarks.harness.training.programs import engine
 from minidist.benchmarks.harness.training.rounds import Job, Measured, measure_jobs, warm_worlds
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
 from minidist.comm.launching.cores import available_cores
 

@@ -19,7 +19,7 @@ import pytest
 from minidist.benchmarks.harness.training.peers import OUTSIDE, missing
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, enter, measure, warm_worlds
 from minidist.benchmarks.harness.training.strategies import Pair, pairs
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
 
 GPT, MLP = Work("byte-small", rows=8), Work("mlp", rows=256)

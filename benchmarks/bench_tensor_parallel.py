@@ -17,7 +17,7 @@ import pytest
 
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, beside, compare_pair, measure
 from minidist.benchmarks.harness.training.strategies import Pair, Row
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
 
 pytestmark = pytest.mark.no_finding

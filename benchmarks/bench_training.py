@@ -15,7 +15,7 @@ import pytest
 
 from minidist.benchmarks.harness.training.rounds import Measured, Worlds, compare_pair, measure
 from minidist.benchmarks.harness.training.strategies import YARDSTICK, Pair, Row
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.benchmarks.harness.turns import Benchmark, compared
 from minidist.kernels.cpu.support.bf16_instructions import NONE, matrix_unit
 

@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
     """Describe the machine as results files do: pytest-benchmark's own description would name the host."""
-    from minidist.benchmarks.harness import machine
+    from minidist.benchmarks.harness import describe_machine as machine
 
     return machine.describe()
 

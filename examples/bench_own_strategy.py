@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import minidist as md
 from minidist.benchmarks.harness.training.programs import Program, engine
 from minidist.benchmarks.harness.training.rounds import Job, measure_jobs, require_alike
-from minidist.benchmarks.harness.training.work import ADAMW, Work, cross_entropy
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work, cross_entropy
 from minidist.benchmarks.harness.turns import compared, record
 
 WORK = Work("byte-tiny", rows=8)  # a model, and the rows of a global batch

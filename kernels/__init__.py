@@ -20,7 +20,7 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
 | tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
 | measure/ | correctness checks, timers, this machine's peaks, the roofline |
-| roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/systolic.py` |
+| roofline.py, systolic.py | only public import paths of `measure/roofline.py` and `tpu/` |
 
 A ladder imports its rungs when it is first asked for, and one for CUDA Numba too. To add a rung, write its
 file; tests, benchmarks and `Linear` go over the ladders.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .attention_rung import AttentionRung
     from .cpu import CPU_LADDER as CPU_LADDER
     from .cuda.attention import CUDA_ATTENTION_LADDER as CUDA_ATTENTION_LADDER
-    from .cuda.rung import CudaRung
+    from .cuda.cuda_rung import CudaRung
 
     CUDA_LADDER: tuple[CudaRung, ...]
     """The ten rungs on a GPU, or in the emulator: from a thread for each element to Hopper's instructions."""

@@ -35,7 +35,7 @@ from checks.figures import ladder, said
 from checks.pictures.machine import machine_picture, stairs_figure
 from checks.pictures.roofs import roofline_figure
 from checks.your_machine import check, hint, or_solution
-from minidist.benchmarks.harness import machine
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.kernels import roofline
 from minidist.kernels.cpu.support.caches import caches
 from minidist.kernels.cpu.support.vector_unit import vector_unit

@@ -11,7 +11,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from minidist.benchmarks.harness import machine, results
+from minidist.benchmarks.harness import describe_machine as machine
+from minidist.benchmarks.harness import results
 
 ROOT = Path(__file__).parent.parent
 PICTURES = sorted(each.name for each in (ROOT / "docs" / "pictures").glob("*.svg"))

@@ -4,7 +4,7 @@ A comparison never rests on two separate runs. The harness runs our program and 
 both see the same machine.
 
 Running and timing:
-    run                    runs the suites with pytest and merges what they measured into the results file
+    run_suites             runs the suites with pytest and merges what they measured into the results file
     progress               pytest plugin: one line for each finished benchmark, and a progress bar
     collective_timing      collectives and torch's, and the fit of the cost model, inside the ranks
     turns                  two programs in turns inside one benchmark, and their ratio
@@ -12,7 +12,7 @@ Running and timing:
     cuda_tune              times a rung with other values of its constants, by hand
 Results:
     results                one machine's JSON file: format, loading, merging, saving
-    machine                CPU, GPUs, caches and software versions
+    describe_machine       CPU, GPUs, caches and software versions
     identity               whether two descriptions are of the same machine
     columns                which figures a benchmark may store, and how the report prints them
     formats                numbers as the report prints them

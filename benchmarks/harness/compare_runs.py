@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minidist.benchmarks.harness import columns, formats, identity, machine, results
+from minidist.benchmarks.harness import columns, formats, identity, results
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
 

@@ -20,7 +20,7 @@ CPU_FIELDS = (
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two of `machine.describe`'s descriptions are of one machine, or of two that are equal."""
+    """Whether two of `describe`'s descriptions are of one machine, or of two that are equal."""
     return _identity(one) == _identity(other)
 
 

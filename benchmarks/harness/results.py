@@ -25,7 +25,8 @@ from typing import Any
 import minidist
 from minidist._files import check_file, write_whole
 from minidist._names import unknown
-from minidist.benchmarks.harness import identity, machine
+from minidist.benchmarks.harness import describe_machine as machine
+from minidist.benchmarks.harness import identity
 
 SCHEMA = 1
 ENTRY = ("suite", "group", "name", "fullname", "run", "stats", "extra_info")
@@ -140,8 +141,8 @@ def in_order(where: Path, first: str | None = None) -> tuple[str | None, dict[st
     """Load all machines' results by slug, with machine `first` in front, or else this machine.
 
     Also returns the slug of that machine, or None if this machine has no results. Results of other machines
-    than this one are marked, and `machine.title` says so. Raises ValueError for an unknown machine and for a
-    folder without results.
+    than this one are marked, and `describe_machine.title` says so. Raises ValueError for an unknown machine,
+    and for a folder without results.
     """
     if where.is_file():
         raise ValueError(f"{where} is a file: name the folder that holds it")

@@ -12,7 +12,7 @@ from typing import Any
 
 from minidist.benchmarks.harness import columns, formats
 from minidist.benchmarks.harness.columns import Entry
-from minidist.benchmarks.report import verdicts
+from minidist.benchmarks.report import decided_comparisons as verdicts
 from minidist.benchmarks.report.pieces import Bar, Bars, Box
 
 SHADES = {"faster": "good", "slower": "bad", "undecided": "muted"}

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from minidist.benchmarks.harness import results
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import bars, curves, ladders, tables, verdicts
+from minidist.benchmarks.report import bars, curves, ladders, tables
+from minidist.benchmarks.report import decided_comparisons as verdicts
 from minidist.benchmarks.report.figures import Plot
 from minidist.benchmarks.report.pieces import Bars, Bullets, Folded, Part, Piece, Words, figures, identifier
 from minidist.benchmarks.report.tables import Section, sections

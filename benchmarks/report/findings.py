@@ -10,10 +10,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from minidist.benchmarks.harness import columns, formats, machine, results
+from minidist.benchmarks.harness import columns, formats, results
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import ladders, verdicts
+from minidist.benchmarks.report import decided_comparisons as verdicts
+from minidist.benchmarks.report import ladders
 from minidist.benchmarks.report.chapters import chapter_of
 from minidist.benchmarks.report.pieces import Finding, Number, Word
 

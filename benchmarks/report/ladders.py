@@ -59,7 +59,7 @@ class Climbed:
 def rung_of(entry: Entry) -> Climbed | None:
     """Return the rung whose product this is, or None for any other result."""
     label, extra = columns.label(entry), entry["extra_info"]
-    if "gflops" not in extra:
+    if "gflops" not in extra or entry["suite"] not in ("bench_cpu_matmul", "bench_headline"):
         return None
     if (found := ON_MATRIX_UNIT.match(label)) and extra.get("arithmetic") == "bfloat16":
         name = f"{MATRIX_UNIT} matrix unit, bf16"

@@ -23,10 +23,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from minidist.benchmarks.harness import columns, formats, machine
+from minidist.benchmarks.harness import columns, formats
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results, newest
 from minidist.benchmarks.report import card, chapters, ladders
+from minidist.benchmarks.report.decided_comparisons import UNDECIDED
 from minidist.benchmarks.report.findings import findings
 from minidist.benchmarks.report.pieces import (
     Facts,
@@ -41,7 +43,6 @@ from minidist.benchmarks.report.pieces import (
     identifier,
 )
 from minidist.benchmarks.report.tables import goals
-from minidist.benchmarks.report.verdicts import UNDECIDED
 
 
 def page(machines: Mapping[str, Results]) -> str:

@@ -15,10 +15,12 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from minidist.benchmarks.harness import columns, machine, results
+from minidist.benchmarks.harness import columns, results
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.columns import Entry
 from minidist.benchmarks.harness.results import Results
-from minidist.benchmarks.report import card, ladders, tables, verdicts
+from minidist.benchmarks.report import card, ladders, tables
+from minidist.benchmarks.report import decided_comparisons as verdicts
 from minidist.benchmarks.report.findings import findings
 from minidist.benchmarks.report.ladders import CudaLadder
 from minidist.benchmarks.report.pieces import Cell, Table

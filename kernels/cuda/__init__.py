@@ -15,11 +15,11 @@ simulator. To add a rung, write its file; nothing in the project lists rungs.
 | s8_warp_tile | square warp tiles, loaded a step ahead |
 | s9_tensor_core | tensor cores |
 | s10_hopper | the copy engine and the matrix instructions of Hopper |
-| rung.py | what a CUDA rung is: checks, and copies to a GPU and back |
+| cuda_rung.py | what a CUDA rung is: checks, and copies to a GPU and back |
 | tiling/ | tiles in shared memory and registers |
 | runtime/ | compiling and launching kernels, and a GPU's memory |
 | instructions/ | PTX instructions as functions |
-| warp.py, emulator.py | short import paths of `instructions/` and `kernels/emulator` |
+| warp.py, emulator.py | only public import paths of `instructions/` and `kernels/emulator` |
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..rung import files_of_rungs
 vars(numpy).setdefault("row_stack", numpy.vstack)
 
 if TYPE_CHECKING:
-    from .rung import CudaRung
+    from .cuda_rung import CudaRung
 
     CUDA_LADDER: tuple[CudaRung, ...]
 

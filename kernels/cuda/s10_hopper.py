@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 
-from .rung import CudaRung
+from .cuda_rung import CudaRung
 from .runtime import gpu_driver
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix, TensorMap
@@ -63,7 +63,7 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, columns: int
 
     from .instructions import barriers as sync
     from .instructions import tma, wgmma
-    from .instructions.warp import elect_one, uniform
+    from .instructions.warp_fragments import elect_one, uniform
     from .tiling.tile_order import grouped_tile
     from .tiling.wgmma_store import slab_writer
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from numba import cuda, int32, uint32
 
-from .rung import CudaRung
+from .cuda_rung import CudaRung
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix
 

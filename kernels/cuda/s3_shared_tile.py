@@ -26,7 +26,7 @@ import functools
 import numba
 from numba import cuda, int32, uint32
 
-from .rung import CudaRung
+from .cuda_rung import CudaRung
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix
 

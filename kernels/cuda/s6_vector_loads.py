@@ -24,8 +24,8 @@ import functools
 
 from numba import cuda, float32, int32, int64
 
+from .cuda_rung import CudaRung
 from .instructions.copies import load_128, store_128
-from .rung import CudaRung
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix, StorageOrder
 from .tiling.packing import packed

@@ -27,8 +27,8 @@ import functools
 
 from numba import cuda, float32, int32, int64
 
+from .cuda_rung import CudaRung
 from .instructions.copies import cp_async_commit, cp_async_wait, load_128
-from .rung import CudaRung
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix, StorageOrder
 from .tiling.panels import ALIGNMENT, operand, panel, pitch, store_four, stores_vectors

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64
 
+from .cuda_rung import CudaRung
 from .instructions.copies import cp_async_commit, cp_async_wait, load_128
-from .rung import CudaRung
 from .runtime import gpu_driver
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix, StorageOrder

@@ -1,8 +1,8 @@
 """Rung 9: tensor cores, which multiply small matrices in one instruction of a warp.
 
-The idea: `mma.sync` (`instructions/warp.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits and sums in
-float32. That is 2048 multiply-adds, where a warp's plain instruction does 32. To keep the tensor cores busy,
-a block with a 128 x 256 tile of c
+The idea: `mma.sync` (`instructions/warp_fragments.py`) multiplies 16 x 16 by 16 x 8 elements of 16 bits and
+sums in float32. That is 2048 multiply-adds, where a warp's plain instruction does 32. To keep the tensor
+cores busy, a block with a 128 x 256 tile of c
 
 - has eight warps with 64 x 64 sums each, 128 registers a thread: a slice of k, 16 deep, takes 8 loads of
   fragments for 32 multiplications;
@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .rung import CudaRung
+from .cuda_rung import CudaRung
 from .runtime import gpu_driver
 from .runtime.kernel import Kernel
 from .runtime.matrix import Matrix
@@ -78,7 +78,8 @@ def kernel(dtype: str, result: str, a_across: bool, b_across: bool, tile: BlockT
     """
     from numba import cuda, float32, int32, uint32
 
-    from .instructions import copies, warp
+    from .instructions import copies
+    from .instructions import warp_fragments as warp
     from .tiling.fragment_tiles import LINE, fragment_tile, sums_writer
     from .tiling.tile_order import grouped_tile
 

@@ -13,17 +13,17 @@ Each package imports only from the packages above it in this list:
 | base | how an instruction is registered, and how it reads its operands |
 | arithmetic | what instructions compute |
 | synchronization | barriers, mbarriers, clusters, groups of asynchronous operations, atomics' ordering |
-| memory | loads and stores with their checks: **races are found in `memory/races.py`** |
+| memory | loads and stores with their checks: **races are found in `memory/race_faults.py`** |
 | copies | asynchronous and tensor copies |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |
-| report | `launch`, `profile`, and the table of counts |
+| launch_and_profile | `launch`, `profile`, and the table of counts |
 | mistakes | mistakes planted in the ladder, and a comparison of what it says with a GPU |
 """
 
 from __future__ import annotations
 
+from .launch_and_profile import Profile, launch, profile, profiled
 from .ptx.fault import EmulatorError, Fault
-from .report import Profile, launch, profile, profiled
 
 __all__ = ["EmulatorError", "Fault", "Profile", "launch", "profile", "profiled"]

@@ -20,10 +20,11 @@ from .. import rung
 from ..attention_rung import AttentionRung
 from ..cuda import CUDA_LADDER
 from ..cuda.attention import CUDA_ATTENTION_LADDER
-from ..measure import attention, harness
+from ..measure import attention_reference as attention
+from ..measure import harness
 from ..rung import Step
+from .launch_and_profile import Profile, profiled
 from .ptx.fault import EmulatorError
-from .report import Profile, profiled
 
 WIDTHS = {"rung": 20, "instructions": 13, "FLOP each": 10, "sectors/load": 13, "moved/least": 12}
 WIDTHS |= {"shared passes": 14, "conflicts": 10, "s": 6}

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -25,8 +26,8 @@ import numpy as np
 
 from ..cache_folder import cache_folder
 from ..cuda.runtime import kernel_cache
-from ..emulator import report
-from ..emulator.execution import run
+from ..emulator import launch_and_profile as report
+from ..emulator.execution import run_grid as run
 
 SECONDS, BYTES = 120, 4 << 30  # of the processor, and of memory beyond what the compiler has taken
 LAUNCHES = 100  # of one call
@@ -104,15 +105,22 @@ def serve(request: Any, answer: TextIO) -> NoReturn:
         answer.flush()
         os._exit(0)
 
+    def late(_: int, frame: types.FrameType | None) -> None:
+        says = f"the file had not ended after {request['seconds']:g} s: does a loop go on for ever?"
+        end({"error": _line(frame, path) + says})
+
     path, programs = request["path"], dict[str, int]()
     sys.dont_write_bytecode = True
     _limit(path, end)
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     file = sys.modules["answer"] = types.ModuleType("answer")
     try:
         with open(path, "rb") as source:
             exec(compile(source.read(), path, "exec"), file.__dict__)
     except BaseException as error:
         end({"error": _said(error, path)})
+    signal.setitimer(signal.ITIMER_REAL, 0)  # to compile kernels takes longer
     cases = request["problems"].items()
     recorded = {name: _record(file, name, own, programs, path) for name, own in cases if hasattr(file, name)}
     end({"problems": recorded, "programs": [*programs]})
@@ -159,13 +167,17 @@ def _limit(path: str, end: End) -> None:
         else:
             what = next((words for begins, words in tried if event.startswith(begins)), "")
         if what:
-            frame: types.FrameType | None = current(1)
-            while frame is not None and frame.f_code.co_filename != path:
-                frame = frame.f_back
-            where = f"{path}:{frame.f_lineno}: " if frame is not None else ""
-            end({"error": f"{where}the file {what}, and was stopped: a solution only launches kernels"})
+            says = f"the file {what}, and was stopped: a solution only launches kernels"
+            end({"error": _line(current(1), path) + says})
 
     sys.addaudithook(watch)
+
+
+def _line(frame: types.FrameType | None, path: str) -> str:
+    """Return where in the reader's file a frame is, or was called from."""
+    while frame is not None and frame.f_code.co_filename != path:
+        frame = frame.f_back
+    return f"{path}:{frame.f_lineno}: " if frame is not None else ""
 
 
 def _record(file: Any, name: str, cases: list[Any], programs: dict[str, int], path: str) -> Any:

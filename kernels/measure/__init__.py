@@ -3,7 +3,7 @@
 | File | Holds |
 |---|---|
 | harness | inputs, reference, error bound, timing in turns |
-| attention | the same of attention: its formulas in float64, a check |
+| attention_reference | the same of attention: its formulas in float64, a check |
 | gpu_timer | times work on a GPU by its own clock |
 | peaks | what bounds a kernel on one machine, as data |
 | cpu_peaks, peak_loops | measure a CPU's peaks |

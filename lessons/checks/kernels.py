@@ -25,7 +25,7 @@ from checks.verdicts import NeedsMore, Score, wrong
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
 from minidist.kernels.cuda.runtime.compiler import compile_ptx
 from minidist.kernels.cuda.runtime.device import backend, require_toolkit
-from minidist.kernels.emulator.report import ARCHITECTURE
+from minidist.kernels.emulator.launch_and_profile import ARCHITECTURE
 
 Size = int | Sequence[int]
 

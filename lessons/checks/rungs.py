@@ -13,8 +13,8 @@ from unittest import mock
 
 from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda import CUDA_LADDER
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.emulator import Profile, profiled
-from minidist.kernels.cuda.rung import CudaRung
 from minidist.kernels.cuda.runtime.device import VARIABLE, backend
 
 

@@ -89,7 +89,7 @@ def collect_state(
 
 def classes(engine: Engine, scheduler: Scheduler | None) -> dict[str, str | None]:
     """Return the class names of the optimizer and the scheduler: a state may fit another class's fields."""
-    optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # of a ZeroOptimizer or MasterWeights
+    optimizer = getattr(engine.optimizer, "inner", engine.optimizer)  # of a ZeroOptimizer
     return {
         "optimizer": type(optimizer).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,

@@ -51,7 +51,7 @@ def bench(
     if compile_only:
         _compile(suites, as_json)
         return
-    from minidist.benchmarks.harness.run import run
+    from minidist.benchmarks.harness.run_suites import run
 
     summary = as_json and out is not None
     done = run(

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minidist.benchmarks.harness import machine
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.cli.doctor_probe import LIBRARIES, probe
 from minidist.comm.launching.cores import available_cores
 from minidist.parallel.training import bf16_on_cpu

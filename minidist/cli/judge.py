@@ -37,7 +37,9 @@ def judge(
     shown: Annotated[
         str | None, typer.Option("--show", metavar="NAME", help="One problem: its specification, and par.")
     ] = None,
-    table: Annotated[Path | None, typer.Option(help="A leaderboard, as a CSV file: add what passed.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="A leaderboard, a CSV file: keep each name's best.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Your name in it; default: the file's.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -92,7 +94,8 @@ def judge(
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        best: dict[tuple[str, str], dict[str, str]] = {}  # the first of equals
+        writer.writerows(row for row in rows if best.setdefault((row["problem"], row["name"]), row) is row)
         write_whole(table, text.getvalue())
     if any(one["wrong"] for one in found.values()):
         raise typer.Exit(1)

@@ -51,6 +51,7 @@ def lessons(
 ) -> None:
     """Show which exercises have passed, then open JupyterLab in the lessons' folder; Ctrl-C ends it.
 
+    Where the table goes to a file or a pipe, JupyterLab stays closed.
     --to copies the lessons into a folder of yours. Files that lie there already stay as they are. With
     --export it gets assignments instead, with graded checks, and the solutions in the teacher's copy.
     """
@@ -70,7 +71,7 @@ def lessons(
         print_json({"folder": str(at), "lessons": [dataclasses.asdict(each) for each in found]})
         return
     show(console(), found)
-    if not progress and open_lab(at):
+    if not progress and sys.stdout.isatty() and open_lab(at):
         raise typer.Exit(1)
 
 

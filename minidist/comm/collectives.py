@@ -31,25 +31,22 @@ from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
 from minidist.comm.algorithms.ring import all_gather_among, reduce_scatter_among
 from minidist.comm.algorithms.steps import bytes_sent, offsets
+from minidist.comm.call_queue import background
 from minidist.comm.errors import described
+from minidist.comm.groups import Group, known, rank_in, ranks_of
 from minidist.comm.opaque import may_be_async
 from minidist.comm.transport import gloo_workarounds, shared_memory
 from minidist.comm.transport.gloo_workarounds import movable
-from minidist.comm.transport.shared_memory import SharedMemory, group_memory, memories
+from minidist.comm.transport.shared_memory import GroupMemory, SharedMemory, group_memory
 from minidist.comm.work import (
     ALGORITHMS,
     CallPlan,
-    Group,
-    background,
     by_minidist,
     by_torch,
     bytes_of,
     call_of,
     copy_back,
     preferred,
-    process_group,
-    rank_in,
-    ranks_of,
     run,
 )
 
@@ -97,7 +94,7 @@ def all_reduce(
     elif how == "shared_memory":
         plan = by_minidist(group, partial(shared_memory.all_reduce, _memory(group), flat, op), sent)
     elif how == "hierarchical" and (memory := group_memory(group).memory) is not None:
-        plan = _over_hosts(memory, flat, _summed(op), group)
+        plan = _over_hosts(memory, flat, "sum" if op == "mean" else op, group)
     else:
         plan = _by_messages("all_reduce", how, flat, flat, group, op)
     return run("all_reduce", x, group, plan, result, async_op)
@@ -337,7 +334,7 @@ def _why_no_memory(operation: str, group: Group, x: torch.Tensor) -> str:
     """Return why a call cannot go through shared memory, or "". A group's first call makes its memory."""
     if x.device.type != "cpu":
         return f"its tensor is on {x.device}"
-    found = memories.get(process_group(group))
+    found: GroupMemory | None = known(group).memory
     if found is None:  # making it is a collective, which the ranks' other calls must not mix with
         if checking.checker is not None:
             compared = checking.checker.enter(call_of(operation, "shared_memory", x, group))
@@ -351,11 +348,6 @@ def _memory(group: Group) -> SharedMemory:
     memory = group_memory(group).memory
     assert memory is not None  # `choose` has checked it
     return memory
-
-
-def _summed(op: str) -> str:
-    """Return how the ranks' elements are combined: a mean is divided after."""
-    return "sum" if op == "mean" else op
 
 
 def _by_messages(
@@ -374,7 +366,7 @@ def _by_messages(
 
     def call() -> None:
         with runner.call():  # a message of a failed call could still arrive and be taken for the next one's
-            execute(steps, data, target, _summed(op), group)
+            execute(steps, data, target, op, group)
 
     return by_minidist(group, call, sent, sent, algorithm)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,17 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.work import Group, GroupTable, limit_of, process_group, ranks_of
+from minidist.comm.groups import Group, known, limit_of, process_group, ranks_of
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""
 TOGETHER = {"dp_cp": ("dp", "cp")}
 """Axes that form a group together: gradients are summed over ranks with other rows or other tokens."""
-
-_subgroups: GroupTable[WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]] = GroupTable()
-"""For each world the groups that this rank has made, by their members. Meshes of different shapes share some,
-and a program that makes many meshes would otherwise make them anew each time. torch keeps each group until it
-is destroyed."""
 
 
 class Mesh:
@@ -127,10 +121,8 @@ class Mesh:
         members = next(tuple(row) for row in rows if self._own in row)
         if len(members) == world.size() and not again:
             return None
-        whole, key = process_group(None), (*members, again)
-        made = _subgroups.get(whole)
-        if made is None:
-            made = _subgroups.put(whole, WeakValueDictionary())
+        # Meshes of different shapes share groups. torch keeps each until it is destroyed.
+        made, key = known(None).subgroups, (*members, again)
         found = made.get(key)
         if found is None:
             # A new group would wait for 30 minutes; this one waits as long as the world does.

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from minidist.comm.groups import Group, known, limit_of, rank_in, ranks_of
 from minidist.comm.opaque import may_be_async
 from minidist.comm.tensor_checks import (
     check_in_place,
@@ -22,18 +23,7 @@ from minidist.comm.tensor_checks import (
 )
 from minidist.comm.transport import mailbox
 from minidist.comm.transport.gloo_workarounds import movable
-from minidist.comm.work import (
-    Group,
-    Work,
-    by_torch,
-    bytes_of,
-    call_of,
-    copy_back,
-    limit_of,
-    rank_in,
-    ranks_of,
-    run,
-)
+from minidist.comm.work import Work, by_torch, bytes_of, call_of, copy_back, run
 
 
 @may_be_async
@@ -105,7 +95,7 @@ def tell_failure(destination: int, tag: int = 0, group: Group = None) -> None:
     _check_peer("destination", destination, group)
     box = mailbox.outgoing(ranks_of(group)[destination], torch.empty(0))
     if box is not None:
-        box.fail((mailbox.number_of(group), tag), partial(limit_of, group))
+        box.fail((known(group).number, tag), partial(limit_of, group))
 
 
 @may_be_async

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist import kernels
 from minidist.comm.opaque import opaque, refuse_recorded
@@ -71,6 +71,20 @@ class Attend:
             raise ValueError(
                 f"dropout is {dropout}, and rung {self.rung.name} drops no attention weights; set it to "
                 "0, or leave the rung out"
+            )
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raise TypeError for a block whose rung does not take the dtype that the block computes in."""
+    for name, block in model.named_modules():
+        attend, weight = getattr(block, "attend", None), next(block.parameters(), None)
+        if not isinstance(attend, Attend) or weight is None:
+            continue
+        takes, dtype = attend.rung.dtypes, str(weight.dtype).removeprefix("torch.")
+        if dtype not in takes and ("float32" not in takes or weight.dtype.itemsize != 2):
+            raise TypeError(
+                f"{name} computes in {dtype}, but rung {attend.rung.name} takes {' or '.join(takes)}; give "
+                "the layout another precision, or the model another rung of attention"
             )
 
 

@@ -16,7 +16,7 @@ from minidist.benchmarks.harness.training.peers import INEXACT, OUTSIDE, PEERS, 
 from minidist.benchmarks.harness.training.programs import EVERY
 from minidist.benchmarks.harness.training.rounds import beside, check, enter, key, measure
 from minidist.benchmarks.harness.training.strategies import ROWS, YARDSTICK, Pair, pairs
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 

@@ -9,13 +9,14 @@ import pytest
 
 import minidist as md
 from minidist.benchmarks import bench_cpu_matmul, bench_headline, bench_lessons, bench_scaling
-from minidist.benchmarks.harness import collective_timing, results, run
+from minidist.benchmarks.harness import collective_timing, results
+from minidist.benchmarks.harness import run_suites as run
 from minidist.benchmarks.harness.training import pipelines
 from minidist.benchmarks.harness.training.rounds import Facts, Timed
 from minidist.comm import cost
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
+from minidist.parallel import schedules
 from minidist.parallel.contract.memory_report import Memory as Bytes
-from minidist.parallel.pipeline import schedules
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from minidist.benchmarks.harness import machine, results
+from minidist.benchmarks.harness import describe_machine as machine
+from minidist.benchmarks.harness import results
 from tests.helpers import warm_python
 from tests.helpers.clocks import HANG
 

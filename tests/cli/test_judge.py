@@ -55,6 +55,8 @@ def test_a_file_is_judged_and_what_passes_is_kept(
     assert "is right: 1 of 1 elements are wrong" in reduction
 
     monkeypatch.chdir(tmp_path)
+    row = table.read_text().splitlines()[1]
+    table.write_text(table.read_text() + row.replace(f",{score},", ",1,") + "\n" + row + "\n")  # tried again
     code, out, _ = run("judge", "types.py", "add", "--table", "scores.csv", "--json")
     assert (code, json.loads(out)["add"]["score"]) == (0, score)
     rows = [*csv.DictReader(table.read_text().splitlines())]

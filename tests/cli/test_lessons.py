@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("folder")
 def test_the_table_shows_what_has_passed(run: Run) -> None:
     code, out, err = run("lessons", "--progress")
+    assert (code, out, err) == run("lessons")  # a pipe: JupyterLab stays closed
     assert (code, err) == (0, "")
     (line,) = [line for line in out.splitlines() if "Small things" in line]
     assert line.split() == ["03", "Small", "things", "1", "of", "2", "1", "1.5", "h", "1.5", "min"]
@@ -95,6 +97,7 @@ def test_without_progress_or_with_a_damaged_file_nothing_has_passed(folder: Path
 @pytest.mark.usefixtures("folder")
 def test_where_jupyterlab_is_missing_it_says_how_to_get_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_of.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     code, _, err = run("lessons")
     assert (code, err) == (
         2,
@@ -124,27 +127,31 @@ def test_ctrl_c_ends_jupyterlab(tmp_path: Path) -> None:
         "except KeyboardInterrupt:\n    time.sleep(0.3)\n    print('saved', flush=True)\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    terminal, end = pty.openpty()  # in a pipe it shows the table alone
     running = subprocess.Popen(
         [sys.executable, "-m", "minidist", "lessons"],
         env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
+        stdout=end,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    assert running.stdout is not None
+    os.close(end)
+    shown = os.fdopen(terminal)
     try:
-        while "serves" not in (line := running.stdout.readline()):
+        while "serves" not in (line := shown.readline()):
             assert line, "it ended"
         root = ["--allow-root"] if os.geteuid() == 0 else []  # without it JupyterLab refuses to start
         assert line == f"serves lessons {['-y', *root]}\n"
         time.sleep(0.2)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        out, err = running.communicate(timeout=HANG)
+        _, err = running.communicate(timeout=HANG)
+        out = shown.readline()
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
+        shown.close()
     assert (out, err, running.returncode) == ("saved\n", "minidist: stopped\n", 130)
 
 

@@ -360,7 +360,7 @@ def test_helper_without_the_fixture():
 BENCH = [
     sys.executable,
     "-c",
-    "import sys, pathlib\nfrom minidist.benchmarks.harness import run\n"
+    "import sys, pathlib\nfrom minidist.benchmarks.harness import run_suites as run\n"
     "run.HERE = pathlib.Path(sys.argv.pop(1))\n"
     "from minidist.cli.commands import main\nmain()",
 ]
@@ -435,7 +435,7 @@ def test_bench_merges_a_second_run(suite):
 
 def test_bench_beside_an_earlier_file_says_what_got_slower(run, monkeypatch, tmp_path):
     from minidist.benchmarks.harness import compare_runs
-    from minidist.benchmarks.harness import run as bench_run
+    from minidist.benchmarks.harness import run_suites as bench_run
 
     earlier = tmp_path / "earlier.json"
     changes = [compare_runs.Change("x", "overlap", "Forms", "slower", "ratio to torch DDP", 0.95, 1.4)]

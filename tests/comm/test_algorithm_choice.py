@@ -9,8 +9,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.comm import algorithms
-from minidist.comm.transport import shared_memory
+from minidist.comm import algorithms, groups
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import exact
 
@@ -124,7 +123,7 @@ def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
 def test_a_world_that_ends_takes_its_memory_with_it() -> None:
     def leave() -> int:
         comm.all_reduce(torch.ones(1))
-        shared_memory.forget()
-        return len(shared_memory.memories)
+        groups.forget()
+        return len(groups._known)
 
     assert md.launch(leave, ranks=2) == [0, 0]

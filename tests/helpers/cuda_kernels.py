@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32
 
-from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type
 from minidist.kernels.measure import harness

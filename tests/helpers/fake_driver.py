@@ -12,7 +12,7 @@ import numpy as np
 
 from minidist.kernels.cuda.runtime import compiler, device, gpu_driver
 from minidist.kernels.cuda.runtime.matrix import TensorMap
-from minidist.kernels.emulator.execution.run import run_kernel
+from minidist.kernels.emulator.execution.run_grid import run_kernel
 
 SIZES = {1: np.uint8, 2: np.uint16, 4: np.float32, 8: np.float64}
 

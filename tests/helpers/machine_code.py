@@ -13,7 +13,8 @@ import pytest
 
 from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda.runtime.kernel import Kernel
-from minidist.kernels.measure import attention, harness
+from minidist.kernels.measure import attention_reference as attention
+from minidist.kernels.measure import harness
 
 OPCODES = {
     0x023: "FFMA",  # multiply-add, float32

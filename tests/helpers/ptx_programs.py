@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minidist.kernels.emulator.execution.run import run_kernel
+from minidist.kernels.emulator.execution.run_grid import run_kernel
 from minidist.kernels.emulator.ptx.fault import Fault
 
 SHARED = 8192  # bytes of the variable `memory`

@@ -12,7 +12,7 @@ from minidist.kernels import ATTENTION_LADDER, rung
 from minidist.kernels.cuda import attention as cuda
 from minidist.model import GPT, GPTConfig, blocks, cross_entropy
 from minidist.model.attention import Attend, attention, named
-from minidist.parallel.context.sequence_share import SequenceShare, apply
+from minidist.parallel.sequence_share.sequence_share import SequenceShare, apply
 
 S6, S7 = ATTENTION_LADDER[-2:]
 SHAPE = GPTConfig(vocabulary=11, context=40, layers=2, heads=2, width=24)
@@ -134,6 +134,10 @@ def engine_losses(layout, step):
     return torch.tensor([float(engine.step(rows[:, :-1], rows[:, 1:])) for rows in batches(4)])
 
 
+def test_a_rung_of_16_bits_fits_an_engine_of_16_bits():
+    md.prepare(GPT(SHAPE, attention=HALF), torch.optim.Adam, md.Layout(precision="bf16"))
+
+
 X = torch.ones(1, 2, 3, 4)
 HALF = dataclasses.replace(S6, name="s0_half", dtypes=("bfloat16",))
 
@@ -152,6 +156,11 @@ HALF = dataclasses.replace(S6, name="s0_half", dtypes=("bfloat16",))
             lambda: GPT(SHAPE, attention=S6, dtype=torch.float64)(torch.ones(1, 2).long()),
             TypeError,
             r"q has dtype float64, but rung s6_causal takes float32; convert it with \.to\(torch\.float32\)",
+        ),
+        (
+            lambda: md.prepare(GPT(SHAPE, attention=HALF), torch.optim.Adam, md.Layout()),
+            TypeError,
+            r"layers\.1\.attention computes in float32, but rung s0_half takes bfloat16; give the layout",
         ),
         (lambda: attention(X, X, X.to("meta"), S6), ValueError, r"v is on meta, but rung s6_causal runs on"),
         (lambda: attention(X.numpy(), X, X, S6), TypeError, r"q is a ndarray, not a tensor"),

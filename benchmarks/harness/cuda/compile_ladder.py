@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from minidist.benchmarks.harness import machine
+from minidist.benchmarks.harness import describe_machine as machine
 from minidist.benchmarks.harness.cuda import cuda_timing
 from minidist.comm.launching.cores import available_cores
 from minidist.kernels.attention_rung import AttentionRung
 from minidist.kernels.cuda import RUNGS, attention, load
 from minidist.kernels.cuda.runtime import device
 from minidist.kernels.cuda.runtime.kernel import Kernel
-from minidist.kernels.measure.attention import run
+from minidist.kernels.measure.attention_reference import run
 
 RAGGED = ((129, 257, 72), (300, 130, 65))  # m, n, k: some rows are not 16 bytes apart
 HOPPER = (9, 0)  # the GPU to compile for where there is none

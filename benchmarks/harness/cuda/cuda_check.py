@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidist.kernels.measure import attention, harness
+from minidist.kernels.measure import attention_reference as attention
+from minidist.kernels.measure import harness
 
 if TYPE_CHECKING:
-    from minidist.kernels.cuda.attention.rung import CudaAttentionRung
-    from minidist.kernels.cuda.rung import CudaRung
+    from minidist.kernels.cuda.attention.cuda_attention_rung import CudaAttentionRung
+    from minidist.kernels.cuda.cuda_rung import CudaRung
 
 LARGEST_WHOLE = 4096  # up to this many rows, columns and terms, a product is checked whole
 SAMPLES = 256  # rows, and columns, checked in a larger product

@@ -23,7 +23,7 @@ from minidist.kernels.measure.gpu_timer import GpuTimer
 from minidist.kernels.measure.peaks import Roof
 
 if TYPE_CHECKING:
-    from minidist.kernels.cuda.rung import CudaRung, CudaStep
+    from minidist.kernels.cuda.cuda_rung import CudaRung, CudaStep
 
 SIZES = (1024, 2048, 4096, 8192, 16384)  # n of n x n times n x n
 TRANSPOSED_SIZE = 4096

@@ -28,7 +28,7 @@ from minidist import comm
 from minidist.benchmarks.harness.slow_link import slow_wire
 from minidist.benchmarks.harness.slow_link.two_hosts import counter
 from minidist.benchmarks.harness.training.programs import engine, local_sgd
-from minidist.benchmarks.harness.training.work import ADAMW, Batch, Train, Work, plain_loop
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Train, Work, plain_loop
 from minidist.comm import cost
 from minidist.comm.cost import LinkProfile
 from minidist.comm.cost.links import Link

@@ -1,6 +1,6 @@
 """Training steps in turns: every kind of training here, and the loops of other libraries.
 
-work                   what is trained: model, rows, optimizer; the loop that torch's users write
+what_is_trained        model, rows, optimizer; the loop that torch's users write
 programs               a training loop that is timed and whose memory is counted; ours
 peers                  the loops of torch, Accelerate and DeepSpeed
 pipelines              our schedules and torch's, and what each rank does when

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import minidist as md
 from minidist.benchmarks.harness.training.pipelines import torch_pipeline
 from minidist.benchmarks.harness.training.programs import EVERY, Program, adamw_for
-from minidist.benchmarks.harness.training.work import ADAMW, Work, cross_entropy, plain_loop
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work, cross_entropy, plain_loop
 from minidist.model.blocks import Block
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
 

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import plain
 from minidist.benchmarks.harness.training.programs import EVERY, LOOPS, EngineProgram, Program, engine
-from minidist.benchmarks.harness.training.work import ADAMW, BATCHES, MUON, SEED, Batch, Work, drawn
+from minidist.benchmarks.harness.training.what_is_trained import (
+    ADAMW,
+    BATCHES,
+    MUON,
+    SEED,
+    Batch,
+    Work,
+    drawn,
+)
 from minidist.model import GPT, GPTConfig
 from minidist.model.blocks import attend
 from minidist.model.data import dataset

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from minidist.benchmarks.harness.training.plain_ladder import LadderWork, RungForm
 from minidist.benchmarks.harness.training.programs import Program, Ran
 from minidist.benchmarks.harness.training.rounds import Job
-from minidist.benchmarks.harness.training.work import ADAMW, Batch, Work
+from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, Work
 from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter

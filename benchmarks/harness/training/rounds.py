@@ -28,7 +28,7 @@ from minidist import comm
 from minidist.benchmarks.harness.training.peers import INEXACT, PEERS, missing
 from minidist.benchmarks.harness.training.programs import COUNTED, LOOPS, Program, Ran, engine
 from minidist.benchmarks.harness.training.strategies import YARDSTICK, Pair, Row
-from minidist.benchmarks.harness.training.work import Batch, Work
+from minidist.benchmarks.harness.training.what_is_trained import Batch, Work
 from minidist.benchmarks.harness.turns import Benchmark, compare, record
 from minidist.comm import ledgers
 from minidist.comm.ledgers import Call

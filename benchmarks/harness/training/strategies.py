@@ -12,7 +12,7 @@ from typing import Any
 
 from minidist.benchmarks.harness.training.peers import OUTSIDE
 from minidist.benchmarks.harness.training.programs import EVERY
-from minidist.benchmarks.harness.training.work import MUON
+from minidist.benchmarks.harness.training.what_is_trained import MUON
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind

@@ -7,7 +7,7 @@
 | s3_shared_tiles | tiles of keys and values in shared memory serve many queries |
 | s4_tensor_core | tensor cores, and the softmax in registers |
 | s5_backward | the backward pass computes the weights again, on tensor cores |
-| rung.py | what a rung is: checks, and copies to a GPU and back |
+| cuda_attention_rung.py | what a rung is: checks, and copies to a GPU and back |
 | products.py | products of tiles on tensor cores, for rungs 4 and 5 |
 
 To add a rung, write its file `s<number>_<name>.py`, of at most 150 lines. No list names rungs; ROOM in the
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ...rung import files_of_rungs
 
 if TYPE_CHECKING:
-    from .rung import CudaAttentionRung
+    from .cuda_attention_rung import CudaAttentionRung
 
     CUDA_ATTENTION_LADDER: tuple[CudaAttentionRung, ...]
     """The rungs of attention on a GPU: from three kernels to a backward pass on tensor cores."""

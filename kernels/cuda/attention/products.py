@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint32
 
-from ..instructions import warp as ops
+from ..instructions import warp_fragments as ops
 from ..runtime.matrix import Matrix
 from ..tiling.fragment_tiles import fragment_tile, sums_writer
 from ..tiling.packing import packed

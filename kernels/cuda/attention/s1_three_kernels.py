@@ -18,7 +18,7 @@ from numba import cuda, float32, int32
 from ..runtime.kernel import Kernel
 from ..runtime.matrix import Matrix
 from ..tiling.packing import scratch
-from .rung import CudaAttentionRung
+from .cuda_attention_rung import CudaAttentionRung
 
 THREADS = 256
 

@@ -26,7 +26,7 @@ from numba import cuda, float32, int32
 from ..runtime.kernel import Kernel
 from ..runtime.matrix import Matrix
 from ..tiling.lane_exchange import lane_exchange
-from .rung import CudaAttentionRung
+from .cuda_attention_rung import CudaAttentionRung
 
 WARPS = 4  # of a block, each with a query
 

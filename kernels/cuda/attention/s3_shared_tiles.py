@@ -28,7 +28,7 @@ from ..runtime.kernel import Kernel
 from ..runtime.matrix import Matrix
 from ..tiling.lane_exchange import ALL, lane_exchange
 from ..tiling.panels import inlined
-from .rung import CudaAttentionRung
+from .cuda_attention_rung import CudaAttentionRung
 
 WARPS = 8
 OWN = 8  # queries of a warp

@@ -31,8 +31,8 @@ from ..runtime.kernel import Kernel
 from ..runtime.matrix import Matrix
 from ..tiling.packing import aligned_rows, copy_back
 from ..tiling.panels import inlined, unrolled
+from .cuda_attention_rung import CudaAttentionRung
 from .products import EVERYONE, LOG2_E, SIDE, THREADS, WORDS, in_chunks, parts_of, products
-from .rung import CudaAttentionRung
 
 
 @functools.cache

@@ -26,8 +26,8 @@ from ..instructions.copies import cp_async_16, cp_async_commit, cp_async_wait, l
 from ..runtime.kernel import Kernel
 from ..tiling.packing import aligned_rows, copy_back, scratch
 from ..tiling.panels import inlined, unrolled
+from .cuda_attention_rung import CudaAttentionRung
 from .products import EVERYONE, INFINITY, LOG2_E, SIDE, THREADS, WORDS, in_chunks, parts_of, products
-from .rung import CudaAttentionRung
 from .s4_tensor_core import compute
 
 

@@ -4,7 +4,7 @@
 |---|---|
 | inline_ptx | how a PTX instruction becomes a function |
 | copies | vector loads and stores, asynchronous copies; the same in Python for Numba's simulator |
-| warp | what a warp does for its tensor core: ldmatrix, mma, conversions |
+| warp_fragments | what a warp does for its tensor core: ldmatrix, mma, conversions |
 | barriers | mbarriers, clusters, fences (Hopper) |
 | tma | the copy engine (Hopper) |
 | wgmma | matrix instructions of a warp group (Hopper) |

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from .inline_ptx import FLOAT32, INT32, INT64, AsmOperand, Assembler, Function, Value, instruction
-from .warp import numbered
+from .warp_fragments import numbered
 
 SWIZZLE_128 = 1 << 62  # of a descriptor
 LARGEST_ADDRESS = (1 << 18) - 1  # a descriptor holds 14 bits of an address, without the last 4

@@ -123,7 +123,7 @@ class Kernel:
             own = (there(x) if isinstance(x, np.ndarray) else x for x in arrays)
             self._simulated[tuple(grid), self.threads, 0, shared](*own)
             return
-        from ...emulator.execution.run import run_kernel
+        from ...emulator.execution.run_grid import run_kernel
 
         ptx = self.compile(self.types(arrays), self.architecture).ptx
         run_kernel(ptx, grid, (self.threads,), arrays, shared, cluster, names=self._names)

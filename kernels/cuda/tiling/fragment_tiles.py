@@ -21,8 +21,8 @@ the four lanes of a row store 32 bytes, a whole sector of the caches. In 16 bits
 so the warp passes its sums through shared memory, without the other warps, and stores whole lines of 128
 bytes.
 
-Sources: PTX ISA, ldmatrix (the fragments are in `instructions/warp.py`); Kerr, Developing CUDA Kernels to
-Push Tensor Cores to the Absolute Limit on NVIDIA A100 (GTC 2020), for the permutation of the chunks.
+Sources: PTX ISA, ldmatrix (the fragments are in `instructions/warp_fragments.py`); Kerr, Developing CUDA
+Kernels to Push Tensor Cores to the Absolute Limit on NVIDIA A100 (GTC 2020), for the order of the chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint16, uint32
 
 from ..instructions.copies import cp_async_16_or_zeros, load_128, store_64, store_128
-from ..instructions.warp import cvt_bf16x2, cvt_f16x2, cvt_tf32, ldmatrix_x4, ldmatrix_x4_trans, load_shared
+from ..instructions.warp_fragments import (
+    cvt_bf16x2,
+    cvt_f16x2,
+    cvt_tf32,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    load_shared,
+)
 from .panels import inlined
 
 LINE = 128  # bytes of k in a step

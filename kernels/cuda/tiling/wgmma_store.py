@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda, int32, uint32
 
 from ..instructions.copies import store_64
-from ..instructions.warp import cvt_bf16x2, cvt_f16x2, stmatrix_x4
+from ..instructions.warp_fragments import cvt_bf16x2, cvt_f16x2, stmatrix_x4
 
 
 @functools.cache

@@ -6,6 +6,6 @@ like instructions and returns the function that runs them.
 | File | Holds |
 |---|---|
 | instruction_registry | `unit`, which registers an instruction, and how the scheduler may move it |
-| batch | Batch: like instructions that run as one NumPy operation; reads and writes their operands |
+| instruction_batch | Batch: like instructions run as one NumPy operation; reads and writes their operands |
 | addresses | which lanes run; state spaces and generic addresses |
 """

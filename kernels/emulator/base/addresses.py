@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 
 # A generic address below SHARED_WINDOW is global. Addresses of shared and local memory begin at the windows.

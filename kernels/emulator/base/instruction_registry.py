@@ -33,10 +33,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Lanes, Mask
 from .addresses import lanes_of, of_lanes
-from .batch import Batch
+from .instruction_batch import Batch
 
 Run: TypeAlias = "Callable[[Machine, Mask], Lanes | None]"
 Act: TypeAlias = "Callable[..., Lanes | None]"

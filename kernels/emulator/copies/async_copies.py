@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base.addresses import CLUSTER_SHIFT, in_shared_window, lanes_of
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
-from ..machine.machine import Machine
-from ..memory import races
+from ..machine.machine_state import Machine
+from ..memory import race_faults as races
 from ..memory.access import Access
 from ..memory.loads_and_stores import fetch
 from ..ptx.dtypes import Array, Lanes, Mask

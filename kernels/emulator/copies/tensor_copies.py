@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..machine.races_in_shared_memory import Clocks
-from ..memory import races
+from ..memory import race_faults as races
 from ..memory.async_accesses import (
     TensorMapFences,
     fault_for_missing_data,

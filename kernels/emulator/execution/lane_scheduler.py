@@ -22,11 +22,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import Fault
-from ..synchronization.barriers import MISSED, Barriers
+from ..synchronization.block_barriers import MISSED, Barriers
 from .schedule import BasicBlock, Code
 
 EVERY = 1024  # runs of a block from one snapshot of the machine to the next

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..base.batch import Batch, RegisterLayout, Source
+from ..base.instruction_batch import Batch, RegisterLayout, Source
 from ..base.instruction_registry import MEMORY, InstructionUnit, OrderingClass, Run, find
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
@@ -259,8 +259,7 @@ def _guard(batch: Batch) -> Source | None:
 
 
 def _unit(instruction: PtxInstruction) -> InstructionUnit:
-    two = instruction.opcode[0] == "setp" and isinstance(instruction.operands[0], Pair)
-    found = find(instruction.opcode) or arithmetic.unit_of(instruction.opcode, 2 if two else 1)
+    found = find(instruction.opcode) or arithmetic.unit_of(instruction.opcode)
     if found is None:
         where = f"{instruction.location}: " if instruction.location else ""
         raise EmulatorError(

@@ -1,7 +1,7 @@
 """The instructions: what each does to a machine, wired to its operands.
 
-`execution/run.py` registers them. Loads and stores are in memory/, barriers in synchronization/, copies in
-copies/.
+`execution/run_grid.py` registers them. Loads and stores are in memory/, barriers in synchronization/, copies
+in copies/
 
 | File | Holds |
 |---|---|
@@ -9,7 +9,7 @@ copies/.
 | atomics | atom and red |
 | warps | shuffles, votes, matches, reductions |
 | mma | mma.sync, and ldmatrix and stmatrix |
-| wgmma | matrix instructions of four warps |
+| emulated_wgmma | matrix instructions of four warps |
 | register_pool | setmaxnreg |
 | linked_functions | calls of CUDA's functions on float16 and bfloat16, print, array.reshape |
 """

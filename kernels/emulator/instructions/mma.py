@@ -19,9 +19,9 @@ import numpy as np
 
 from ..arithmetic.fragments import MMA, load_matrices, store_matrices
 from ..base.addresses import whole_warps
-from ..base.batch import Batch, Source
+from ..base.instruction_batch import Batch, Source
 from ..base.instruction_registry import Run, unit
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..memory.access import Access
 from ..memory.loads_and_stores import fetch, put
 from ..ptx.dtypes import Array, Mask

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..base.addresses import whole_warps
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..copies.tensor_copies import BulkCopies
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Program

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..arithmetic.warp_operations import LANES, WarpOperation, awaited, takes_part, warp_operation, word
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError

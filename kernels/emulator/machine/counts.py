@@ -121,7 +121,7 @@ class Counts:
         self.matrix_flops += count * flops
 
 
-def _by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array, Array]:
+def by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array, Array]:
     """Return the addresses of some lanes as (warps, 32), and which of these are used."""
     spread = np.zeros(shape.lanes, np.int64)
     there = np.zeros(shape.lanes, np.bool_)
@@ -133,7 +133,7 @@ def _by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array
 
 def _sectors(shape: MachineShape, addresses: Array, width: int, lanes: Array) -> tuple[int, int]:
     """Return (requests, sectors) of a warp-wide access."""
-    spread, there = _by_warp(shape, addresses, lanes)
+    spread, there = by_warp(shape, addresses, lanes)
     touched = spread[..., None] // SECTOR + np.arange(-(-width // SECTOR))
     touched = np.where(there[..., None], touched, -1).reshape(len(spread), -1)
     touched.sort(axis=1)
@@ -146,7 +146,7 @@ def _passes(
     shape: MachineShape, addresses: Array, width: int, lanes: Array, update: bool
 ) -> tuple[int, int, int]:
     """Return (requests, passes, passes without conflicts) of a warp-wide access to shared memory."""
-    spread, there = _by_warp(shape, addresses, lanes)
+    spread, there = by_warp(shape, addresses, lanes)
     words = max(1, width // 4)
     # With 8 bytes a thread, half a warp goes at a time; with 16 bytes, a quarter.
     spread = spread.reshape(len(spread), words, -1)

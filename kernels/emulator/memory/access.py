@@ -9,8 +9,8 @@ from typing import NoReturn
 import numpy as np
 
 from ..base.addresses import WINDOWS, generic, shared_blocks
-from ..base.batch import Batch
-from ..machine.machine import Machine
+from ..base.instruction_batch import Batch
+from ..machine.machine_state import Machine
 from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import Array
 from ..ptx.fault import of

@@ -14,7 +14,7 @@ import bisect
 import numpy as np
 
 from ..base.instruction_registry import unit_of_lanes
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes
 from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers

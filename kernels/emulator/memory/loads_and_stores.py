@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..base.addresses import addresses_of, lanes_of, space_of
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
 from ..ptx.program import Address, Symbol
 from ..synchronization.atomic_ordering import AtomicOrder
-from . import races
+from . import race_faults as races
 from .access import Access, gather, rows_of
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import InstructionUnit
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import Operand, PtxInstruction
 from ..ptx.static_analysis import registers_of

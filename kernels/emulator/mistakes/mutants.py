@@ -21,9 +21,10 @@ import numpy as np
 
 from ... import cuda
 from ...attention_rung import AttentionRung
-from ...measure import attention, harness
+from ...measure import attention_reference as attention
+from ...measure import harness
+from ..launch_and_profile import profiled
 from ..ptx.fault import Fault
-from ..report import profiled
 from .patches import changed, mistakes_in
 
 FOLDER = Path(cuda.__file__).parent

@@ -5,7 +5,7 @@ races are found.
 
 | File | Holds |
 |---|---|
-| barriers | bar.sync and its forms for a block, bar.warp.sync, the barrier of a grid, fences |
+| block_barriers | bar.sync and its forms for a block, bar.warp.sync, the barrier of a grid, fences |
 | clusters | mapa, barrier.cluster, and accesses to another block's shared memory |
 | mbarriers | mbarriers: arrivals and bytes of a phase, and who waits for it |
 | async_groups | commit_group and wait_group of asynchronous operations, and their clocks |

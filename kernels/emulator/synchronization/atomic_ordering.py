@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array
 
 MOST = 1024  # (warp, address) pairs in one step; beyond it all warps are taken to learn everything

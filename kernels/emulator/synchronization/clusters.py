@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..base.addresses import CLUSTER_SHIFT, SHARED_WINDOW, lanes_of
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import Address, PtxInstruction
 from .async_groups import snapshot
-from .barriers import MISSED
+from .block_barriers import MISSED
 
 OFFSETS = (1 << CLUSTER_SHIFT) - 1
 

@@ -20,9 +20,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
-from ..base.batch import Batch
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
-from ..machine.machine import Machine
+from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError, Fault
 from ..ptx.program import Address, PtxInstruction

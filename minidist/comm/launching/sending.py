@@ -43,15 +43,9 @@ _kept: dict[int, Any] = {}
 """This rank's kept objects, by key."""
 
 
-class Keeping:
-    """A function whose result a rank keeps under a key."""
-
-    def __init__(self, key: int, make: Callable[..., Any]) -> None:
-        self.key, self.make, self.__qualname__ = key, make, _name(make)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run the function, in a rank."""
-        _kept[self.key] = self.make(*args, **kwargs)
+def keep(key: int, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run `make` in a rank, and keep what it returns under a key."""
+    _kept[key] = make(*args, **kwargs)
 
 
 def kept_object(key: int) -> Any:
@@ -81,7 +75,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         own_class = type(value) is not ModuleType
         if isinstance(value, ModuleType) and own_class and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, FunctionType) and getattr(value, "hooked", False) is True:
+            # An optimizer's `step` as torch wraps it, with the hooks of this process; ranks wrap theirs.
+            return _itself, (value.__wrapped__,)  # type: ignore[attr-defined]
         return super().reducer_override(value)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def send_to_workers() -> None:

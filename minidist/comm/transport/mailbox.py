@@ -18,7 +18,6 @@ GPU go through torch.distributed.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import mmap
 import os
 import pickle
@@ -35,10 +34,11 @@ import torch.distributed as dist
 
 from minidist.comm import returned_ranks
 from minidist.comm.errors import FOLLOWS
+from minidist.comm.groups import Group, known, limit_of, ranks_of
 from minidist.comm.ledgers import MessageIdentity
 from minidist.comm.transport import host
 from minidist.comm.transport.host import LINE, SPINS, Process, Semaphore, address_of, padded
-from minidist.comm.work import Group, GroupTable, limit_of, preferred, process_group, ranks_of
+from minidist.comm.work import preferred
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -195,7 +195,16 @@ class Arrival:
         Raises:
             RuntimeError: the sender has ended, is late, has failed, or has sent another size.
         """
-        self.box.wait(self)
+        try:
+            self.box.wait(self)
+        except BaseException:
+            self.cancel()
+            raise
+        if self.came != self.size:
+            raise RuntimeError(
+                f"the message that came has {self.came} bytes, and {self.size} were expected; give the same "
+                "shape and dtype to the send and the receive"
+            )
         if self._failed:
             raise RuntimeError(f"rank {self.box.source} failed, and this belongs to what it did{FOLLOWS}")
         if self.elsewhere:
@@ -282,23 +291,7 @@ class Incoming:
             self._take()
 
     def wait(self, arrival: Arrival) -> None:
-        """Wait for what `expect` returned.
-
-        Raises:
-            RuntimeError: the sender has ended, or does not send in that time; or the size differs.
-        """
-        try:
-            self._wait(arrival)
-        except BaseException:
-            self.cancel(arrival)
-            raise
-        if arrival.came != arrival.size:
-            raise RuntimeError(
-                f"the message that came has {arrival.came} bytes, and {arrival.size} were expected; give "
-                "the same shape and dtype to the send and the receive"
-            )
-
-    def _wait(self, arrival: Arrival) -> None:
+        """Wait for what `expect` returned. RuntimeError if the sender has ended, or sends nothing in time."""
         spins, begun, reason = self._spins, time.monotonic(), ""
         while arrival.came < 0:
             if self._written.try_wait():
@@ -345,7 +338,6 @@ class Incoming:
 
 joined: list[Mailboxes] = []
 """The mailboxes of the world that this process has joined, if any."""
-_numbers: GroupTable[int] = GroupTable()
 
 
 def start(store: Store, own: int, ranks: int) -> None:
@@ -359,7 +351,6 @@ def stop() -> None:
     """Forget the mailboxes: their world has ended."""
     while joined:
         joined.pop().close()
-    _numbers.clear()
 
 
 def outgoing(destination: int, x: torch.Tensor) -> Outgoing | None:
@@ -373,7 +364,7 @@ def incoming(source: int, x: torch.Tensor, tag: int, group: Group) -> Callable[[
     if box is None:
         return None
     elsewhere = partial(dist.recv, x, group=group, tag=tag_elsewhere(tag), group_src=source)
-    return partial(box.expect, (number_of(group), tag), x, partial(limit_of, group), elsewhere)
+    return partial(box.expect, (known(group).number, tag), x, partial(limit_of, group), elsewhere)
 
 
 def _fits(x: torch.Tensor) -> bool:
@@ -383,18 +374,8 @@ def _fits(x: torch.Tensor) -> bool:
 
 def identity(source: int, destination: int, tag: int, group: Group) -> MessageIdentity:
     """Return how both sides of a message know it; the ranks are counted in the group."""
-    ranks = ranks_of(group)
-    return MessageIdentity(ranks[source], ranks[destination], tag, number_of(group))
-
-
-def number_of(group: Group) -> int:
-    """Return a number of the group, the same on all its ranks."""
-    whole = process_group(group)
-    number = _numbers.get(whole)
-    if number is None:
-        digest = hashlib.blake2b(whole.group_name.encode(), digest_size=8).digest()
-        number = _numbers.put(whole, int.from_bytes(digest, "little", signed=True))
-    return number
+    record = known(group)
+    return MessageIdentity(record.ranks[source], record.ranks[destination], tag, record.number)
 
 
 def tag_elsewhere(tag: int) -> int:

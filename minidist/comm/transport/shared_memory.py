@@ -31,19 +31,11 @@ from torch import Tensor
 
 from minidist.comm import returned_ranks
 from minidist.comm.algorithms.execute import COMBINE
+from minidist.comm.call_queue import Failed, InStep
 from minidist.comm.errors import failed
+from minidist.comm.groups import Group, known, limit_of, process_group, ranks_of
 from minidist.comm.transport import STAGE, host
 from minidist.comm.transport.host import ProcessBarrier
-from minidist.comm.work import (
-    Failed,
-    Group,
-    GroupTable,
-    InStep,
-    forget_groups,
-    limit_of,
-    process_group,
-    ranks_of,
-)
 
 BUFFERS = 3
 """Staging buffers of a rank. Ranks may be a step apart: one fills, one reduces, one empties a buffer."""
@@ -217,14 +209,10 @@ class GroupMemory(NamedTuple):
     why_not: str  # why the whole group cannot use it; empty if it can
 
 
-memories: GroupTable[GroupMemory] = GroupTable()
-
-
 def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
     """Return a group's shared memory. The group's first call, `what` in errors, makes it: a collective."""
-    group = process_group(group)
-    found = memories.get(group)
-    if found is None:
+    record, group = known(group), process_group(group)
+    if record.memory is None:
         memory, why_not = None, ""
         try:
             # The group of a dry run, which only counts bytes, brings its own.
@@ -236,7 +224,8 @@ def group_memory(group: Group, what: str = "a collective") -> GroupMemory:
             raise failed(what, ranks_of(group), error) from error
         if memory is not None and len(memory.hosts) > 1:
             why_not = f"the ranks are on {len(memory.hosts)} hosts"
-        found = memories.put(group, GroupMemory(memory, why_not))
+        record.memory = GroupMemory(memory, why_not)
+    found: GroupMemory = record.memory
     return found
 
 
@@ -265,12 +254,6 @@ def empty_shared(
     except RuntimeError as error:
         raise failed("empty_shared", ranks_of(group), error) from error
     return torch.zeros(size, dtype=dtype) if shared is None else shared
-
-
-def forget() -> None:
-    """Forget all groups: their world has ended."""
-    memories.clear()
-    forget_groups()
 
 
 # Collectives
@@ -445,7 +428,7 @@ def _combine(sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> N
 
     The targets may be the sources, or only the first source, or share no memory with them.
     """
-    combine = COMBINE["sum" if op == "mean" else op]
+    combine = COMBINE[op]
     size = max(1, PIECE // sources[0].element_size())
     for start in range(0, sources[0].numel(), size):
         first, second, *others = (source[start : start + size] for source in sources)

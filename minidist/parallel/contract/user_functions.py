@@ -28,7 +28,7 @@ def first_argument(function: Any) -> str:
 
 def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step evaluates the loss itself, perhaps several times: as LBFGS and SAM do."""
-    kind: Any = type(getattr(optimizer, "inner", optimizer))  # of a ZeroOptimizer or MasterWeights
+    kind: Any = type(getattr(optimizer, "inner", optimizer))  # of a ZeroOptimizer
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

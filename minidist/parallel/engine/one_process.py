@@ -34,13 +34,9 @@ from minidist.parallel.experts.load_balance import balance_experts, balanced_rou
 from minidist.parallel.guards.claims import untrained
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.comparable_steps import MARGIN, RandomOff
-from minidist.parallel.training.master_weights import MasterWeights
+from minidist.parallel.training.master_weights import optimizer_of_masters
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
-
-KEPT_BY_MALLOC = 2**25 - 2**16
-"""Once a block of this size was freed, glibc keeps up to 64 MB of freed memory. Otherwise it would give most
-memory of a small step back to the system and get it again page by page, in 4 of 36 ms."""
 
 Tensors = Mapping[str, Tensor]
 Inside = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -79,7 +75,6 @@ class OneProcess:
         self._cells = [(cell, of_model) for cell, of_model in cells if of_model is not None]
         self.device = torch.device("cpu")  # of the engine, once the model has values
         self.last_bit = 0.0  # of the least precise type that a step has computed in
-        torch.empty(KEPT_BY_MALLOC, dtype=torch.uint8)
 
     def step(
         self,
@@ -108,13 +103,10 @@ class OneProcess:
             precision.convert_calls(model)
             recompute_by(model, self._layout.recompute)
             make = by_parameters(self._make, model, {})
-            masters: dict[Tensor, Tensor] = {}
-            if precision.master is None:
-                optimizer: Any = make(model.parameters())
-            else:
-                with_masters = MasterWeights(model.parameters(), make, precision.master)
-                masters = dict(zip(with_masters.parameters, with_masters.masters, strict=True))
-                optimizer = with_masters.inner
+            parameters = [*model.parameters()]
+            optimizer: Any
+            optimizer, updated = optimizer_of_masters(parameters, make, [precision.master] * len(parameters))
+            masters: dict[Tensor, Tensor] = dict(zip(parameters, updated, strict=True))
             trained = {name: value for part in start.parts for name, value in part.trained.items()}
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from minidist.comm.mesh import Mesh
+from minidist.model.attention import check_dtypes
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.user_functions import Loss, MakeFromNamed, MakeOptimizer, by_parameters
@@ -20,7 +21,7 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
-from minidist.parallel.sharding.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
@@ -99,7 +100,7 @@ def prepare(
             number of neighbouring ranks, those of a host: together they keep a second copy of the parameters,
             from which the backward pass gathers (hpZ of ZeRO++); it lies where the model computes.
         plan: for tp, how to cut each module, as for `parallelize`; None for `plan_for(model)`
-            (tensor/plans.py).
+            (tensor_parallel/plans.py).
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's
             `reset_parameters`.
@@ -157,6 +158,7 @@ def prepare(
             if layout.precision in FP8_RECIPES:
                 rehearsal.why_not = "in FP8 each rank's rows have scales of their own"
         exact = precision.convert(model)
+        check_dtypes(model)
         recomputed = parts_to_recompute(model, layout.recompute)
         part = partition_model(model, layout, mesh, plan, initialize, layers, precision.inputs(example))
         if batch_norm is not None:

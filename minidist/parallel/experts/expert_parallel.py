@@ -119,11 +119,3 @@ def _forward(compute: Compute, E: int, group: Group, tokens: Tensor, chosen: Ten
     back = exchange_rows(results, incoming, outgoing, group)
     weighted = back * gates.flatten()[order, None]
     return torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))
-
-
-def expert_bytes(tokens: int, experts_per_token: int, width: int, ranks: int, element_size: int) -> int:
-    """Bytes that a rank sends for one layer, forward and backward, if the router treats experts alike.
-
-    4 (n - 1) / n k N D b for N tokens of a rank: to the experts and back, and the gradients of both.
-    """
-    return 4 * (ranks - 1) * experts_per_token * tokens * width * element_size // ranks

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from minidist.benchmarks.harness import cuda_smoke
-from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime import device
 from tests.helpers.clocks import HANG
 

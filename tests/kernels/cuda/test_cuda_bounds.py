@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.measure import harness
 from minidist.kernels.tpu.tensor_core import tensor_core_mma
 

@@ -7,7 +7,8 @@ import pytest
 
 from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.copies import tensor_copies
-from minidist.kernels.emulator.instructions import mma, wgmma
+from minidist.kernels.emulator.instructions import emulated_wgmma as wgmma
+from minidist.kernels.emulator.instructions import mma
 from minidist.kernels.emulator.instructions.register_pool import at_launch
 from minidist.kernels.emulator.memory import descriptors
 from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors

@@ -110,7 +110,7 @@ def add(x, y, out):
 """,
     "changes the checker": """
 from minidist.kernels.judge import problems, verdicts
-from minidist.kernels.emulator.execution import run
+from minidist.kernels.emulator.execution import run_grid as run
 verdicts._wrong = lambda *_: ""
 verdicts._costs = verdicts._verdict = verdicts.judge = lambda *_: 1000
 np.abs = np.argmax = np.count_nonzero = lambda *_: 0
@@ -193,6 +193,14 @@ SENTENCES = {
         "def reduction(x, out):\n    launch(lambda x: None, 1, 1, np.empty(1 << 28, np.int8))",
         "makes arrays of 268,435,456 bytes",
     ),
+    "a function that launches nothing": (
+        "def add(x, y, out):\n    out[:] = x + y",
+        "with n = 1, it launches no kernel, and nothing else can write to out",
+    ),
+    "a kernel that writes nothing": (
+        ADD.replace("out[i] = x[i] + y[i]", "x[i] + y[i]"),
+        r"out\[0\] is nan, as if nobody had written it",
+    ),
     "a name that is not there": (
         ADD.replace("x[i]", "z[i]"),
         r"answer.py:\d+: TypingError: NameError: name 'z'",
@@ -246,9 +254,16 @@ def test_a_file_that_cannot_run_is_refused_in_a_sentence(judge: Judge, text: str
         judge(text)
 
 
-def test_a_file_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_does_not_end_is_stopped(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdicts.LOADING <= 15
+    monkeypatch.setattr(verdicts, "LOADING", 0.2)
+    with pytest.raises(ValueError, match=r"answer.py:[2-5]: the file had not ended after 0.2 s: does a loop"):
+        judge("add = 1\nwhile True:\n    try:\n        pass\n    except BaseException:\n        pass")
+    monkeypatch.undo()
     path = tmp_path / "answer.py"
-    path.write_text("add = 1\nwhile True:\n    pass")
+    path.write_text("import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\nadd = 1\nwhile True:\n    pass")
     monkeypatch.setattr(verdicts, "SECONDS", 0.2)
     with pytest.raises(ValueError, match=r"had not ended after 0.2 s: does a loop go on for ever"):
         verdicts.judge(tmp_path / "answer.py", ["add"])
@@ -284,6 +299,33 @@ def test_scored_numbers_are_those_of_the_kernels_own_checksum(
     scored = [(judge(HEAD + text), seen[-1])[1] for text in (ADD, ADD, moved, other)]
     assert scored[0] == scored[1] == scored[2] != scored[3]
     assert len({*map(str, seen)}) == len(seen) - 2  # other cases are fresh each time
+
+
+def copies(side: tuple[int, int]) -> str:
+    """A transpose without shared memory, a thread an element."""
+    text = "@cuda.jit\ndef k(a, out):\n    j, i = cuda.grid(2)\n    if i < a.shape[0] and j < a.shape[1]:\n"
+    text += "        out[j, i] = a[i, j]\ndef transpose(a, out):\n    m, n = a.shape\n"
+    return text + f"    launch(k, (-(-n // {side[0]}), -(-m // {side[1]})), {side}, a, out)"
+
+
+def test_few_threads_and_access_that_does_not_coalesce_are_dear(judge: Judge) -> None:
+    """A warp of 8 x 4 threads reads 4 lines and writes 8: ten more than the least."""
+    wide, small, large = (judge(HEAD + copies(side)) for side in ((32, 8), (8, 4), (8, 32)))
+    assert 1 <= wide.score < small.score < large.score < 100
+    for verdict, more in ((wide, 31), (small, 10), (large, 10)):
+        assert verdict.costs is not None
+        assert verdict.costs.conflicts == 2048 * more
+    one_warp = judge(HEAD + ADD.replace("256", "32")).costs
+    eight = judge(HEAD + ADD).costs
+    assert one_warp is not None
+    assert eight is not None
+    assert (one_warp.instructions, one_warp.registers) == (eight.instructions, 64)
+    assert one_warp.total > eight.total
+
+
+def test_what_is_right_has_a_point_at_least(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROBLEMS, "add", dataclasses.replace(PROBLEMS["add"], par=1))
+    assert judge(HEAD + ADD).score == 1
 
 
 SUM = """

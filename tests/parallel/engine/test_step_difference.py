@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
-from minidist.parallel.tensor.plans import plan_for
+from minidist.parallel.tensor_parallel.plans import plan_for
 from tests.helpers import contract
-from tests.parallel.tensor.test_parallelize import FLAT_PLAN, OWN_PLAN, Flat, Own, gpt, tokens, vectors
+from tests.parallel.tensor_parallel.test_replace_layers import (
+    FLAT_PLAN,
+    OWN_PLAN,
+    Flat,
+    Own,
+    gpt,
+    tokens,
+    vectors,
+)
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)

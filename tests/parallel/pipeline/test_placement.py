@@ -20,8 +20,8 @@ from minidist.model import GPT, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind, StagePlacement
-from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.schedules import Instruction
+from minidist.parallel.schedules.instructions import placement_of
 from minidist.scale.dryrun import dryrun
 from minidist.scale.memory import estimate
 from minidist.scale.step_time import predict_step

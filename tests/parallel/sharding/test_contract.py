@@ -21,14 +21,15 @@ from minidist import comm
 from minidist.model.loss import accuracy
 from minidist.parallel.flat import buckets
 from minidist.parallel.flat.buckets import Bucket, GradientComm
-from minidist.parallel.sharding import dealing, optimizer_slices, reducer, units
-from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
-from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.optimizer import optimizer_slices
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.units import units
+from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.whole import dealing, reducer
 from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
 from tests.helpers import contract
-from tests.parallel.sharding import test_parameter_groups as grouped
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,
@@ -39,7 +40,8 @@ from tests.parallel.sharding.cases import (
     Mixed,
     seeded,
 )
-from tests.parallel.sharding.test_unit_runtime import Learned, made, repeating
+from tests.parallel.sharding.optimizer import test_parameter_groups as grouped
+from tests.parallel.sharding.units.test_unit_runtime import Learned, made, repeating
 
 Clusters = Callable[[int], md.Cluster]
 Patch = pytest.MonkeyPatch
@@ -424,12 +426,7 @@ def test_the_contract_catches_a_planted_fault(
     case = replace(where.case, batches=(13, 13, 13))
     layout = md.Layout(dp=where.ranks, zero=where.zero, micro_batches=where.micro_batches)
     options = {"data_parallel": where.options}
-
-    def train() -> contract.Trained:
-        with Patch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(case, layout, options)
-
+    train = partial(contract.with_fault, fault, contract.train_on_this_rank, case, layout, options)
     cluster = cluster_of(where.ranks)
     contract.check(cluster, case, layout, **options)
     with pytest.raises((AssertionError, md.RankError), match=where.says):

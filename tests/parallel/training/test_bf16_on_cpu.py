@@ -12,7 +12,7 @@ from torch import nn
 import minidist as md
 from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.bf16_on_cpu import CURE, NAMES, VARIABLE, Outcome, avoid, outcome
-from minidist.scale.dry_run.run import dryrun
+from minidist.scale.dryrun.one_rank import dryrun
 
 NOTE = "import os; open(os.environ['MINIDIST_CACHE_DIR'] + '/tried', 'a').write('x'); "
 DIE = "os.kill(os.getpid(), {})"

@@ -18,7 +18,7 @@ from minidist import comm
 from minidist.checkpoint import load, save
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES, Fp8Recipe
-from minidist.parallel.tensor.linear_layers import ColumnParallelLinear, RowParallelLinear
+from minidist.parallel.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from minidist.parallel.training import fp8
 from minidist.plain import gpt, low_precision
 from minidist.scale.memory.estimates import estimate

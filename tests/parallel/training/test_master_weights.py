@@ -15,14 +15,12 @@ import minidist as md
 from minidist.model import MLP
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.residency import DATA_PARALLEL
-from minidist.parallel.sharding import zero
+from minidist.parallel.sharding.loops import zero
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import master_weights
-from minidist.parallel.training.master_weights import MasterWeights
 from minidist.parallel.training.precision import Precision
 
 Clusters = Callable[[int], md.Cluster]
-SGD = partial(torch.optim.SGD, lr=2.0**-10)
 
 
 def half(seed: int = 0) -> nn.Module:
@@ -38,65 +36,29 @@ def learn(model: nn.Module, optimizer: Any, steps: int = 1, seed: int = 0) -> No
         optimizer.step()
 
 
+def shared(model: nn.Module, make: Any) -> Sharded:
+    return Sharded(model, make, DATA_PARALLEL, master=torch.float32)
+
+
 def test_it_is_the_optimizer_in_float32_and_a_rounding() -> None:
     model, exact = half(), half().float()
-    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=0.1))
+    strategy = shared(model, partial(torch.optim.AdamW, lr=0.1))
     theirs = torch.optim.AdamW(exact.parameters(), lr=0.1)
     for step in range(5):
-        learn(model, optimizer, seed=step)
+        learn(model, SimpleNamespace(zero_grad=strategy.zero_grad, step=strategy.update), seed=step)
         for ours, parameter in zip(model.parameters(), exact.parameters(), strict=True):
             assert ours.grad is not None
             parameter.grad = ours.grad.float()
         theirs.step()
         for ours, parameter in zip(model.parameters(), exact.parameters(), strict=True):
             assert torch.equal(ours, parameter.bfloat16())
-    assert all(master.grad is None for master in optimizer.masters)  # not held between steps
-
-
-def test_groups_state_and_closures() -> None:
-    model = half()
-    weights = [p for p in model.parameters() if p.dim() == 2]
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    make = partial(torch.optim.AdamW, lr=0.1)
-    optimizer = MasterWeights(weights, make)
-    optimizer.add_param_group({"params": biases, "lr": 0.0})
-    before = [bias.detach().clone() for bias in biases]
-    learn(model, optimizer, 2)
-    assert all(torch.equal(a, b) for a, b in zip(before, biases, strict=True))
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
-
-    again = MasterWeights(weights, make)
-    again.add_param_group({"params": biases})
-    again.load_state_dict(optimizer.state_dict())
-    assert again.param_groups[1]["lr"] == 0.0
-    assert len(again.state) == 4
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(torch.ones(3, 6).bfloat16()), torch.arange(3))
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    assert optimizer.step(closure) > 0
-
-
-def test_frozen_unused_and_other_parameters() -> None:
-    half_one, unused = (nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
-    own = nn.Parameter(torch.ones(2))
-    frozen = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
-    optimizer = MasterWeights([half_one, unused, own, frozen], partial(torch.optim.SGD, lr=0.5))
-    assert optimizer.masters[2] is own  # float32 already
-    half_one.grad, own.grad = torch.ones_like(half_one), torch.ones_like(own)
-    optimizer.factor = 0.5
-    optimizer.step()
-    assert [p.tolist()[0] for p in (half_one, unused, own, frozen)] == [0.75, 1.0, 0.75, 1.0]
-    assert optimizer.factor == 1.0
+    assert all(master.grad is None for master in strategy.slices.masters())  # not held between steps
 
 
 def test_an_optimizer_of_other_parameters() -> None:
     model = half()
     with pytest.raises(ValueError, match="did not use the parameters that it was called with"):
-        MasterWeights(model.parameters(), lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
+        shared(model, lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class Tied(nn.Module):

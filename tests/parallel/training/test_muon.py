@@ -21,12 +21,12 @@ from minidist import comm
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_whole
-from minidist.parallel.sharding.gathered_model import named_shards
-from minidist.parallel.sharding.whole_on_owners import WholeOnOwners
-from minidist.parallel.tensor.linear_layers import ColumnParallelLinear
+from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
+from minidist.parallel.sharding.units.gathered_model import named_shards
+from minidist.parallel.tensor_parallel.linear_layers import ColumnParallelLinear
 from minidist.parallel.training import muon
-from minidist.scale.time.gradient_exchange import PRODUCTS
-from minidist.scale.time.step_time import predict_step
+from minidist.scale.step_time.gradient_exchange import PRODUCTS
+from minidist.scale.step_time.prediction import predict_step
 from tests.helpers import contract
 from tests.helpers.models import Logits, tokens
 from tests.parallel.sharding.cases import CASES, own_loop
@@ -403,12 +403,8 @@ def transposed(patch: pytest.MonkeyPatch) -> None:
 def test_the_contract_catches_a_planted_fault(
     fault: Callable[[pytest.MonkeyPatch], None], text: str, cluster_of: Clusters
 ) -> None:
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(CASE, md.Layout.parse(text), {"rehearse": False})
-
+    given = CASE, md.Layout.parse(text), {"rehearse": False}
     expected = contract.train_in_one_process(CASE)
-    trained = cluster_of(2).run(train)[0]
+    trained = cluster_of(2).run(contract.with_fault, fault, contract.train_on_this_rank, *given)[0]
     with pytest.raises(AssertionError):
         contract.compare(trained, expected)

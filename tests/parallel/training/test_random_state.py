@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import GPT, config
-from minidist.parallel.tensor import parallelize as tensor_parallel
-from minidist.parallel.tensor.parallelize import parallelize
-from minidist.parallel.tensor.plans import plan_for
-from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
+from minidist.parallel.tensor_parallel import replace_layers as tensor_parallel
+from minidist.parallel.tensor_parallel.plans import plan_for
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training.recompute import recompute
 
 Clusters = Callable[[int], md.Cluster]

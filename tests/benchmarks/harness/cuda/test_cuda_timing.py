@@ -14,7 +14,7 @@ from minidist.benchmarks.harness.cuda.cuda_timing import (
     host_seconds,
     time_in_turns,
 )
-from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime import device
 from tests.helpers.emulated_gpu import EmulatedGpu
 

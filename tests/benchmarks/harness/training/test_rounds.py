@@ -8,7 +8,7 @@ import pytest
 
 from minidist.benchmarks.harness.training.peers import plain
 from minidist.benchmarks.harness.training.rounds import Job, UnderWay, measure_jobs
-from minidist.benchmarks.harness.training.work import Work
+from minidist.benchmarks.harness.training.what_is_trained import Work
 from minidist.comm.launching.cluster import Cluster
 from minidist.comm.ledgers import Call
 from minidist.kernels.measure.harness import LEAST

@@ -17,7 +17,7 @@ from minidist.kernels import ATTENTION_LADDER, rung
 from minidist.kernels.cpu import attention
 from minidist.kernels.cpu.support import thread_pool
 from minidist.kernels.emulator.mistakes.patches import changed
-from minidist.kernels.measure.attention import assert_near, check, drawn, formula
+from minidist.kernels.measure.attention_reference import assert_near, check, drawn, formula
 
 every_rung = pytest.mark.parametrize("step", ATTENTION_LADDER, ids=lambda step: step.name)
 LAST = ATTENTION_LADDER[-1]

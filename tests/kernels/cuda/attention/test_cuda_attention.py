@@ -19,7 +19,7 @@ from minidist.kernels import rung
 from minidist.kernels.cuda import attention
 from minidist.kernels.cuda.attention import CUDA_ATTENTION_LADDER
 from minidist.kernels.emulator import profiled
-from minidist.kernels.measure.attention import assert_near, check, drawn, formula, least_bytes, run
+from minidist.kernels.measure.attention_reference import assert_near, check, drawn, formula, least_bytes, run
 from tests.helpers.cuda_kernels import without_gpu  # noqa: F401
 from tests.helpers.machine_code import launches, shortcomings
 from tests.helpers.products import check_ladder

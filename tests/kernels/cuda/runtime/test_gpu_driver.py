@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from minidist.kernels.cuda import rung
-from minidist.kernels.cuda.rung import CudaRung
+from minidist.kernels.cuda import cuda_rung as rung
+from minidist.kernels.cuda.cuda_rung import CudaRung
 from minidist.kernels.cuda.runtime import gpu_driver, gpu_launch, matrix
 from minidist.kernels.cuda.runtime.gpu_driver import DeviceArray
 from minidist.kernels.cuda.runtime.kernel import Kernel, numba_type

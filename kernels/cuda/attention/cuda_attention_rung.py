@@ -1,0 +1,99 @@
+"""A rung of the CUDA ladder of attention: takes NumPy arrays or torch tensors, and gives kernels matrices.
+
+    RUNG = CudaAttentionRung(number=2, name="s2_...", device="cuda", idea="...", dtypes=("float32",),
+                             compute=compute)
+
+`compute(q, k, v, out, logs, heads, causal)` and `gradients(q, k, v, out, logs, d_out, dq, dk, dv, heads,
+causal)` get `Matrix` objects in the memory of the back end, (heads x positions, width) with a column stride
+of 1 and any row stride, and enqueue their kernels. `logs` has one column, and element i is `logs.data[i]`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...attention_rung import AttentionRung, as_rows, dtype_name, logs_dtype
+from ...rung import Array
+from ..cuda_rung import PITCH, CudaStep, uploaded
+from ..runtime import torch_tensors
+from ..runtime.gpu_driver import download
+from ..runtime.matrix import Matrix, host_matrix
+from ..tiling.packing import scratch
+
+
+@dataclass(frozen=True)
+class CudaAttentionRung(CudaStep, AttentionRung):
+    """One step of the CUDA ladder of attention. Its kernels run where `device.backend()` says.
+
+    CUDA tensors are used where they lie, on torch's current stream, without waiting for the result. NumPy
+    arrays and CPU tensors are copied to the GPU and back, or used by the emulator in place. float16 and
+    bfloat16 (ml_dtypes' in NumPy) are summed in float32, and `logs` are float32.
+    """
+
+    def _kind(self, q: Any) -> tuple[Any, str, str]:
+        torch: Any = sys.modules.get("torch")  # a caller with a tensor has imported it
+        if torch is None or not isinstance(q, torch.Tensor):
+            return super()._kind(q)
+        return torch.Tensor, "a torch tensor, as q is: pass torch.as_tensor() of it", ".to(torch.{})"
+
+    def _check(self, causal: bool, **arrays: Any) -> None:
+        super()._check(causal, **arrays)
+        q = arrays["q"]
+        if isinstance(q, np.ndarray):
+            return
+        for name, x in arrays.items():
+            if x.device != q.device:
+                raise TypeError(f"{name} is on {x.device} and q on {q.device}: move one with .to()")
+            if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+                raise TypeError(
+                    f"{name} requires a gradient, which a rung does not record: pass tensor.detach()"
+                )
+
+    def _full(self, like: Any, shape: tuple[int, ...], value: float, logs: bool = False) -> Any:
+        if isinstance(like, np.ndarray):
+            return super()._full(like, shape, value, logs)
+        torch: Any = sys.modules["torch"]
+        dtype = getattr(torch, logs_dtype(like)) if logs else like.dtype
+        return torch.full(tuple(shape), value, dtype=dtype, device=like.device)
+
+    def _run(
+        self, function: Callable[..., None], given: tuple[Any, ...], results: tuple[Any, ...], causal: bool
+    ) -> None:
+        torch: Any = sys.modules.get("torch")
+        heads, count = math.prod(given[0].shape[:-2]), len(given)
+        every, on_gpu = (*given, *results), self._on_gpu()
+        names = [dtype_name(x) for x in every]
+        if isinstance(given[0], np.ndarray):
+            arrays = [as_rows(x) for x in every]
+        else:
+            every = tuple(x.contiguous().reshape(-1, x.shape[-1]) for x in every)
+            if every[0].is_cuda and on_gpu:
+                with torch_tensors.on_device(torch, every[0].device.index):
+                    function(*map(torch_tensors.device_matrix, every), heads, int(causal))
+                return
+            if every[0].device.type != "cpu":
+                raise ValueError(f"q is on {every[0].device}, where rung {self.name} can't run: pass q.cpu()")
+            arrays = [torch_tensors.as_array(torch, x) for x in every]
+        pairs = list(zip(arrays, names, strict=True))
+        if not on_gpu:
+            function(*(host_matrix(x, name) for x, name in pairs), heads, int(causal))
+            return
+        there = [uploaded(x, name) for x, name in pairs[:count]]
+        made = [_room(x, name) for x, name in pairs[count:]]
+        function(*there, *made, heads, int(causal))
+        for x, matrix in zip(arrays[count:], made, strict=True):
+            column = x.shape[1] == 1
+            download(matrix.data, x.size if column else matrix.row_stride, x.reshape(1, -1) if column else x)
+
+
+def _room(x: Array, dtype: str) -> Matrix:
+    """Return a matrix in the GPU's memory for a result like x."""
+    if x.shape[1] == 1:
+        return scratch(1, len(x), dtype, 1).T
+    return scratch(x.shape[0], x.shape[1], dtype, PITCH // x.itemsize)
