@@ -20,7 +20,7 @@ import math
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -153,11 +153,15 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._known.get(key)
         if found is None:
             try:
+                grouped = (
+                    func is aten._grouped_mm.default
+                )  # its shapes are for bfloat16, and its products not
                 with self._fake:
-                    fakes = tree_map_only(Tensor, _fake, (args, kwargs))
+                    fakes = tree_map_only(Tensor, partial(_fake, half=grouped), (args, kwargs))
                     made = func(*fakes[0], **fakes[1])
+                dtype = args[0].dtype if grouped else None
                 found = tree_map_only(
-                    Tensor, lambda x: TensorShape(torch.Size(x.shape), x.stride(), x.dtype), made
+                    Tensor, lambda x: TensorShape(torch.Size(x.shape), x.stride(), dtype or x.dtype), made
                 )
             except (RuntimeError, NotImplementedError) as error:
                 why = (str(error) or type(error).__name__).splitlines()[0]
@@ -243,9 +247,10 @@ def signature(value: Any) -> Any:
     return type(value), str(value) if isinstance(value, torch.Generator) else value
 
 
-def _fake(x: Tensor) -> Tensor:
-    """A fake tensor like `x`, inside torch's fake mode."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+def _fake(x: Tensor, half: bool = False) -> Tensor:
+    """A fake tensor like `x`, inside torch's fake mode; in bfloat16 instead of any other float if `half`."""
+    dtype = torch.bfloat16 if half and x.is_floating_point() else x.dtype
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
 
 
 # Addresses without memory.

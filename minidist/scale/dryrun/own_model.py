@@ -46,13 +46,13 @@ from minidist.scale.step_time.gradient_exchange import GradientTime
 from minidist.scale.step_time.hardware import Hardware
 from minidist.scale.step_time.layer_work import Amounts, Computation
 from minidist.scale.step_time.prediction import (
-    Simulated,
     StepTime,
     assumptions,
     check_machine,
     check_rows,
     step_from_parts,
 )
+from minidist.scale.step_time.step_stages import Simulated
 from minidist.scale.step_time.traffic import Wires
 
 SMALL = (2, 4)

@@ -17,7 +17,8 @@ from minidist.scale.memory.training_setup import (
     rows_and_tokens,
 )
 from minidist.scale.step_time.hardware import Hardware
-from minidist.scale.step_time.prediction import Simulated, StepTime, check_fits, predict_setup
+from minidist.scale.step_time.prediction import StepTime, check_fits, predict_setup
+from minidist.scale.step_time.step_stages import Simulated
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,7 +27,8 @@ from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.training_setup import TrainingSetup
 from minidist.scale.step_time.hardware import Hardware
-from minidist.scale.step_time.prediction import Simulated, StepTime
+from minidist.scale.step_time.prediction import StepTime
+from minidist.scale.step_time.step_stages import Simulated
 
 A_STAGE = 8
 """The most micro-batches per stage of a pipeline to try; with so many, a ninth of the time is bubble."""

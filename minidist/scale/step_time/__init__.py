@@ -10,7 +10,8 @@
 | pipeline_time.py | seconds of a pipeline's schedule |
 | measure_machine.py | `this_machine`: what ranks time here, and the rates that follow |
 | hardware.py, machines.json | a machine; machines by name, with the sources of their figures |
-| prediction.py | `predict_step`: all parts of a step, stage by stage |
+| step_stages.py | all parts of a step, stage by stage |
+| prediction.py | `predict_step`; checks, and what it assumes |
 """
 
 from __future__ import annotations

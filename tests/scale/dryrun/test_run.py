@@ -120,6 +120,35 @@ def test_tensors_take_no_memory_and_know_their_shapes() -> None:
         assert float(x.detach().sum()) == 0.0  # a single number may be read; its value is unknown
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_take_what_a_cpu_takes(dtype: torch.dtype) -> None:
+    """As of transformers' experts; torch says their shape for bfloat16 alone."""
+    shapes, ends = ((8, 16), (3, 16, 24)), torch.tensor([2, 5, 8], dtype=torch.int32)
+    real = torch._grouped_mm(*(torch.ones(shape, dtype=dtype) for shape in shapes), offs=ends)
+    with DryTensors() as dry:
+        found = torch._grouped_mm(*(dry.empty(shape, dtype) for shape in shapes), offs=ends)
+    assert (found.shape, found.dtype, found.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_first_step_costs_what_its_parameters_do(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twice as many layers, each in a bucket of its own, at most twice as many operations."""
+    counted, dispatch = [0], DryTensors.__torch_dispatch__
+
+    def count(self: DryTensors, *arguments: Any) -> Any:
+        counted[0] += 1
+        return dispatch(self, *arguments)
+
+    monkeypatch.setattr(DryTensors, "__torch_dispatch__", count)
+    for layers in (8, 16):
+        shape = GPTConfig(context=16, layers=layers, heads=4, width=64)
+        counted.append(-counted[0])
+        buckets = {"bucket_mb": 0.05} if zero == 1 else None
+        dryrun(shape, md.Layout(dp=2, zero=zero), (2, 16), data_parallel=buckets)
+        counted[-1] += counted[0]
+    assert counted[2] <= 2.05 * counted[1]
+
+
 def test_numbers_beside_them_are_computed() -> None:
     with DryTensors() as dry:
         assert torch.tensor([1.0, 2.0]).mul_(3).tolist() == [3.0, 6.0]

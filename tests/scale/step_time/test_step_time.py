@@ -40,7 +40,8 @@ from minidist.scale.step_time.measure_machine import (
     solve,
     this_machine,
 )
-from minidist.scale.step_time.prediction import HIDDEN, PARTS, StepStages, predict_step
+from minidist.scale.step_time.prediction import HIDDEN, PARTS, predict_step
+from minidist.scale.step_time.step_stages import StepStages
 from minidist.scale.step_time.traffic import Wires
 
 SHAPE = GPTConfig(vocabulary=61, context=24, layers=3, heads=4, width=32)
