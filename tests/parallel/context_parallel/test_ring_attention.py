@@ -113,23 +113,6 @@ def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: 
     cluster_of(ranks).run(check_all)
 
 
-def in_a_part() -> list[Tensor] | None:
-    """Ranks 1 and 3 of four, as a group of their own."""
-    group = torch.distributed.new_group([1, 3])
-    if md.rank() % 2 == 0:
-        return None
-    inputs = drawn(11)
-    at = zigzag_order.positions(11, 2, md.rank() // 2)
-    q, k, v, _ = (x.index_select(2, at) for x in inputs)
-    result = ring_attention(q, k, v, group=group)  # asks for the length
-    torch.testing.assert_close(result, in_full(inputs, True)[0].index_select(2, at), **EXACT)
-    return [result]
-
-
-def test_it_runs_in_a_group_and_asks_for_the_length(cluster_of: Clusters) -> None:
-    assert [found is None for found in cluster_of(4).run(in_a_part)] == [True, False, True, False]
-
-
 def seen_too_much(rank: int) -> list[Tensor]:
     """A fault: queries see the late chunk of the ranks before, too."""
     right = zigzag_order.sight

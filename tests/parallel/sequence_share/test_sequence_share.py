@@ -15,6 +15,7 @@ from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.sequence_share.sequence_share import SequenceShare, apply
 from minidist.parallel.training.recompute import recompute
+from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=2, width=8)
@@ -57,14 +58,8 @@ def train(whole_outputs: bool, recomputed: bool = False) -> tuple[list[float], d
 def train_whole() -> tuple[list[float], dict[str, Tensor]]:
     model = GPT(TINY, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for tokens, targets in batches():
-        optimizer.zero_grad()
-        loss = cross_entropy(model(tokens), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, dict(model.state_dict())
+    trained = plain_steps(model, optimizer, batches(), of_outputs(cross_entropy))
+    return trained.losses, trained.state
 
 
 def compare(actual: Any, expected: Any) -> None:
@@ -75,11 +70,6 @@ def compare(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_gpt_trains_to_the_weights_of_one_process(cluster_of: Clusters, ranks: int) -> None:
     for trained in cluster_of(ranks).run(train, False):
-        compare(trained, train_whole())
-
-
-def test_so_it_does_with_a_loss_of_the_whole_outputs_and_with_recomputation(cluster_of: Clusters) -> None:
-    for trained in (*cluster_of(3).run(train, True), *cluster_of(2).run(train, False, True)):
         compare(trained, train_whole())
 
 

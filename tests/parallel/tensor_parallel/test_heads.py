@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -135,18 +134,3 @@ def test_dropout_differs_in_the_heads_of_ranks_and_nowhere_else(cluster_of: Clus
     (first, one), (second, other) = cluster_of(2).run(run)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert torch.equal(one, other) == (inside == 0)
-
-
-def test_after_an_error_the_model_counts_all_heads(cluster_of: Clusters) -> None:
-    def fail() -> tuple[int, int, bool]:
-        model = Blocks(SplitAttention, 0)
-        with pytest.raises(ValueError, match="no such optimizer"):
-            md.prepare(model, _no_optimizer, md.Layout(tp=2))
-        attention = model.blocks[0].attn
-        return attention.n_head, attention.n_embd, "forward" in vars(attention)
-
-    assert cluster_of(2).run(fail) == [(3, 12, False)] * 2
-
-
-def _no_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    raise ValueError("no such optimizer")

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-import minidist as md
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
-
-Clusters = Callable[[int], md.Cluster]
 
 
 def double(*given: Any) -> None:

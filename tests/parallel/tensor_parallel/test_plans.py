@@ -62,21 +62,6 @@ def test_each_rank_holds_its_part_under_the_names_of_the_model(cluster_of: Clust
         assert names == [*model.state_dict()]
 
 
-def test_what_is_found() -> None:
-    assert plan_for(Blocks(FusedAttention, 0)) == {
-        f"blocks.{index}.{name}": style
-        for index in range(2)
-        for name, style in {
-            "attn.qkv": "column_packed=3",
-            "attn.proj": "row",
-            "attn": "attention",
-            "mlp.0": "column",
-            "mlp.3": "row",
-        }.items()
-    }
-    assert [*plan_for(Classifier(0)).values()] == ["column", "row"] * 2
-
-
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()

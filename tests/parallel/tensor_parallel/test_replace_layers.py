@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +20,10 @@ from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from minidist.parallel.tensor_parallel.vocabulary import (
-    gather_logits,
     vocab_parallel_cross_entropy,
     vocabulary_of,
 )
 from minidist.parallel.training.activation_memory import ActivationCounter
-from minidist.parallel.training.recompute import recompute
 from tests.helpers import contract, models
 from tests.helpers.step_bytes import bytes_per_pass
 
@@ -245,51 +240,6 @@ def test_a_pass_sends_what_the_formula_says(
             assert sent == 10 * (2 * (ranks - 1) * stream // ranks) + (ranks - 1) * 3 * 3 * TOKENS * 8
 
 
-def test_what_the_ranks_hold_by_name(cluster_of: Clusters) -> None:
-    def boxes() -> tuple[dict[str, Cut], bool]:
-        model = gpt(0, heads=4)
-        parallelize(model, plan_for(model))
-        layers: Any = model.layers
-        return cuts(model), layers[0].token.weight is layers[3].output.weight
-
-    results = cluster_of(3).run(boxes)
-    assert all(tied for _, tied in results)
-    found = [cut for cut, _ in results]
-    assert found[0].keys() == found[1].keys()
-    query = [cut["layers.1.attention.query.weight"] for cut in found]
-    assert query == [Cut((8, 8), (0, 0), (2, 8)), Cut((8, 8), (2, 0), (2, 8)), Cut((8, 8), (4, 0), (4, 8))]
-    assert found[2]["layers.1.attention.output.weight"] == Cut((8, 8), (0, 4), (8, 4))
-    assert (
-        found[1]["layers.3.output.weight"]
-        == found[1]["layers.0.token.weight"]
-        == Cut((11, 8), (3, 0), (4, 8))
-    )
-    assert "layers.1.mlp.down.bias" not in found[0]
-
-
-def test_other_losses_take_gathered_logits(cluster_of: Clusters) -> None:
-    inputs, targets = tokens(torch.Generator().manual_seed(0), 2)
-
-    def squares(logits: Tensor) -> Tensor:
-        return (logits - targets[..., None]).square().mean()
-
-    def gradient() -> tuple[Tensor, Tensor]:
-        model = gpt(0)
-        parallelize(model, plan_for(model))
-        logits = gather_logits(model(inputs), vocabulary=vocabulary_of(model))
-        squares(logits).backward()  # type: ignore[no-untyped-call]
-        grad = model.get_parameter("layers.1.mlp_norm.weight").grad
-        assert grad is not None
-        return logits.detach(), grad
-
-    whole = gpt(0)
-    expected = whole(inputs)
-    squares(expected).backward()  # type: ignore[no-untyped-call]
-    for logits, grad in cluster_of(3).run(gradient):
-        torch.testing.assert_close(logits, expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(grad, whole.get_parameter("layers.1.mlp_norm.weight").grad)
-
-
 PATTERNS: dict[str, tuple[dict[str, str], str]] = {
     "nothing fits": ({"layers.*.mlp.upp": "column"}, r"did you mean 'layers.\*.mlp.up'"),
     "no such style": ({"layers.*.mlp.up": "columns"}, "unknown style 'columns': did you mean 'column'"),
@@ -403,26 +353,6 @@ def test_the_loss_is_that_of_whole_logits(cluster_of: Clusters, dtype: torch.dty
         torch.testing.assert_close(torch.cat([grad for _, grad in results], dim=-1), whole.grad)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_and_no_overlap_change_no_bit(cluster_of: Clusters, sequence_parallel: bool) -> None:
-    def forms() -> list[contract.Trained]:
-        case = replace(CASES["gpt"], batches=(3,))
-        results = []
-        for overlap, recomputed in ((True, None), (False, None), (True, "all"), (True, "layers.*.attention")):
-            model = gpt(0)
-            parallelize(model, plan_for(model), sequence_parallel=sequence_parallel, overlap=overlap)
-            if recomputed:
-                recompute(model, None if recomputed == "all" else recomputed)
-            results.append(run(model, case))
-        return results
-
-    for first, *others in cluster_of(2).run(forms):
-        for other in others:
-            assert other.losses == first.losses
-            for name, value in first.state.items():
-                torch.testing.assert_close(other.state[name], value, rtol=0, atol=0)
-
-
 def test_all_activations_between_and_inside_are_shared_with_the_sequence(cluster_of: Clusters) -> None:
     """Korthikanti et al. 2022, section 4.2.2: every activation of a block becomes its n-th part."""
 
@@ -444,34 +374,3 @@ def test_all_activations_between_and_inside_are_shared_with_the_sequence(cluster
     )
     assert 2 * shared == one
     assert shared < with_copies < one
-
-
-def test_copies_and_pickles_compute_the_same(cluster_of: Clusters) -> None:
-    def compare() -> None:
-        inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
-        model = gpt(0, dropout=0.1)
-        parallelize(model, plan_for(model), sequence_parallel=True)
-        model.eval()
-        expected = model(inputs)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(torch.nan)  # the copy must not compute with it
-            torch.testing.assert_close(other(inputs), expected, rtol=0, atol=0)
-            model = other
-
-    cluster_of(2).run(compare)
-
-
-def test_a_rank_alone_in_its_group_has_all(cluster_of: Clusters) -> None:
-    def sent() -> tuple[int, set[tuple[int, ...]]]:
-        groups = [torch.distributed.new_group([rank]) for rank in range(md.size())]
-        model = mlp(md.rank())
-        with comm.ledger() as ledger:
-            parallelize(model, plan_for(model), groups[md.rank()])
-            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-        boxes = cuts(model).values()
-        assert all(cut.sizes == cut.shape and not any(cut.offsets) for cut in boxes)
-        return ledger.bytes_sent, {cut.shape for cut in boxes}
-
-    assert cluster_of(2).run(sent) == [(0, {(5, 6), (5,), (4, 5)})] * 2

@@ -2,9 +2,8 @@
 
 | File | Holds |
 |---|---|
-| data_parallel.py | `DataParallel`: gradients are averaged after each backward pass |
+| data_parallel.py | `DataParallel`: gradients are averaged after each backward pass (`LoopMeans`) |
 | zero.py | `ZeroOptimizer`: an optimizer of this rank's share |
 | fully_shard.py | `FullyShard`: gather a unit, compute, free it; step on the shards |
-| loop_means.py | `LoopMeans`: gradients as means over rows or weights, for data parallelism |
 | loop_classes.py | `delegated`: what the three have in common, and what they refuse |
 """

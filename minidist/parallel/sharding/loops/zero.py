@@ -36,30 +36,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
     >>> optimizer.step()
     >>> optimizer.zero_grad()
 
-    Making it sends rank 0's parameters to all. All ranks call `step`, which averages the gradients over the
-    ranks itself: the model needs no `DataParallel`, which must not be used in stage 2. The result is that of
-    `optimizer_class` in one process, to rounding. An elementwise optimizer of torch's
-    (`elementwise_optimizers.ELEMENTWISE`) updates a share of equal size on each rank; with any other, such as
-    Adafactor, Muon or your own, a rank updates whole parameters. A method of the optimizer's own, such as a
-    schedule-free one's `train`, is a collective: it publishes too. A second ZeroOptimizer of the same
-    parameters replaces the first, which can make no more steps.
+    Making it sends rank 0's parameters to all. All ranks call `step`, which averages the gradients: the model
+    needs no `DataParallel`, which must not be used in stage 2. The result is that of `optimizer_class` in one
+    process, to rounding. An elementwise optimizer of torch's (`elementwise_optimizers.ELEMENTWISE`)
+    updates an equal share on each rank; with any other, a rank updates whole parameters. A method of the
+    optimizer's own, such as a schedule-free one's `train`, is a collective: it publishes too. A second
+    ZeroOptimizer of the same parameters replaces the first, which can make no more steps.
 
     Stage 1 leaves `grad` as backward left it. Stage 2 sums gradients over the ranks in each backward pass,
     sets `grad` to None, and adds the sums up in the owner's share until a step or `zero_grad`; all ranks make
-    as many backward passes. The first one, which shows the order of the gradients, holds all of them.
-
-    In the first step parameters become views into flat buckets. Write into one (`with torch.no_grad():
-    parameter.copy_(tensor)`); `parameter.data = tensor` is refused.
+    as many backward passes. The first one, which shows the order of the gradients, holds all of them. In the
+    first step parameters become views into flat buckets, and `parameter.data = tensor` is refused.
 
     Args:
         params: parameters, or dicts with parameters and options of their own; the same on all ranks.
-        optimizer_class: a class of torch's, or another function from parameters and `defaults` to an
-            optimizer.
+        optimizer_class: a class of torch's, or a function from parameters and `defaults` to an optimizer.
         stage: 1 to share the optimizer's state, 2 to share the gradients too.
         group: the ranks that share; None for all.
         bucket_mb: largest size of a bucket in MB (2^20 bytes). In stage 2 two buckets have memory at a time.
-        master: the dtype in which parameters are updated, if it is not their own: the rank then also keeps
-            its share of them in this dtype.
+        master: the dtype of updates, if it is not the parameters': the rank keeps its share in it as well.
         defaults: options of the optimizer.
 
     Raises TypeError or ValueError if an argument is wrong, the ranks' parameters differ, the optimizer's
@@ -90,6 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     clip_grad_norm = delegated("shared", WholeParameters.clip_grad_norm)
     publish = delegated("shared", WholeParameters.publish)
+    synchronize = delegated("shared", WholeParameters.sum_over_ranks)
     bytes_per_step = delegated("shared", WholeParameters.bytes_per_step)
     consolidate_state_dict = delegated("_consolidated", ConsolidatedState.collect)
     state_dict = delegated("_consolidated", ConsolidatedState.read)
@@ -103,10 +99,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.inner.add_param_group({key: added[key] for key in added if key in given})
             copy_options(self.inner.param_groups[-1:], [added])
             self.shared.add(added["params"])
-
-    def synchronize(self) -> None:
-        """Complete this rank's share of the gradients for the next `step`, which does it otherwise."""
-        self.shared.sum_over_ranks()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and in stage 2 their sums."""
@@ -122,8 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._consolidated.forget()
         mine, its = self.param_groups, self.inner.param_groups
-        if closure is not None:
-            closure = same_options(its, mine)(closure)  # which may change some
+        closure = closure and same_options(its, mine)(closure)  # which may change some
         with same_options(mine, its):
             return self.shared.update(closure, **options)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.compression.sparse_gradients import sparse_bytes
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES
 
@@ -94,63 +91,6 @@ def step_of_both(
     loss_of(reference, x, y).backward()
     model.synchronize()
     same_gradients(model.module, reference)
-
-
-@on_ranks(1, 2, 3, form=FORMS)
-def test_a_loop_with_clipping(form: dict[str, Any]) -> None:
-    model, reference = md.DataParallel(Net(md.rank()), **form), Net(0)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, momentum=0.9) for m in (model, reference)]
-    for x, y in batches(4, rows=6):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=md.size() != 2)
-        loss_of(model, mine(x), mine(y)).backward()
-        loss_of(reference, x, y).backward()
-        model.synchronize()
-        for m, optimizer in zip((model, reference), optimizers, strict=True):
-            norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            assert norm > 0.1, "it was clipped"
-            optimizer.step()
-        same(model.module, reference)
-
-
-@on_ranks(3, form=FORMS)
-def test_gradients_are_this_ranks_own(form: dict[str, Any]) -> None:
-    model = md.DataParallel(Net(), **form)
-    for x, y in batches(2):
-        model.zero_grad()
-        loss_of(model, mine(x), mine(y)).backward()
-        model.synchronize()
-        comm.barrier()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.fill_(float(md.rank()))
-        comm.barrier()
-        for parameter in model.parameters():
-            assert parameter.grad is None or bool((parameter.grad == md.rank()).all())
-        comm.barrier()
-
-
-@on_ranks(2, form=FORMS)
-def test_several_backward_passes_add_up(form: dict[str, Any]) -> None:
-    model, reference = md.DataParallel(Net(), **form), Net()
-    for number in range(3):
-        (x, y), (v, w) = batches(2)
-        model.zero_grad()
-        reference.zero_grad()
-        loss_of(reference, x, y).backward()
-        loss_of(reference, v, w).backward()
-        first = loss_of(model, mine(x), mine(y))
-        if number == 0:  # one after the other
-            first.backward()
-            loss_of(model, mine(v), mine(w)).backward()
-        elif number == 1:  # both graphs at once
-            second = loss_of(model, mine(v), mine(w))
-            second.backward()
-            first.backward()
-        else:  # the module twice in one graph
-            (first + loss_of(model, mine(v), mine(w))).backward()
-        model.synchronize()
-        same_gradients(model.module, reference)
 
 
 @on_ranks(1, 2, form=FORMS, all_inside=[False, True])
@@ -252,36 +192,6 @@ def test_a_forgotten_synchronize_is_noticed() -> None:
     optimizer.step()
 
 
-@on_ranks(2)
-def test_with_overlap_backward_leaves_means_as_in_torchs() -> None:
-    model, reference = md.DataParallel(Net()), Net()
-    for x, y in batches(3):
-        model.zero_grad()
-        reference.zero_grad()
-        loss_of(model, mine(x), mine(y)).backward()
-        loss_of(reference, x, y).backward()
-        same_gradients(model.module, reference)
-
-
-@on_ranks(2)
-def test_a_module_may_change_its_dtype() -> None:
-    model, reference = md.DataParallel(nn.Linear(4, 2)), nn.Linear(4, 2).double()
-    for step, (x, y) in enumerate(batches(4)):
-        dtype = torch.float32 if step < 2 else torch.float64
-        model.zero_grad()
-        model.to(dtype)
-        reference.load_state_dict(model.module.state_dict())
-        reference.zero_grad()
-        loss_of(model, mine(x).to(dtype), mine(y).to(dtype)).backward()
-        loss_of(reference, x, y).backward()
-        model.synchronize()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            rounding = 1e-5 if step < 2 else 1e-12
-            torch.testing.assert_close(ours.grad, theirs.grad.to(dtype), rtol=rounding, atol=rounding)
-
-
 @pytest.mark.parametrize("how", ["module", "parameter", "replaced"])
 def test_a_parameter_added_later_is_an_error(cluster_of: Clusters, how: str) -> None:
     def train() -> None:
@@ -353,17 +263,6 @@ def test_sparse_gradients_are_gathered(form: dict[str, Any]) -> None:
             optimizer.step()
 
 
-@on_ranks(3)
-def test_sparse_gradients_cost_the_rows_that_were_touched() -> None:
-    model = md.DataParallel(Table(True))
-    for _ in range(2):
-        model.zero_grad()
-        with comm.ledger() as ledger:
-            model(torch.tensor([5, 5, 8, 9][: 4 - md.rank()])).sum().backward()
-            model.synchronize()
-    assert ledger.bytes_sent == model.bytes_per_step() + sparse_bytes(3, 3, 8, md.size())
-
-
 @on_ranks(2, set_to_none=[True, False])
 def test_gradients_are_stored_once(set_to_none: bool) -> None:
     """After a step the gradients' memory is the buckets': each parameter's is a view into one."""
@@ -379,23 +278,6 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == 6 * (50 * 50 + 50)
     assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
-
-
-@on_ranks(2, compression=[None, "float16"])
-def test_buckets_go_when_other_parameters_get_gradients(compression: str | None) -> None:
-    model = md.DataParallel(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), compression=compression)
-    model(torch.ones(2, 5)).sum().backward()
-    model.synchronize()
-    (bucket,) = model.shared.buckets
-    gone, memory = weakref.ref(bucket), bucket.gradients.untyped_storage().data_ptr()
-    del bucket
-    model.zero_grad()
-    model.module[0].requires_grad_(False)
-    model(torch.ones(2, 5))  # it sees that
-    gc.collect()
-    assert gone() is None
-    own = model.shared.sets[0]
-    assert memory not in {x.untyped_storage().data_ptr() for x in (own.tail, own.sums, *own.tensors())}
 
 
 class Either(nn.Module):
@@ -439,13 +321,6 @@ class Recomputing(nn.Module):
         return out
 
 
-@on_ranks(2, form=FORMS, how=[(False, False), (False, True), (True, False)])
-def test_activations_may_be_recomputed(form: dict[str, Any], how: tuple[bool, bool]) -> None:
-    model, reference = md.DataParallel(Recomputing(*how), **form), Recomputing(False, how[1])
-    for x, y in batches(3):
-        step_of_both(model, reference, x, y)
-
-
 def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
     def train() -> None:
         model = md.DataParallel(Recomputing(use_reentrant=True, tied=True))
@@ -475,17 +350,6 @@ def test_buffers_follow_rank_0_on_request(cluster_of: Clusters) -> None:
     apart, together = (cluster_of(2).run(train, choice) for choice in (False, True))
     assert apart == [[0, 0], [pytest.approx(1.0), pytest.approx(1.9)]]
     assert together == [[0, 0], [pytest.approx(1.0), pytest.approx(1.0)]], "it started from rank 0's again"
-
-
-ALGORITHMS = ["auto", "torch", "shared_memory", "ring", "tree", "halving_doubling", "naive"]
-
-
-@on_ranks(3, algorithm=ALGORITHMS)
-def test_algorithms_and_accumulation_of_graphs(algorithm: str) -> None:
-    """Every algorithm of the collectives gives the same; and a graph of the gradients does no harm."""
-    model, reference = md.DataParallel(Net(), algorithm=algorithm, bucket_mb=0.0002), Net()
-    for x, y in batches(3, rows=6):
-        step_of_both(model, reference, x, y, create_graph=algorithm == "auto")
 
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, MLP, config
+from minidist.model import GPT, config
 from minidist.parallel.contract.residency import ZERO_3
-from minidist.parallel.flat.freed import FreedParameter
 from minidist.parallel.sharding.optimizer import memory_source as shard_offload
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units import collective_order, cut_into_units
@@ -29,7 +28,6 @@ from minidist.parallel.sharding.units import units as shard_units
 from tests.helpers import contract
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
-    ALL,
     CASES,
     SGD,
     Skipping,
@@ -43,47 +41,7 @@ from tests.parallel.sharding.cases import (
 Clusters = Callable[[int], md.Cluster]
 
 
-@on_ranks(2)
-def test_units_are_gathered_ahead_where_that_takes_no_core() -> None:
-    sharded = [md.FullyShard(untied(0), SGD)]
-    with comm.using("ring"):
-        sharded.append(md.FullyShard(untied(0), SGD))
-    sharded.append(md.FullyShard(untied(0), SGD, prefetch=True))
-    assert [each.shared.runtime.prefetch for each in sharded] == [False, True, True]
-
-
-def test_other_optimizers_are_refused_before_anything_is_sharded() -> None:
-    model = nn.Linear(2, 2)
-    before = model.weight.clone()
-    with pytest.raises(ValueError, match=r"LBFGS, which cannot be shared by parts.* use dp alone"):
-        md.FullyShard(model, torch.optim.LBFGS)
-    assert torch.equal(model.weight, before)
-
-
 # A loop of one's own.
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_the_module_works_in_a_loop_of_ones_own(cluster_of: Clusters, prefetch: bool) -> None:
-    """Two backward passes a step, one of a sum of two losses; a schedule; means over the ranks."""
-    case = replace(ALL["skipping"], batches=(8, 4, 12, 4))
-
-    def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
-        schedule = torch.optim.lr_scheduler.StepLR(getattr(optimizer, "optimizer", optimizer), 2, 0.5)
-        for x, y in case.global_batches():
-            share = slice(*(len(x) * (rank + i) // size for i in (0, 1)))
-            optimizer.zero_grad()
-            case.loss(model(x[share]), y[share]).backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                model(x)  # every rank the same
-            (case.loss(model(x[share]), y[share]) + 2 * case.loss(model(x[share] / 2), y[share])).backward()
-            optimizer.step()
-            schedule.step()
-        assert model is not optimizer or all(type(p) is FreedParameter for p in model.module.parameters())
-        return []
-
-    make = partial(torch.optim.AdamW, lr=1e-2)
-    check_loop(cluster_of(2), case.model, loop, make, prefetch=prefetch)
 
 
 class Headed(nn.Module):
@@ -166,21 +124,6 @@ def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> No
     sharded = md.FullyShard(model, torch.optim.SGD, units=[model.part], lr=0.5)
     with pytest.raises(RuntimeError, match=message):
         sharded(torch.ones(2, 3))
-
-
-@on_ranks(2)
-def test_summon_shows_and_takes_back() -> None:
-    sharded, name = md.FullyShard(untied(md.rank()), SGD), "layers.2.mlp.up.weight"
-    original = untied(0).state_dict()
-    with sharded.summon() as model:
-        same(model.state_dict(), original)
-        with torch.no_grad():
-            model.get_parameter(name).mul_(3)
-    assert torch.equal(sharded.state_dict()[name], 3 * original[name])
-    sharded.load_state_dict(original)
-    same(sharded.state_dict(), original)
-    shards = sum(p.numel() for p in sharded.parameters())
-    assert shards < 0.51 * sum(v.numel() for v in original.values())
 
 
 def same(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -321,13 +264,6 @@ def test_a_model_made_on_meta_is_never_whole() -> None:
     unit = max(4 * bucket.length for bucket in sharded.shared.buckets)
     # The unit's parameters and their flat tensor, the values of one as they are drawn, in float64.
     assert unit < live.most - live.now < 3 * unit
-
-
-@pytest.mark.parametrize("build", [partial(MLP, (6, 5, 3)), partial(GPT, config("byte-tiny", layers=1))])
-def test_a_part_is_initialised_as_in_the_whole(build: Callable[..., nn.Module]) -> None:
-    whole = build(seed=3).state_dict()
-    sharded = md.FullyShard(build(seed=3, device="meta"), torch.optim.SGD)
-    torch.testing.assert_close(sharded.state_dict(), whole, rtol=0, atol=0)
 
 
 class Head(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -85,23 +84,6 @@ def test_a_group_of_ranks_trains_by_itself(cluster_of: Clusters, zero: int) -> N
     assert cluster_of(3).run(train) == [0.0, -0.5, -0.5]
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offload_changes_nothing(cluster_of: Clusters, where: str, tmp_path: Path) -> None:
-    def train(offload: str) -> tuple[contract.Trained, list[str]]:
-        trained = own_loop(3, CASE, offload=offload, keep=kept)
-        long = [v for s in kept[0].optimizer.state.values() for v in s.values() if v.dim()]
-        mapped = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
-        assert long
-        return trained, [line for line in mapped.splitlines() if "minidist-offload-" in line]
-
-    kept: list[Any] = []
-    for trained, on_disk in cluster_of(2).run(train, "cpu" if where == "cpu" else str(tmp_path)):
-        contract.compare(trained, contract.train_in_one_process(CASE))
-        if os.path.exists("/proc/self/maps"):
-            assert bool(on_disk) == (where == "disk")
-    assert [*tmp_path.iterdir()] == []
-
-
 @pytest.mark.parametrize("zero_first", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_optimizers_own_methods_do_at_stage_3(cluster_of: Clusters, ranks: int, zero_first: bool) -> None:
@@ -163,29 +145,6 @@ def test_what_the_optimizers_own_step_cannot_do_it_says(tmp_path: Path) -> None:
     sharded = md.FullyShard(nn.Linear(2, 2), torch.optim.SGD, offload=tmp_path, lr=1.0)
     with pytest.raises(RuntimeError, match=r"state lies on disk.*; call the FullyShard's step\(\)"):
         sharded.optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_clipping_sums_the_gradients_once(cluster_of: Clusters, stage: int) -> None:
-    def count() -> tuple[int, int]:
-        model = CASE.model(md.rank())
-        optimizer = md.ZeroOptimizer(model.parameters(), sgd, stage)
-        for clips in (False, True):
-            optimizer.zero_grad()
-            CASE.loss(model(X), Y).backward()  # type: ignore[no-untyped-call]
-            with comm.ledger() as ledger:
-                if clips:
-                    optimizer.clip_grad_norm(0.3)
-                optimizer.step()
-        optimizer.zero_grad()
-        with comm.ledger() as ledger:
-            CASE.loss(model(X), Y).backward()  # type: ignore[no-untyped-call]
-            optimizer.clip_grad_norm(0.3)
-            optimizer.step()
-        return ledger.bytes_sent, optimizer.bytes_per_step()
-
-    for sent, formula in cluster_of(2).run(count):
-        assert sent == formula + 8
 
 
 def test_gradients_that_are_not_there_yet_are_not_clipped_in_silence() -> None:

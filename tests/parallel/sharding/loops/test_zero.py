@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +13,11 @@ from torch import Tensor, nn
 
 import minidist as md
 from tests.helpers.on_ranks import on_ranks
-from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, SGD, sizes_of, storage_bytes
+from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
 
 Clusters = Callable[[int], md.Cluster]
+
+
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 
 
@@ -223,99 +224,12 @@ def test_who_replaces_an_optimizer_is_rid_of_it_at_once(stage: int) -> None:
         gc.enable()
 
 
-def test_a_step_hands_on_what_the_optimizer_takes() -> None:
-    class Scaled(torch.optim.SGD):
-        def step(self, closure: Any = None, scale: float = 1.0) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad.mul_(scale)
-            super().step()
-
-    weight = nn.Parameter(torch.tensor([1.0]))
-    zero = md.ZeroOptimizer([weight], Scaled, lr=0.25)
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    zero.step(scale=2.0)
-    assert weight.item() == 0.5
-
-
-@on_ranks(2, stage=[1, 2])
-def test_options_that_a_closure_sets_hold_for_its_step(stage: int) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    zero = md.ZeroOptimizer([weight], OPTIM.SGD, stage, lr=1.0)
-
-    def closure() -> Tensor:
-        zero.param_groups[0]["lr"] = 0.25
-        loss = weight.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    assert zero.step(closure) == 3.0
-    assert zero.param_groups[0]["lr"] == 0.25
-    assert weight.tolist() == [0.75, 1.75]
-
-
-class Counting(OPTIM.SGD):  # type: ignore[misc, name-defined]
-    """An optimizer with a property, a method and a `zero_grad` of its own."""
-
-    forgotten = 0
-
-    @property
-    def rate(self) -> Any:
-        return self.param_groups[0]["lr"]
-
-    def grow(self) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.add_(1.0)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.forgotten += 1
-        super().zero_grad(set_to_none)
-
-
 def mean(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
 def engine_of(model: nn.Module, make: Any, zero: int, precision: str = "fp32", **options: Any) -> Any:
     return md.prepare(model, make, md.Layout(dp=2, zero=zero, precision=precision), mean, **options)
-
-
-@on_ranks(2, zero=[0, 1, 2], precision=["fp32", "bf16"])
-def test_an_engine_leaves_an_optimizer_its_own_attributes(zero: int, precision: str) -> None:
-    model = nn.Linear(2, 2)
-    engine = engine_of(model, partial(Counting, lr=0.25), zero, precision)
-    engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
-    engine.optimizer.param_groups[0]["lr"] = 0.5
-    assert engine.optimizer.rate == 0.5
-    assert zero or engine.optimizer.forgotten
-    before = model.weight.detach().clone()
-    engine.optimizer.grow()
-    assert torch.allclose(model.weight, before + 1, atol=0.02)
-
-
-@on_ranks(2, zero=[1, 2])
-def test_what_the_optimizer_leaves_out_may_be_written_in_half_precision(zero: int) -> None:
-    model = nn.Linear(2, 2)
-    engine = engine_of(model, lambda parameters: OPTIM.SGD([next(iter(parameters))], lr=0.25), zero, "bf16")
-    for value in (0.0, 5.0, 7.0):
-        with torch.no_grad():
-            model.bias.fill_(value)
-        engine.step(torch.ones(2, 2), torch.zeros(2, 2))
-        assert model.bias.tolist() == [value, value]
-
-
-@on_ranks(2, zero=[0, 1, 2, 3])
-def test_ranks_with_other_numbers_of_slices_rehearse_the_same_steps(zero: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
-    model[1].requires_grad_(False)
-    engine = engine_of(model, partial(OPTIM.AdamW, lr=0.01), zero, rehearse=True)
-    for frozen, steps in ((1, 1), (None, 1), (0, 2)):  # the last cuts what one rank has in two
-        for index in range(3):
-            model[index].requires_grad_(index != frozen)
-        for _ in range(steps):
-            engine.step(torch.ones(2, 4), torch.zeros(2, 3))
 
 
 @on_ranks(2, zero=[1, 2])
@@ -325,20 +239,6 @@ def test_the_state_of_an_engines_slices_is_refused(zero: int) -> None:
         engine.optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"md\.load"):
         engine.optimizer.load_state_dict({})
-
-
-@on_ranks(2)
-def test_a_backward_pass_that_failed_leaves_nothing() -> None:
-    def failing(_: Tensor) -> None:
-        raise ArithmeticError("in backward")
-
-    model, zero, peer_model, plain = pair(SGD, 2)
-    train_both(model, zero, peer_model, plain, 1)
-    hidden = model[1](model[0](torch.ones(2, 4, dtype=torch.float64)))
-    hidden.register_hook(failing)
-    with pytest.raises(ArithmeticError):
-        model[2](hidden).sum().backward()
-    train_both(model, zero, peer_model, plain, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
-from minidist.parallel.sharding.units import collective_order, units
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
 from tests.parallel.sharding.cases import SGD, check_loop, seeded, vectors
@@ -199,19 +198,6 @@ def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
         contract.check(cluster_of(ranks), case, layout, fully_shard={"prefetch": prefetch})
 
 
-class Either(nn.Module):
-    """Ranks call other units at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.layers, self.layers[md.rank()]):
-            x = layer(x)
-        return x
-
-
 def said(cluster: md.Cluster, build: Callable[[], nn.Module]) -> list[str]:
     def call() -> str:
         sharded = md.FullyShard(build(), SGD)
@@ -224,27 +210,12 @@ def said(cluster: md.Cluster, build: Callable[[], nn.Module]) -> list[str]:
     return cluster.run(call)
 
 
-def test_ranks_that_call_other_units_hear_of_it(cluster_of: Clusters) -> None:
-    for rank, text in enumerate(said(cluster_of(2), Either)):
-        wanted = f"the unit layers.{rank} was called 2 times in one pass, and not so on all ranks"
-        assert text.startswith(wanted)
-
-
 def test_a_rank_that_calls_a_unit_again_alone_hears_of_it() -> None:
     with md.Cluster(2, timeout=HANG) as cluster:
         other, text = said(cluster, lambda: Repeating(1 + md.rank()))
     wanted = "the unit layers.0 was called 2 times in one pass, and not so on all ranks at this point"
     assert wanted in text
     assert other != "nothing"
-
-
-def test_the_order_keeps_to_all_ranks_and_puts_units_that_nobody_called_next_to_their_siblings() -> None:
-    names = ["", *(f"{i}.experts.{j}" for i in (0, 1) for j in range(3)), "1.gate"]
-    listed = [units.Unit(name, nn.Identity(), number) for number, name in enumerate(names)]
-    begun = [[0, 2, 7, 6], [0, 3, 7, 6]]  # by each rank, in this order; nobody has called 1, 4 and 5
-    orders = {(0, *(event for n in rank[1:] for event in (2 * n, 2 * n + 1)), 1) for rank in begun}
-    merged = collective_order._merged(orders, listed)
-    assert [event // 2 for event in merged if event % 2 == 0] == [0, 1, 2, 3, 7, 4, 5, 6]
 
 
 # Several backward passes.
@@ -259,24 +230,6 @@ class Two(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.layers(x)
         return self.first(x), self.second(x)
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_backward_may_go_through_a_pass_twice(cluster_of: Clusters, prefetch: bool) -> None:
-    x, y = vectors(torch.Generator().manual_seed(1), 8)
-    loss = nn.functional.cross_entropy
-
-    def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
-        for _ in range(3):
-            first, second = model(x[rank::size])
-            loss(first, y[rank::size]).backward(retain_graph=True)
-            loss(second, y[rank::size]).backward(retain_graph=True)
-            (2 * loss(first, y[rank::size])).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return []
-
-    check_loop(cluster_of(2), seeded(Two), loop, prefetch=prefetch)
 
 
 class Codes(nn.Module):
