@@ -9,9 +9,7 @@ collectives     all_reduce, reduce_scatter, all_gather, broadcast, all_to_all an
 differentiable  an all-to-all whose gradients travel back
 messages        send, recv, gather and scatter
 tensor_checks   which tensors, ranks and reductions they accept
-work            a call under way: started, counted, waited for; `using`
-groups          who is in a group, and what this process has made for it
-call_queue      the thread that runs a group's calls, and the order that its ranks keep
+work            a call under way: started, counted, waited for; groups, `using`, the thread that runs calls
 stream_times    when a call on CUDA tensors ran, by the GPU's clock
 opaque          torch.compile leaves these functions as they are; the types of one that takes async_op
 returned_ranks  which ranks have returned from the function that all run, and join no more calls

@@ -31,9 +31,7 @@ from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
 from minidist.comm.algorithms.ring import all_gather_among, reduce_scatter_among
 from minidist.comm.algorithms.steps import bytes_sent, offsets
-from minidist.comm.call_queue import background
 from minidist.comm.errors import described
-from minidist.comm.groups import Group, known, rank_in, ranks_of
 from minidist.comm.opaque import may_be_async
 from minidist.comm.transport import gloo_workarounds, shared_memory
 from minidist.comm.transport.gloo_workarounds import movable
@@ -41,12 +39,17 @@ from minidist.comm.transport.shared_memory import GroupMemory, SharedMemory, gro
 from minidist.comm.work import (
     ALGORITHMS,
     CallPlan,
+    Group,
+    background,
     by_minidist,
     by_torch,
     bytes_of,
     call_of,
     copy_back,
+    known,
     preferred,
+    rank_in,
+    ranks_of,
     run,
 )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm.collectives import all_to_all
-from minidist.comm.groups import Group
+from minidist.comm.work import Group
 
 
 class _Exchange(torch.autograd.Function):

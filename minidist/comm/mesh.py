@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minidist._arguments import check_whole
 from minidist._names import unknown
 from minidist.comm import world
-from minidist.comm.groups import Group, known, limit_of, process_group, ranks_of
+from minidist.comm.work import Group, known, limit_of, process_group, ranks_of
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in the last."""

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from minidist.comm.groups import Group, known, limit_of, rank_in, ranks_of
 from minidist.comm.opaque import may_be_async
 from minidist.comm.tensor_checks import (
     check_in_place,
@@ -23,7 +22,19 @@ from minidist.comm.tensor_checks import (
 )
 from minidist.comm.transport import mailbox
 from minidist.comm.transport.gloo_workarounds import movable
-from minidist.comm.work import Work, by_torch, bytes_of, call_of, copy_back, run
+from minidist.comm.work import (
+    Group,
+    Work,
+    by_torch,
+    bytes_of,
+    call_of,
+    copy_back,
+    known,
+    limit_of,
+    rank_in,
+    ranks_of,
+    run,
+)
 
 
 @may_be_async

@@ -4,15 +4,21 @@
 the call, and starts it. `Work.wait` completes it, or says in a sentence why it failed. A `CallPlan` says how:
 by torch.distributed, or by minidist itself, at once or in the group's thread (`Background`).
 
-First come the algorithms that a call may ask for.
+First come the groups that make calls, each with a record of what this process has made for it, and the
+algorithms that they may ask for.
 """
 
 from __future__ import annotations
 
+import hashlib
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,16 +26,116 @@ import torch.distributed as dist
 from minidist._names import unknown
 from minidist.comm import checking, ledgers, returned_ranks
 from minidist.comm.algorithms.registry import ALGORITHMS as MESSAGE_ALGORITHMS
-from minidist.comm.call_queue import background
 from minidist.comm.errors import CollectiveError, describe_tensor, failed, note_out_of_step
-from minidist.comm.groups import Group as Group
-from minidist.comm.groups import alone as alone
-from minidist.comm.groups import limit_of as limit_of
-from minidist.comm.groups import rank_in as rank_in
-from minidist.comm.groups import ranks_of as ranks_of
 from minidist.comm.stream_times import StreamTimes
 
 Result = TypeVar("Result")
+
+# Groups
+
+Group = dist.ProcessGroup | None
+"""A process group of torch.distributed; None is the whole world."""
+
+
+class Known:
+    """What this process knows of a group. It holds no group: one that was destroyed must not stay alive."""
+
+    def __init__(self, ranks: tuple[int, ...], own: int, name: str = "") -> None:
+        self.ranks, self.own = ranks, own  # the members, as ranks of the world; this rank's number among them
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        self.number = int.from_bytes(digest, "little", signed=True)  # of the group, the same on all its ranks
+        self.memory: Any = None  # `transport.shared_memory.GroupMemory`, from its first call on
+        self.background: Any = None  # `Background`, which runs its collectives
+        self.subgroups = WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]()  # of `Mesh`, by members
+
+
+# A dictionary of its own, since a lookup in a `weakref.WeakKeyDictionary` takes four times as long, and every
+# call makes several. torch takes microseconds for each answer that a record has.
+_known: dict[int, Known] = {}
+_ALONE = Known((0,), 0)
+is_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, every group has this rank alone, as in a single process: collectives move nothing."""
+    global is_alone
+    is_alone = True
+    try:
+        yield
+    finally:
+        is_alone = False
+
+
+def known(group: Group) -> Known:
+    """Return the record of a group; that of a single process where there is no world.
+
+    Raises:
+        TypeError: it is not a group.
+        ValueError: this rank is not a member.
+    """
+    if is_alone:
+        return _ALONE
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:  # there is no world
+            return _ALONE
+    found = _known.get(id(group))
+    if found is None:
+        if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(
+                f"group is {group!r}; give a process group, such as a Mesh's group('dp'), or None for all "
+                "ranks"
+            )
+        own = dist.get_rank(group)
+        if own < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
+            )
+        found = _known[id(group)] = Known(tuple(dist.get_process_group_ranks(group)), own, group.group_name)
+        # The group's id may name another object only after this has run.
+        weakref.finalize(group, _forget, id(group)).atexit = False
+    return found
+
+
+def _forget(key: int) -> None:
+    found = _known.pop(key, None)
+    if found is not None and found.background is not None:
+        found.background.stop()
+
+
+def forget_groups() -> None:
+    """Forget all groups, because their world has ended."""
+    for key in [*_known]:
+        _forget(key)
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """Return the members of a group, as ranks of the world; (0,) where there is no world. Errors: `known`."""
+    return known(group).ranks
+
+
+def rank_in(group: Group) -> int:
+    """Return this rank's number in a group, from 0. Errors: those of `known`."""
+    return known(group).own
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """Return the group itself, or the world's where it is None."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def limit_of(group: Group) -> float:
+    """Return the seconds that a call waits: the least of the group's and the world's limits.
+
+    The world's counts because torch gives a new group 30 minutes.
+    """
+    groups, cpu = {process_group(group), process_group(None)}, [torch.device("cpu")]  # a dry run's names none
+    limits = (one._get_backend(each).options._timeout for one in groups for each in one._device_types or cpu)
+    return float(min(limits).total_seconds())
+
 
 # Algorithms
 
@@ -279,3 +385,121 @@ def copy_back(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def bytes_of(x: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
+
+
+# The thread that runs calls
+
+
+class Failed(RuntimeError):
+    """A collective failed here; the communication API adds to it what and where."""
+
+
+class InStep:
+    """Calls in which all ranks of a group take part; none runs after one that has failed halfway."""
+
+    def __init__(self) -> None:
+        self._broken = ""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run a collective inside. After one has failed halfway, no other can run.
+
+        Raises:
+            Failed: a peer is gone, late, or makes another call; or an earlier call failed.
+        """
+        if self._broken:
+            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
+        try:
+            yield
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
+
+
+class Task:
+    """A collective to run, with `wait` and `is_completed` like torch's handles."""
+
+    def __init__(self, run: Callable[[], object], event: threading.Event | None = None) -> None:
+        self._run = run
+        self._error: BaseException | None = None
+        self._event = event  # set at the end; None if it runs before anybody can wait
+        self.began: float | None = None  # `time.perf_counter()` at its begin
+        self.completed: float | None = None  # and at its end
+
+    def run(self) -> None:
+        """Run it now. `wait` raises its error."""
+        self.began = time.perf_counter()
+        try:
+            # Only in inference mode may all tensors be written to, those made in it included.
+            with torch.inference_mode():
+                self._run()
+        except BaseException as error:
+            self._error = error
+        del self._run  # it holds tensors
+        self.completed = time.perf_counter()
+        if self._event is not None:
+            self._event.set()
+
+    def wait(self) -> None:
+        """Wait until it is complete. The collective's own time limit bounds the wait."""
+        if self._event is not None:
+            self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.completed is not None
+
+
+class Background(InStep):
+    """Runs a group's collectives in order: asynchronous ones in its thread, others in the caller's.
+
+    A group has one for all algorithms, since the hierarchical all-reduce sends messages as well: two
+    collectives at once would mix them up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Task | None = None
+
+    def start(self, run: Callable[[], object]) -> Task:
+        """Run a collective in the thread, after all earlier ones."""
+        task = Task(run, threading.Event())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="minidist collectives", daemon=True)
+            self._thread.start()
+        self._last = task
+        self._queue.put(task)
+        return task
+
+    def here(self, run: Callable[[], object]) -> Task:
+        """Run a collective after all earlier ones; in the caller's thread if none is under way."""
+        if self._last is not None and not self._last.is_completed():
+            return self.start(run)
+        task = Task(run)
+        task.run()
+        return task
+
+    def stop(self) -> None:
+        """End the thread when it has run what it was given."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+            del task  # frees its tensors while the thread waits
+
+
+def background(group: Group) -> Background:
+    """Return what runs a group's collectives, except torch's own, in the order of their calls."""
+    record = known(group)
+    if record.background is None:
+        own = getattr(process_group(group), "background", Background)  # a dry run's group has its own
+        record.background = own()
+    found: Background = record.background
+    return found

@@ -121,7 +121,7 @@ def rank() -> int:
     """This process's rank: 0 to size() - 1."""
     if not _is_joined():
         return 0
-    from minidist.comm.groups import rank_in
+    from minidist.comm.work import rank_in
 
     return rank_in(None)
 
@@ -130,7 +130,7 @@ def size() -> int:
     """Number of ranks in the world."""
     if not _is_joined():
         return 1
-    from minidist.comm.groups import ranks_of
+    from minidist.comm.work import ranks_of
 
     return len(ranks_of(None))
 
@@ -156,12 +156,12 @@ def shutdown() -> None:
     if _joined_here:
         import torch.distributed as dist
 
-        from minidist.comm import checking, groups, returned_ranks
+        from minidist.comm import checking, returned_ranks, work
         from minidist.comm.transport import mailbox
 
         _joined_here = False
         checking.stop()
-        groups.forget()
+        work.forget_groups()
         mailbox.stop()
         returned_ranks.stop()
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ import pytest
 
 import minidist as md
 from minidist import comm
-from minidist.comm import groups
+from minidist.comm import work
 from minidist.comm.transport import shared_memory
 
 
@@ -18,7 +18,7 @@ def small_buffers(cluster_of: Callable[[int], md.Cluster]) -> Iterator[Callable[
 
     def resize(stage: int, piece: int) -> None:
         shared_memory.STAGE, shared_memory.PIECE = stage, piece
-        groups.forget()
+        work.forget_groups()
         comm.barrier()  # makes the memory
 
     def get(ranks: int) -> md.Cluster:

@@ -9,7 +9,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.comm import algorithms, groups
+from minidist.comm import algorithms, work
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import exact
 
@@ -67,8 +67,8 @@ def test_algorithms_run_in_the_background(cluster_of: Clusters) -> None:
             comm.all_reduce(part, algorithm=name, async_op=True)
             for part, name in zip(parts, ["ring", "tree", "shared_memory"] * 2, strict=True)
         ]
-        for i, work in reversed(list(enumerate(works))):
-            exact(work.wait(), torch.full((1000,), 3.0 * i + 3))
+        for i, each in reversed(list(enumerate(works))):
+            exact(each.wait(), torch.full((1000,), 3.0 * i + 3))
 
     cluster_of(3).run(overlap)
 
@@ -123,7 +123,7 @@ def test_shared_memory_that_cannot_be_mapped_is_done_without() -> None:
 def test_a_world_that_ends_takes_its_memory_with_it() -> None:
     def leave() -> int:
         comm.all_reduce(torch.ones(1))
-        groups.forget()
-        return len(groups._known)
+        work.forget_groups()
+        return len(work._known)
 
     assert md.launch(leave, ranks=2) == [0, 0]

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import minidist as md
 from minidist import comm
-from minidist.comm import groups as process_groups
 from minidist.comm import ledgers, work
 from tests.comm.programs import run_script
 from tests.helpers.clocks import HANG, Clock
@@ -46,7 +45,7 @@ def make_and_destroy(groups: int) -> tuple[tuple[int, int, int], tuple[int, int,
         )
         dist.destroy_process_group(group)
         del group
-    return before, holdings(), len(process_groups._known)
+    return before, holdings(), len(work._known)
 
 
 @READS_PROC

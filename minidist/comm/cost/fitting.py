@@ -12,9 +12,9 @@ from minidist.comm.algorithms.execute import execute
 from minidist.comm.algorithms.steps import Message, Step
 from minidist.comm.collectives import all_reduce, barrier
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
-from minidist.comm.groups import Group, rank_in, ranks_of
 from minidist.comm.transport import STAGE
 from minidist.comm.transport.shared_memory import SharedMemory, group_memory
+from minidist.comm.work import Group, rank_in, ranks_of
 
 SMALL, LARGE = 2**10, 2**22
 """Bytes of the messages whose times give alpha and beta."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minidist.comm.groups import Group
+from minidist.comm.work import Group
 
 CHUNK = 2**23
 """Bytes of a tensor that a synchronous reduce-scatter handles at once."""

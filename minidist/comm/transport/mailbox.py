@@ -34,11 +34,10 @@ import torch.distributed as dist
 
 from minidist.comm import returned_ranks
 from minidist.comm.errors import FOLLOWS
-from minidist.comm.groups import Group, known, limit_of, ranks_of
 from minidist.comm.ledgers import MessageIdentity
 from minidist.comm.transport import host
 from minidist.comm.transport.host import LINE, SPINS, Process, Semaphore, address_of, padded
-from minidist.comm.work import preferred
+from minidist.comm.work import Group, known, limit_of, preferred, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

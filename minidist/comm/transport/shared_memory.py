@@ -31,11 +31,10 @@ from torch import Tensor
 
 from minidist.comm import returned_ranks
 from minidist.comm.algorithms.execute import COMBINE
-from minidist.comm.call_queue import Failed, InStep
 from minidist.comm.errors import failed
-from minidist.comm.groups import Group, known, limit_of, process_group, ranks_of
 from minidist.comm.transport import STAGE, host
 from minidist.comm.transport.host import ProcessBarrier
+from minidist.comm.work import Failed, Group, InStep, known, limit_of, process_group, ranks_of
 
 BUFFERS = 3
 """Staging buffers of a rank. Ranks may be a step apart: one fills, one reduces, one empties a buffer."""

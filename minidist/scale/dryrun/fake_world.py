@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from minidist.comm import groups
-from minidist.comm.call_queue import Failed
+from minidist.comm import work
+from minidist.comm.work import Failed
 from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import TOLD
 from minidist.parallel.contract.layout import Layout
@@ -149,7 +149,7 @@ class CountingGroup(dist.ProcessGroup):
         return SimpleNamespace(group=self, hosts=[self._members], empty=lambda shape, dtype: None)
 
     def background(self) -> _Answers:
-        """Stands in for the thread that runs collectives; see `comm.call_queue.background`."""
+        """Stands in for the thread that runs collectives; see `comm.work.background`."""
         return _Answers(self)
 
     # Collectives, called by torch.distributed.
@@ -304,7 +304,7 @@ def dry_world(rank: int, ranks: int, tensors: DryTensors, peers: Peers, way: str
         try:
             yield
         finally:
-            groups.forget()
+            work.forget_groups()
             dist.destroy_process_group()
     finally:
         sys.excepthook = hook

@@ -488,6 +488,18 @@ def test_a_message_of_another_shape_is_named(checked: Checked, wait: bool) -> No
     assert f"recv of float32[4] from rank 0 at {__file__}:{line_of('received')}" in text
 
 
+def test_a_message_that_nobody_sends_is_named() -> None:
+    def wait() -> None:
+        if md.rank() == 1:
+            comm.recv(torch.ones(4), 0)
+        elif md.rank() == 0:
+            time.sleep(HANG)  # sends nothing
+
+    with md.Cluster(2, timeout=3, check=True) as cluster, pytest.raises(md.RankError) as caught:
+        cluster.run(wait)
+    assert f"rank 0 is at {__file__}:{line_of('sends nothing')}, it has made no call" in caught.value.summary
+
+
 def test_lines_of_a_notebooks_cell_are_named(checked: Checked) -> None:
     text = (
         "def first(): comm.all_reduce(torch.ones(3))\n"

@@ -13,7 +13,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.comm import groups
+from minidist.comm import work
 from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
 from tests.helpers.clocks import HANG
@@ -191,7 +191,7 @@ def test_hierarchical_reduces_inside_hosts_and_between_them(ranks: int, hosts: l
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_tensors_made_in_inference_mode(cluster_of: Clusters, algorithm: str) -> None:
     def evaluate() -> list[float]:
-        groups.forget()  # so that the staging buffers are made here
+        work.forget_groups()  # so that the staging buffers are made here
         comm.barrier()
         totals = []
         with torch.inference_mode():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minidist.comm import groups as process_groups
+from minidist.comm import work
 from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
 from minidist.parallel.compression.compressor import all_reduce_bytes
@@ -157,7 +157,7 @@ class ShardedParameters(AllParameters):
 
     def follow_changes(self) -> None:
         """Begin with gradients of parameters that were frozen when this was made."""
-        if process_groups.is_alone:
+        if work.is_alone:
             raise RuntimeError(
                 "it calls a ZeRO-3 model inside a step that one process takes alone, without the other "
                 "ranks' shards; give prepare(rehearse=False)"
