@@ -133,11 +133,7 @@ class CudaRung(CudaStep, Rung):
             a_there, b_there = uploaded(a, dtype), uploaded(b, dtype)
             c_there = scratch(out.shape[0], out.shape[1], out_dtype, PITCH // out.itemsize)
             self.compute(a_there, b_there, c_there)
-            in_rows = out.strides[1] == out.itemsize and out.strides[0] > 0
-            rows = out if in_rows else np.empty_like(out, order="C")
-            download(c_there.data, c_there.row_stride, rows)
-            if rows is not out:
-                out[...] = rows
+            download(c_there.data, c_there.row_stride, out)
             return
         c = host_matrix(out, out_dtype)
         copied = not np.may_share_memory(c.data, out)  # because kernels don't take a stride of out
@@ -165,10 +161,11 @@ def uploaded(x: Array, dtype: str) -> Matrix:
     """Return a copy of x in the GPU's memory, in rows or in columns as x is, with a pitch of 16 bytes."""
     if x.shape[0] > 1 and (x.shape[1] == 1 or x.strides[0] < x.strides[1]):
         return uploaded(x.T, dtype).T
-    if x.strides[1] != x.itemsize or x.strides[0] < x.shape[1] * x.itemsize:
-        x = np.ascontiguousarray(x)
     there = scratch(x.shape[0], x.shape[1], dtype, PITCH // x.itemsize)
-    upload(x, there.data, there.row_stride)
+    if not x.flags.c_contiguous or x.shape[1] != there.row_stride:
+        given, x = x, np.zeros((x.shape[0], there.row_stride), x.dtype)
+        x[:, : given.shape[1]] = given
+    upload(x, there.data)
     # The driver may read main memory after it has returned (CUDA Driver API, "API synchronization behavior").
     there.data.owner = there.data.owner, x
     return there

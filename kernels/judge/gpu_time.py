@@ -30,7 +30,7 @@ def seconds(launches: list[Any], programs: list[str], arrays: list[Array]) -> fl
         return None
     there = [gpu_driver.allocate(x.nbytes, "uint8") for x in arrays]
     for x, memory in zip(arrays, there, strict=True):
-        gpu_driver.upload(x.reshape(1, -1).view(np.uint8), memory, x.nbytes)
+        gpu_driver.upload(x, memory)
     calls = []
     for number, grid, block, shared, cluster, args, _ in launches:
         cubin, log = compiler.link(programs[number].encode(), ARCHITECTURE, "the kernel", "ptx")

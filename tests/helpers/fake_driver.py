@@ -112,15 +112,6 @@ class FakeDriver:
     def _cuMemcpyDtoHAsync(self, host, there, size, stream):
         ctypes.memmove(host, int(there), size)
 
-    def _cuMemcpy2DAsync(self, copy, stream):
-        kinds = self.real.CUmemorytype
-        ends = []
-        for end in ("src", "dst"):
-            here = getattr(copy, f"{end}MemoryType") == kinds.CU_MEMORYTYPE_HOST
-            ends.append(int(getattr(copy, f"{end}Host") if here else getattr(copy, f"{end}Device")))
-        for row in range(copy.Height):
-            ctypes.memmove(ends[1] + row * copy.dstPitch, ends[0] + row * copy.srcPitch, copy.WidthInBytes)
-
     def _cuMemsetD32Async(self, there, word, count, stream):
         ctypes.memmove(int(there), int(word).to_bytes(4, "little") * count, 4 * count)
 

@@ -135,38 +135,6 @@ class Gpu:
         else:
             self.call("cuMemFree", self.driver.CUdeviceptr(address))
 
-    def copy_2d(
-        self,
-        host: int,
-        host_pitch: int,
-        there: int,
-        pitch: int,
-        shape: tuple[int, ...],
-        itemsize: int,
-        upload: bool,
-    ) -> None:
-        """Begin to copy rows between main memory and the GPU on the current stream; pitches are in bytes."""
-        self.current()
-        driver, stream = self.driver, self.driver.CUstream(self.stream())
-        width = shape[1] * itemsize
-        if shape[0] == 1 or host_pitch == pitch == width:
-            size = shape[0] * width
-            if upload:
-                self.call("cuMemcpyHtoDAsync", driver.CUdeviceptr(there), host, size, stream)
-            else:
-                self.call("cuMemcpyDtoHAsync", host, driver.CUdeviceptr(there), size, stream)
-            return
-        copy = driver.CUDA_MEMCPY2D()
-        main_memory, gpu_memory = ("src", "dst") if upload else ("dst", "src")
-        setattr(copy, f"{main_memory}MemoryType", driver.CUmemorytype.CU_MEMORYTYPE_HOST)
-        setattr(copy, f"{main_memory}Host", host)
-        setattr(copy, f"{main_memory}Pitch", host_pitch)
-        setattr(copy, f"{gpu_memory}MemoryType", driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
-        setattr(copy, f"{gpu_memory}Device", driver.CUdeviceptr(there))
-        setattr(copy, f"{gpu_memory}Pitch", pitch)
-        copy.WidthInBytes, copy.Height = width, shape[0]
-        self.call("cuMemcpy2DAsync", copy, stream)
-
     def synchronize(self) -> None:
         """Wait for all work of the current stream; raise RuntimeError if a kernel failed."""
         self.call("cuStreamSynchronize", self.driver.CUstream(self.stream()))
@@ -259,15 +227,22 @@ def allocate(count: int, dtype: str) -> DeviceArray:
     return DeviceArray(block.address, dtype, (count,), (ITEMSIZE[dtype],), block)
 
 
-def upload(x: np.ndarray[Any, Any], into: DeviceArray, pitch: int) -> None:
-    """Begin to copy x to rows `pitch` elements apart; keep x until the stream is done (see `download`)."""
+def upload(x: np.ndarray[Any, Any], into: DeviceArray) -> None:
+    """Begin to copy x, which lies in C order, on the current stream; keep x until that is done."""
     g = get()
-    g.copy_2d(x.ctypes.data, x.strides[0], into.address, pitch * x.itemsize, x.shape, x.itemsize, True)
+    g.current()
+    to, stream = g.driver.CUdeviceptr(into.address), g.driver.CUstream(g.stream())
+    g.call("cuMemcpyHtoDAsync", to, x.ctypes.data, x.nbytes, stream)
 
 
 def download(x: DeviceArray, pitch: int, into: np.ndarray[Any, Any]) -> None:
-    """Copy rows that are `pitch` elements apart to a 2-D array with contiguous rows, and wait."""
+    """Copy rows that are `pitch` elements apart, the last too, to a 2-D array, and wait."""
     g = get()
-    size = into.itemsize
-    g.copy_2d(into.ctypes.data, into.strides[0], x.address, pitch * size, into.shape, size, False)
+    g.current()
+    whole = into.flags.c_contiguous and into.shape[1] == pitch
+    rows = into if whole else np.empty((len(into), pitch), into.dtype)
+    source, stream = g.driver.CUdeviceptr(x.address), g.driver.CUstream(g.stream())
+    g.call("cuMemcpyDtoHAsync", rows.ctypes.data, source, rows.nbytes, stream)
     g.synchronize()
+    if not whole:
+        into[...] = rows[:, : into.shape[1]]

@@ -69,7 +69,6 @@ def test_numpy_arrays_are_multiplied_on_a_gpu_and_its_memory_is_given_back(there
         check_laid_out(STEP, (1, 6, 1), "float32", [layout] * 3, seed=2)
     assert not there.memory
     assert there.calls.count("cuLibraryLoadData") <= 2  # by dtype
-    assert there.calls.count("cuMemcpy2DAsync") > 0
     tensor = torch.randn(5, 6)
     torch.testing.assert_close(STEP.matmul(tensor, tensor.T), tensor @ tensor.T)
     there.pools = 0
