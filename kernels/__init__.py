@@ -53,12 +53,11 @@ StepT = TypeVar("StepT", bound=Step)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CPU_LADDER", "CUDA_LADDER"):
-        return getattr(cpu if name == "CPU_LADDER" else cuda, name)
-    if name in ("ATTENTION_LADDER", "CUDA_ATTENTION_LADDER"):
-        folder = "cpu" if name == "ATTENTION_LADDER" else "cuda"
-        return getattr(importlib.import_module(f".{folder}.attention", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = ".cuda" if name.startswith("CUDA") else ".cpu"
+    package += ".attention" if "ATTENTION" in name else ""
+    return getattr(importlib.import_module(package, __name__), name)
 
 
 # The function hides the module of the same name here; `from minidist.kernels.rung import ...` still works.
@@ -79,7 +78,8 @@ def rung(name_or_number: str | int, ladder: Sequence[Step] | None = None) -> Ste
         if asked in (candidate.name, f"s{candidate.number}", str(candidate.number)):
             return candidate
     if ladder is None and asked in cuda.RUNGS:
-        return cuda.load(asked)
+        step: Step = cuda.load(asked)
+        return step
     names = [candidate.name for candidate in steps]
     known = names if ladder is not None else [*names, *cuda.RUNGS]
     nearest = difflib.get_close_matches(asked, known, n=1, cutoff=0.3)

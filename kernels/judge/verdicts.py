@@ -103,26 +103,21 @@ class Meter(Counts):
             says = f"{self.steps:,} steps of the emulator so far, and the judge allows {STEPS:,} a case"
             raise Fault("too slow", f"{says}: use more threads, or look for a loop that does not end", where)
 
-    def global_access(
-        self,
-        shape: Any,
-        instructions: Sequence[PtxInstruction],
-        addresses: Array,
-        width: int,
-        lanes: Array,
-        write: bool,
-    ) -> None:
+    def access(self, access: Any, shared: bool) -> None:
         """Count requests as `Counts` does, a warp's atomics on one address, and lines it need not touch."""
-        super().global_access(shape, instructions, addresses, width, lanes, write)
-        if instructions[0].opcode[0] in ("atom", "red"):
+        super().access(access, shared)
+        addresses, lanes = access.addresses, access.lanes
+        if shared:
+            return
+        if access.batch.first.opcode[0] in ("atom", "red"):
             places = np.stack([np.broadcast_to(lanes // 32, addresses.shape).ravel(), addresses.ravel()])
             self.turns += addresses.size - np.unique(places, axis=1).shape[1]
             return
         for row in addresses:
-            spread, there = by_warp(shape, row, lanes)
+            spread, there = by_warp(access.machine.shape, row, lanes)
             lines = np.sort(np.where(there, spread // LINE, -1))
             touched = (np.diff(lines, prepend=-1) != 0).sum(1)
-            self.turns += int(np.maximum(touched - -(-there.sum(1) * width // LINE), 0).sum())
+            self.turns += int(np.maximum(touched - -(-there.sum(1) * access.width // LINE), 0).sum())
 
 
 def judge(path: Path, names: Collection[str] = PROBLEMS) -> list[Verdict]:

@@ -224,8 +224,8 @@ class Rehearsal:
             return f"it would take rank 0 about {wants:.0f} s, and ranks wait for {limit:.0f} s at most"
         if self._when is not None:
             return ""
-        sizes = ((e.shape.numel(), e.dtype.itemsize) for e in engine.tensor_map.entries.values())
-        need = COPIES * sum(count * size for count, size in sizes) + parts * engine.last_activations
+        state = sum(each.nbytes for each in engine.tensor_map.entries.values())
+        need = COPIES * state + parts * engine.last_activations
         on_gpu = engine.device.type == "cuda"
         free = torch.cuda.mem_get_info(engine.device)[0] if on_gpu else available_memory()
         if need <= free:

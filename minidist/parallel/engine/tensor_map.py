@@ -9,7 +9,7 @@ process's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,10 @@ from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
 from minidist.parallel.contract.strategy import Strategy, TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
-from minidist.parallel.flat import joined_messages
+from minidist.parallel.flat.joined_messages import TOGETHER_BYTES, broadcast_together, deal_to_buckets
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.tensor_parallel.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
-
-
-class WholeTensor(NamedTuple):
-    """A tensor of the whole model's `state_dict`."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    stage: int  # of the pipeline that holds it
 
 
 class WholeModel:
@@ -65,10 +57,11 @@ class TensorMap:
         self.mesh, self.first, self._order = mesh, whole.first, whole.parameters
         self._tp, self._pp = mesh.group("tp"), mesh.group("pp")
         self.device = next((t.device for t in whole.tensors.values()), torch.device("cpu"))
+        # The whole model's `state_dict` without values, and the stages of a pipeline that hold them.
         self.entries = {
-            name: WholeTensor(tensor.shape, tensor.dtype, stage_of.get(name, 0))
-            for name, tensor in whole.tensors.items()
+            name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in whole.tensors.items()
         }
+        self._stages = {name: stage_of.get(name, 0) for name in self.entries}
         # If a parameter has several names, its cut holds for all of them.
         own = dict(model.named_parameters(remove_duplicate=False))
         shared = {id(own[name]) for name in experts or {} if name in own}
@@ -191,21 +184,15 @@ class TensorMap:
     def _from_stages(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Each stage in turn broadcasts its tensors to the others, in messages of up to 25 MB."""
         for stage in range(self.mesh.size("pp")):
-            names = [name for name, entry in self.entries.items() if entry.stage == stage]
-            kinds = [(self.entries[name].shape, self.entries[name].dtype) for name in names]
-            shaped = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-            for indices in joined_messages.deal_to_buckets(
-                shaped, range(len(names)), joined_messages.TOGETHER_BYTES
-            ):
-                sizes = [shaped[i].numel() for i in indices]
+            names = [name for name in self.entries if self._stages[name] == stage]
+            shaped = [self.entries[name] for name in names]
+            for indices in deal_to_buckets(shaped, range(len(names)), TOGETHER_BYTES):
                 if stage == self.mesh.rank("pp"):
-                    parts = [self._joined(names[i], own[names[i]]).detach().reshape(-1) for i in indices]
-                    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+                    parts = [self._joined(names[i], own[names[i]]).detach().contiguous() for i in indices]
                 else:
-                    flat = torch.empty(sum(sizes), dtype=shaped[indices[0]].dtype, device=self.device)
-                comm.broadcast(flat, source=stage, group=self._pp)
-                for i, values in zip(indices, torch.split(flat, sizes), strict=True):
-                    yield names[i], values.view(shaped[i].shape)
+                    parts = [torch.empty_like(shaped[i], device=self.device) for i in indices]
+                broadcast_together(parts, self._pp, stage)
+                yield from zip((names[i] for i in indices), parts, strict=True)
 
     def _joined(self, name: str, own: Tensor) -> Tensor:
         """A tensor of this stage in full: the ranks that share it fill in their parts, and sum them."""

@@ -28,7 +28,7 @@ from minidist.parallel.engine.partition_model import RankModel
 from minidist.parallel.engine.staged_passes import StagedPasses
 from minidist.parallel.engine.step_executor import RankBatch, StepExecutor, WholePasses
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
-from minidist.parallel.guards.refusals import gradients_are_off, refuse_growth
+from minidist.parallel.guards.refusals import gradients_are_off, refuse_copy, refuse_growth
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.batch_norm import average_statistics
 from minidist.parallel.training.clipping import clip_factor
@@ -99,12 +99,7 @@ class Engine:
         self.last_activations = 0  # of the last step
         self.tensor_map.join_groups(strategy)
 
-    def __deepcopy__(self, memo: Any) -> Engine:
-        """Refuse: groups of ranks, hooks and shared memory cannot be copied."""
-        raise TypeError(
-            "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, "
-            "and give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
-        )
+    __deepcopy__ = refuse_copy
 
     def step(self, inputs: Any, targets: Any = NOTHING) -> float:
         """Train on one global batch; each rank passes its data-parallel share of the rows.

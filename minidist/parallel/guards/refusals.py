@@ -114,6 +114,14 @@ def refuse_added(named: Iterable[tuple[str, Tensor]], known: Collection[int]) ->
             )
 
 
+def refuse_copy(*_: object) -> None:
+    """Raise TypeError: an engine's groups of ranks, hooks and shared memory cannot be copied."""
+    raise TypeError(
+        "an engine cannot be copied, since its ranks talk to each other through it; prepare another one, and "
+        "give its model these weights, engine.full_state_dict(), or load a checkpoint into it"
+    )
+
+
 def refuse_growth(_: object) -> None:
     """Raise RuntimeError: stands for `add_param_group` of an engine's optimizer."""
     raise RuntimeError(

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class StageMessages:
         self._kinds: Sequence[Hashable] = ()
         self._tag = 0
         self._lanes: dict[tuple[str, bool], Group] = {}
-        if needs_lanes(device):
+        if device.type == "cuda":  # messages of one NCCL group wait for each other
             for kind in ("forward", "backward"):
                 for upwards in (True, False):
                     self._lanes[kind, upwards] = duplicate_group(group)
@@ -192,25 +192,24 @@ class StageMessages:
 
 def tensors_to_send(stage: int, outputs: object) -> Tensors:
     """A stage's output as a list of tensors; TypeError if it is something else."""
-    several = isinstance(outputs, tuple | list) and len(outputs) > 0
-    tensors: list[object] = [*outputs] if isinstance(outputs, tuple | list) and several else [outputs]
-    found = [each for each in tensors if isinstance(each, Tensor)]
-    if len(found) < len(tensors):
-        raise TypeError(
-            f"stage {stage} gave a {type(outputs).__name__}; between stages goes one floating-point tensor, "
-            "or a tuple of tensors of which the first is one"
-        )
-    return found
+    xs: list[Any] = [*outputs] if isinstance(outputs, tuple | list) else [outputs]
+    if not xs or not all(isinstance(x, Tensor) for x in xs):
+        raise _cannot_be_sent(f"stage {stage} gave a {type(outputs).__name__}")
+    return xs
+
+
+def _cannot_be_sent(what: str) -> TypeError:
+    return TypeError(
+        f"{what}; between stages goes one floating-point tensor of at most {MOST_DIMS} dimensions, or a "
+        "tuple of tensors of which the first is one"
+    )
 
 
 def _send_unknown(xs: Tensors, destination: int, group: Group, tag: int) -> list[comm.Work]:
     """Send tensors whose forms the receiver does not know: each goes after its shape and dtype, 80 bytes."""
     for number, x in enumerate(xs):
         if x.dtype not in DTYPES or x.dim() > MOST_DIMS or not (number or x.is_floating_point()):
-            raise TypeError(
-                f"a stage gave {described(x)}; between stages goes one floating-point tensor of at most "
-                f"{MOST_DIMS} dimensions, or a tuple of tensors of which the first is one"
-            )
+            raise _cannot_be_sent(f"a stage gave {described(x)}")
     works = []
     for x, numbers in zip(xs, headers([(x.shape, x.dtype) for x in xs]), strict=True):
         parts = torch.tensor(numbers).to(x.device), x
@@ -254,11 +253,6 @@ def next_run(group: Group) -> int:
     """The number of the next run, modulo 2^14; the same on all ranks."""
     _runs[group] = _runs.get(group, 0) + 1
     return _runs[group] % 2**14
-
-
-def needs_lanes(device: torch.device) -> bool:
-    """Whether each channel needs a group of its own, as with NCCL, where messages wait for each other."""
-    return device.type == "cuda"
 
 
 @contextmanager

@@ -159,19 +159,13 @@ def plot(
 
     Raises:
         ImportError: matplotlib is missing.
-        TypeError: an argument has the wrong type.
         ValueError: the schedule fails `check`, or the times do not fit it.
     """
     try:
-        from matplotlib.axes import Axes
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError("matplotlib is missing, which draws: pip install 'minidist[bench]'") from error
-    if ax is not None and not isinstance(ax, Axes):
-        raise TypeError(f"ax is {ax!r}; give matplotlib's Axes, or None for a figure of its own")
-    if path is not None and not isinstance(path, str | PathLike):
-        raise TypeError(f"path is {path!r}; give the name of a file to write, such as 'schedule.png'")
     simulation = simulate(schedule, times)
     ranks, _, chunks = sizes(schedule)
     strength = [1.0] if chunks == 1 else [0.45 + 0.55 * chunk / (chunks - 1) for chunk in range(chunks)]

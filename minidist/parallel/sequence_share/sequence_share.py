@@ -64,13 +64,14 @@ class SequenceShare:
             self.positions = zigzag_order.positions(length, self.ranks, self.rank).to(x.device)
         return x.index_select(dim, self.positions)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> Tensor:
-        """Attend from the queries of this rank's positions to the keys of all ranks."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None, rung: Any = None
+    ) -> Tensor:
+        """Attend from the queries of this rank's positions to all ranks' keys; a ring may take a rung."""
+        given = q, k, v, causal, self.group
         if self.blocks is None:
-            return ring_attention(q, k, v, causal, self.group, length=self.length, scale=scale)
-        return ulysses_attention(
-            q, k, v, causal, self.group, length=self.length, scale=scale, blocks=self.blocks
-        )
+            return ring_attention(*given, length=self.length, scale=scale, rung=rung)
+        return ulysses_attention(*given, length=self.length, scale=scale, blocks=self.blocks)
 
     @opaque
     def positions_of(self, tokens: Tensor) -> Tensor:
@@ -151,13 +152,6 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
             "modules that have an attribute `attend`, such as GPT, and models of transformers; use dp instead"
         )
     for part in parts:
-        dropout = getattr(part, "dropout", 0.0)
-        dropout = getattr(dropout, "p", dropout)  # from an nn.Dropout
-        if isinstance(dropout, float) and dropout > 0:
-            raise ValueError(
-                f"dropout is {dropout} in the model's attention, which cannot drop weights where ranks share "
-                "tokens; set it to 0, or leave cp out"
-            )
         rung: Any = getattr(part.attend, "rung", None)
         if share.blocks is not None and rung is not None:
             raise ValueError(
@@ -174,26 +168,12 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
     return model
 
 
-def key_heads(model: nn.Module) -> int | None:
-    """The fewest key heads of an attention in a model that is not cut yet; None if nothing tells."""
-    found = []
-    for part in model.modules():
-        config, size, key = (getattr(part, name, None) for name in ("config", "head_size", "key"))
-        if hasattr(part, "attend") and isinstance(size, int) and isinstance(key, nn.Linear):
-            found.append(key.out_features // size)
-        names = ("num_attention_heads", "num_key_value_heads")  # the second where they differ
-        found += [count for name in names if isinstance(count := getattr(config, name, None), int)]
-    return min(found, default=None)
-
-
 def _attend(
     share: SequenceShare, causal: bool, rung: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float
 ) -> Tensor:
     if dropout > 0:
         raise ValueError(f"dropout is {dropout} in attention, which cannot drop weights with cp; set it to 0")
-    if rung is None:
-        return share.attend(query, key, value, causal)
-    return ring_attention(query, key, value, causal, share.group, length=share.length, rung=rung)
+    return share.attend(query, key, value, causal, rung=rung)
 
 
 @opaque

@@ -148,23 +148,14 @@ def parallelize(
 
 
 def _cut(part: StyledModule, group: Group, sequence_parallel: bool, overlap: bool) -> TensorParallel:
-    module, style = part.module, part.style
+    module, style, over = part.module, part.style, (group, sequence_parallel)
     try:
         if isinstance(module, nn.Embedding):
-            return VocabParallelEmbedding.from_embedding(module, group, sequence_parallel)
+            return VocabParallelEmbedding.from_embedding(module, *over)
         if part.dimension == 1:
-            return RowParallelLinear.from_linear(
-                module, style == "row", group, sequence_parallel, unit=part.unit
-            )
-        gathered = style == "column_gathered"
+            return RowParallelLinear.from_linear(module, style == "row", *over, unit=part.unit)
         layer = ColumnParallelLinear.from_linear(
-            module,
-            gathered,
-            group,
-            sequence_parallel,
-            unit=part.unit,
-            overlap=overlap,
-            packed=part.packed,
+            module, style == "column_gathered", *over, unit=part.unit, overlap=overlap, packed=part.packed
         )
         layer.is_vocabulary = style == "vocabulary"
         return layer

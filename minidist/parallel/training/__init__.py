@@ -13,7 +13,7 @@ To add an activation checkpoint policy, start at contract/recompute_policies.py.
 | master_weights.py | an optimizer that updates float32 copies of 16-bit parameters |
 | elementwise_optimizers.py | which optimizers may update a part of a parameter |
 | muon.py | `Muon`: hidden matrices move by their orthogonalized momentum |
-| clipping.py | `clip_grad_norm`: shorten gradients by their norm over all ranks |
+| clipping.py | the norm of all gradients over all ranks, and the factor that shortens them |
 | batch_norm.py | BatchNorm statistics over all ranks' rows; averages of each rank's own |
 | random_state.py | random numbers that are the same, or different, on tensor-parallel ranks |
 """

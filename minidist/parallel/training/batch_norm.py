@@ -105,10 +105,7 @@ class _Synchronized:
     @torch.no_grad()
     def _follow(self, count: float, mean: Tensor, variance: Tensor) -> None:
         """Move the running statistics as torch does, with the unbiased variance."""
-        norm = self._norm
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        assert norm.num_batches_tracked is not None
+        norm: Any = self._norm
         norm.num_batches_tracked.add_(1)
         momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
         norm.running_mean.lerp_(mean.to(norm.running_mean), momentum)

@@ -48,7 +48,7 @@ def recompute(module: nn.Module, parts: str | Sequence[str] | None = None) -> nn
 
     parts: names of submodules, as in `named_modules`, where "*" stands for any letters between two dots; None
     for the layers, which are the children of each outermost `ModuleList` and `Sequential`. Raises ValueError
-    if a pattern fits no part, there are no layers, or a part has a spectral norm.
+    if a pattern fits no part, or there are no layers.
     """
     if parts is None:
         return recompute_by(module, True)
@@ -90,10 +90,7 @@ def parts_to_recompute(module: nn.Module, policy: bool | str) -> list[str]:
 def recompute_parts(module: nn.Module, names: Sequence[str]) -> nn.Module:
     """Make the parts with these names recompute, in place, as far as `module` has them; return it."""
     parts = dict(module.named_modules())
-    chosen = {name: parts[name] for name in names if name in parts}
-    for name, part in chosen.items():
-        _refuse_spectral_norm(name, part)
-    for part in chosen.values():
+    for part in (parts[name] for name in names if name in parts):
         if not isinstance(part.forward, _Recomputed):
             part.forward = _Recomputed(part)
     return module
@@ -119,19 +116,6 @@ def _layers(module: nn.Module, prefix: str = "") -> list[str]:
         else:
             found += _layers(child, f"{prefix}{name}.")
     return found
-
-
-def _refuse_spectral_norm(name: str, part: nn.Module) -> None:
-    """ValueError if a part has a spectral norm: each forward pass moves it, so the second would differ."""
-    for inner_name, inner in part.named_modules(prefix=name):
-        hooks = [type(hook).__name__ for hook in inner._forward_pre_hooks.values()]
-        if type(inner).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks:
-            where = inner_name.partition(".parametrizations.")[0]
-            raise ValueError(
-                f"{where} has a spectral norm, whose estimate each forward pass improves, so that a "
-                "recomputed pass would have other weights and the gradients would be wrong; recompute parts "
-                "without it, or leave recompute off"
-            )
 
 
 class _Recomputed:

@@ -73,8 +73,6 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "simulate": (partial(schedules.simulate, None), "schedule is None; give a list of instructions for each"),
     "times": (partial(schedules.simulate, ONE, 3), "times is 3; give a dict of seconds, such as"),
     "plot": (partial(schedules.plot, None), "schedule is None; give a list of instructions for each rank"),
-    "axes": (partial(schedules.plot, ONE, ax=3), "ax is 3; give matplotlib's Axes, or None"),
-    "path": (partial(schedules.plot, ONE, path=3), "path is 3; give the name of a file to write"),
     "micro-batch": (
         partial(Instruction, "forward", "0"),
         r"micro_batch is '0' \(str\); give an integer",

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.training.clipping import clip_grad_norm, global_norm
+from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
 
 Clusters = Callable[[int], md.Cluster]
+
+
+def clipped(parameters: list[nn.Parameter], sharded: bool = False, norm_type: float = 2.0) -> float:
+    """Shorten the parameters' gradients to a norm of 0.5, as an engine does; returns the norm before."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = global_norm(gradients, sharded, norm_type=norm_type)
+    for gradient in gradients:
+        gradient.mul_(clip_factor(norm, 0.5))
+    return norm
 
 
 # Not Adam, whose updates hardly change where all gradients are scaled. Some norms are below 0.7, some above.
@@ -74,7 +83,7 @@ def test_other_norms_than_the_euclidean(cluster_of: Clusters, norm_type: float) 
         values = torch.cat([whole[:-1], torch.tensor([last], dtype=torch.float64)])
         share = nn.Parameter(torch.zeros_like(values.tensor_split(md.size())[md.rank()]))
         share.grad = values.tensor_split(md.size())[md.rank()].clone()
-        return clip_grad_norm([share], 0.5, sharded=True, norm_type=norm_type), share.grad
+        return clipped([share], True, norm_type), share.grad
 
     results = cluster_of(3).run(clip, float(whole[-1]))
     expected = nn.Parameter(torch.zeros_like(whole))
@@ -91,7 +100,7 @@ def test_other_norms_than_the_euclidean(cluster_of: Clusters, norm_type: float) 
 def test_a_norm_type_that_is_none() -> None:
     for wrong in (0, -1.0, "2", True, math.nan):
         with pytest.raises(ValueError, match=r"norm_type is .*; give the p of a p-norm"):
-            clip_grad_norm([], 1.0, norm_type=wrong)  # type: ignore[arg-type]
+            check_norm_type(wrong)  # type: ignore[arg-type]
 
 
 def test_what_torch_does_with_gradients_of_all_kinds() -> None:
@@ -107,7 +116,7 @@ def test_what_torch_does_with_gradients_of_all_kinds() -> None:
 
     for of in ("finite", "inf", "nan"):
         ours, theirs = gradients(of), gradients(of)
-        norm = clip_grad_norm(ours, 0.5)
+        norm = clipped(ours)
         expected = float(nn.utils.clip_grad_norm_(theirs, 0.5))
         assert norm == pytest.approx(expected, rel=1e-6, nan_ok=True)
         for a, b in zip(ours, theirs, strict=True):
@@ -118,4 +127,4 @@ def test_what_torch_does_with_gradients_of_all_kinds() -> None:
     assert global_norm([]) == 0.0
     assert global_norm([torch.full((4,), 60000.0, dtype=torch.float16)]) == 120000.0
     with pytest.raises(ValueError, match="max_norm is -1; give the largest norm"):
-        clip_grad_norm([], -1)
+        check_max_norm("max_norm", -1)

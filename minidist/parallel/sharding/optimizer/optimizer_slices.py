@@ -33,7 +33,6 @@ from minidist.parallel.flat.bucket_layout import ParameterRange
 from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
-from minidist.parallel.training.clipping import Why, guard
 from minidist.parallel.training.elementwise_optimizers import is_elementwise
 
 SLICE_BYTES = 2**20
@@ -92,12 +91,6 @@ class OptimizerSlices:
         self.optimizer, self.master, self.memory = optimizer, master, memory or MemorySource()
         self.all: list[OptimizerSlice] = []
         self.updating = self.has_shares = False
-        self._why: Why = lambda _: None
-
-    def guarded_by(self, why: Why) -> None:
-        """Have `clip_grad_norm` refuse the slices where `why` gives a reason."""
-        self._why = why
-        guard([each.tensor for each in self.all], why)
 
     @classmethod
     def none(cls) -> OptimizerSlices:
@@ -313,7 +306,6 @@ class OptimizerSlices:
         updated = value if master is None else master
         whole: Any = bucket.parameters[index]
         tensor = nn.Parameter(updated) if cuts else parameter_like(whole, updated)
-        guard([tensor], self._why)
         return OptimizerSlice(bucket, group, start, ranges, value, tensor, master is not None, cuts)
 
     def _limit(self, bucket: Bucket | WholeOnOwners) -> int:

@@ -38,7 +38,6 @@ from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units.cut_into_units import Units, build
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units.units import Unit, weakly
-from minidist.parallel.training.clipping import guard
 from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable, work_of
 from minidist.parallel.training.master_weights import follow_own_methods
 
@@ -116,8 +115,6 @@ class ShardedParameters(AllParameters):
         called = weakly(self.reduce), weakly(self.wait), weakly(self.follow_changes)
         self.runtime = UnitRuntime(self.units, *called, self.group, prefetch)
         self._watch(self.optimizer)
-        self.slices.guarded_by(weakly(self._why_not_clipped))
-        guard(self.parameters, weakly(self._why_hidden))
         hook = register_optimizer_step_pre_hook(weakly(self._refuse_other_optimizer))
         weakref.finalize(self, hook.remove).atexit = False
 
@@ -388,12 +385,3 @@ class ShardedParameters(AllParameters):
     def _after_step(self, *_: Any) -> None:
         if not self.slices.updating:
             self.publish()
-
-    def _why_not_clipped(self, whole: bool) -> str | None:
-        """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
-        if not self.is_complete:
-            return "parameters has shards of a FullyShard, whose gradients are not complete"
-        return "parameters has shards of a FullyShard, and sharded is False" if whole else None
-
-    def _why_hidden(self, whole: bool) -> str:
-        return "parameters has a module's inside a FullyShard, which get no gradients"

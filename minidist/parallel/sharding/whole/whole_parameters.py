@@ -29,7 +29,6 @@ from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.dealing import Dealer
 from minidist.parallel.sharding.whole.reducer import Reducer
-from minidist.parallel.training.clipping import guard
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -122,7 +121,6 @@ class WholeParameters(AllParameters):
         if self._state_shared:
             values = [p for p in self._all if self.set_of[p] in self._state_shared]
             self._hooked = set(map(id, trained))
-            guard(values, weakly(self._why_not_clipped))
             for other in trainers(values, BY_ZERO):
                 if other is not self:
                     other.detach()
@@ -152,10 +150,6 @@ class WholeParameters(AllParameters):
         for reducer in self.reducers:
             reducer.detach()
         self.reducers = []
-
-    def _why_not_clipped(self, whole: bool) -> str:
-        """Why `clip_grad_norm` refuses the gradients on this rank."""
-        return "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
 
     def _trained_now(self) -> list[Any]:
         """Values that change where a module or parameter is added, thawed, or converted to another dtype."""
