@@ -174,7 +174,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "complex": Complex,
     "scaled": Scaled,
 }
-CUT_BY_TP, SHAREABLE = {"feed", "attention"}, {"linear", "feed", "experts", "scaled"}
+SHAREABLE = {"linear", "feed", "experts", "scaled"}
 
 
 class Chain(nn.Module):

@@ -21,6 +21,7 @@ from minidist.parallel.context_parallel import attention_in_a_ring as context_pa
 from minidist.parallel.context_parallel import blockwise_attention, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_attention, ring_bytes
 from minidist.parallel.training.activation_memory import ActivationCounter
+from tests.helpers.contract import with_fault
 
 Clusters = Callable[[int], md.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
@@ -113,22 +114,18 @@ def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: 
     cluster_of(ranks).run(check_all)
 
 
-def seen_too_much(rank: int) -> list[Tensor]:
+def seen_too_much(patch: pytest.MonkeyPatch) -> None:
     """A fault: queries see the late chunk of the ranks before, too."""
     right = zigzag_order.sight
 
     def wrong(length: int, ranks: int, rank: int, owner: int, causal: bool) -> zigzag_order.Sight:
         return right(length, ranks, rank, owner, causal and owner >= rank)
 
-    zigzag_order.sight = wrong
-    try:
-        return by_ring(drawn(12))
-    finally:
-        zigzag_order.sight = right
+    patch.setattr(zigzag_order, "sight", wrong)
 
 
 def test_a_wrong_mask_is_seen(cluster_of: Clusters) -> None:
-    found = cluster_of(2).run(seen_too_much, 0)
+    found = cluster_of(2).run(with_fault, seen_too_much, by_ring, drawn(12))
     at = zigzag_order.positions(12, 2, 1)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found[1][0], in_full(drawn(12), True)[0].index_select(2, at), **EXACT)
@@ -137,24 +134,11 @@ def test_a_wrong_mask_is_seen(cluster_of: Clusters) -> None:
 # Precision.
 
 
-def errors(dtype: torch.dtype, rounding: torch.dtype | None = None) -> list[list[float]]:
-    """For the gradient of each of q, k and v the squares of its error and of itself, on this rank's part.
-
-    rounding: a fault, the dtype to which sums are rounded before they travel on.
-    """
+def errors(dtype: torch.dtype) -> list[list[float]]:
+    """For the gradient of each of q, k and v the squares of its error and of itself, on this rank's part."""
     inputs = [x.to(dtype).double() for x in drawn(96, batch=1, width=16)]
     expected = own(in_full(inputs, True))
-    pass_on = context_parallel._Ring.pass_on
-
-    def rounded(ring: Any, block: Tensor, into: Tensor, tag: int) -> list[Any]:
-        return pass_on(ring, block.to(rounding).to(block.dtype) if tag == 1 else block, into, tag)
-
-    if rounding is not None:
-        context_parallel._Ring.pass_on = rounded  # type: ignore[method-assign]
-    try:
-        actual = by_ring([x.to(dtype) for x in inputs], tile=16)
-    finally:
-        context_parallel._Ring.pass_on = pass_on  # type: ignore[method-assign]
+    actual = by_ring([x.to(dtype) for x in inputs], tile=16)
     assert all(x.dtype == dtype for x in actual)
     return [
         [float((a.double() - e).square().sum()), float(e.square().sum())]

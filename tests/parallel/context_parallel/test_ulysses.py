@@ -17,6 +17,7 @@ from minidist.parallel.context_parallel import ulysses, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import TILE, TOLD
 from minidist.parallel.context_parallel.ulysses import ulysses_attention
 from minidist.scale.step_time.layer_work import RING_TILE, LayerWork
+from tests.helpers.contract import with_fault
 from tests.helpers.models import hugging_face
 from tests.parallel.context_parallel.test_ring_attention import EXACT, drawn, in_full, own
 
@@ -51,24 +52,19 @@ def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: 
     cluster_of(ranks).run(check_all, trading)
 
 
-def in_arrival_order() -> None:
+def in_arrival_order(patch: pytest.MonkeyPatch) -> None:
     """A fault: positions stay in the order in which the ranks sent them, so the mask hides others."""
-    right = ulysses.zigzag_order
     order = type(
         "Plain",
         (),
         {"positions": lambda length, ranks, rank: torch.arange(zigzag_order.size(length, ranks, rank))},
     )
-    ulysses.zigzag_order = order  # type: ignore[assignment]
-    try:
-        check_all(2)
-    finally:
-        ulysses.zigzag_order = right
+    patch.setattr(ulysses, "zigzag_order", order)
 
 
 def test_positions_out_of_order_are_seen(cluster_of: Clusters) -> None:
     with pytest.raises(md.RankError, match="Tensor-likes are not close"):
-        cluster_of(2).run(in_arrival_order)
+        cluster_of(2).run(with_fault, in_arrival_order, check_all, 2)
 
 
 def forward_products(
@@ -110,22 +106,19 @@ def check_work(ranks: list[tuple[int, float]], trading: int) -> None:
     assert sum(work) / len(work) == 3.5 * 4 * pairs * 20
 
 
-def without_a_mask(trading: int) -> tuple[int, float]:
+def without_a_mask(patch: pytest.MonkeyPatch) -> None:
     """A fault: ranks compute what the mask hides."""
     ring, fused = zigzag_order.sight, ulysses.functional.scaled_dot_product_attention
-    zigzag_order.sight = lambda *args: ring(*args[:4], False)  # type: ignore[assignment]
-    ulysses.functional.scaled_dot_product_attention = lambda *x, is_causal, **more: fused(*x, **more)  # type: ignore[assignment]
-    try:
-        return counted(trading)
-    finally:
-        zigzag_order.sight, ulysses.functional.scaled_dot_product_attention = ring, fused
+    patch.setattr(zigzag_order, "sight", lambda *args: ring(*args[:4], False))
+    plain = lambda *x, is_causal, **more: fused(*x, **more)  # noqa: E731
+    patch.setattr(ulysses.functional, "scaled_dot_product_attention", plain)
 
 
 @pytest.mark.parametrize(("ranks", "trading"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
 def test_every_rank_has_the_same_work(cluster_of: Clusters, ranks: int, trading: int) -> None:
     check_work(cluster_of(ranks).run(counted, trading), trading)
     with pytest.raises(AssertionError):
-        check_work(cluster_of(ranks).run(without_a_mask, trading), trading)
+        check_work(cluster_of(ranks).run(with_fault, without_a_mask, counted, trading), trading)
 
 
 def refused() -> str:

@@ -192,16 +192,12 @@ LAYOUTS = (
     *("dp=2,zero=3", "dp=2,zero=3,micro_batches=2", "dp=2,zero=3,recompute=True"),
     *("tp=2", "tp=2,recompute=True", "tp=2,sequence_parallel=True", "dp=2,tp=2,zero=3"),
 )
-DAILY = {
+DAILY: dict[str, tuple[str, ...]] = {
+    "laplacian": LAYOUTS,
     "penalty": ("dp=2,zero=3", "tp=2,sequence_parallel=True", "recompute=True"),
     "alone": ("dp=2,zero=3", "dp=2,zero=2", "tp=2"),
     "forces": ("dp=2,zero=3", "dp=2,zero=3,recompute=True", "tp=2"),
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_laplacian_in_the_loss(cluster_of: Clusters, layout: str) -> None:
-    check(cluster_of, "laplacian", PARSE(layout) if layout else md.Layout())
 
 
 @pytest.mark.parametrize(
@@ -210,10 +206,10 @@ def test_a_laplacian_in_the_loss(cluster_of: Clusters, layout: str) -> None:
         pytest.param(name, layout, marks=() if layout in daily else pytest.mark.deep)
         for name, daily in DAILY.items()
         for layout in LAYOUTS
-        if name == "penalty" or "sequence_parallel" not in layout
+        if name in ("laplacian", "penalty") or "sequence_parallel" not in layout
     ],
 )
-def test_penalties_and_forces(cluster_of: Clusters, name: str, layout: str) -> None:
+def test_laplacians_penalties_and_forces(cluster_of: Clusters, name: str, layout: str) -> None:
     check(cluster_of, name, PARSE(layout) if layout else md.Layout())
 
 

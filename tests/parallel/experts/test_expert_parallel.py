@@ -20,6 +20,7 @@ from minidist.parallel.experts import expert_parallel
 from minidist.parallel.experts.expert_parallel import experts_of, share_experts
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.training.precision import Precision
+from tests.helpers.contract import with_fault
 
 Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=8, layers=2, heads=2, width=8, experts=4)
@@ -92,20 +93,15 @@ def test_ranks_equal_one_process(
     assert not differing(rows, cluster_of(len(rows)).run(on_ranks, rows, **options), **options)
 
 
-def with_gates_that_learn_nothing(rows: Sequence[int]) -> tuple[Tensor, Gradients, Tensor, int]:
+def with_gates_that_learn_nothing(patch: pytest.MonkeyPatch) -> None:
     """A fault with the right loss: the gates' gradient is lost, so the router learns nothing."""
     right = expert_parallel._forward
-    expert_parallel._forward = lambda compute, E, group, tokens, chosen, gates: right(  # type: ignore[assignment]
-        compute, E, group, tokens, chosen, gates.detach() + 0 * gates
-    )
-    try:
-        return on_ranks(rows)
-    finally:
-        expert_parallel._forward = right
+    lost = lambda *given: right(*given[:-1], given[-1].detach() + 0 * given[-1])  # noqa: E731
+    patch.setattr(expert_parallel, "_forward", lost)
 
 
 def test_a_router_that_learns_nothing_is_seen(cluster_of: Clusters) -> None:
-    found = cluster_of(2).run(with_gates_that_learn_nothing, (6, 6))
+    found = cluster_of(2).run(with_fault, with_gates_that_learn_nothing, on_ranks, (6, 6))
     assert differing((6, 6), found) == ["inputs", "router.weight"]
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import MLP
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
@@ -22,7 +21,6 @@ from minidist.parallel.pipeline import execution as pipelines
 from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.schedules.instructions import Instruction
-from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.contract import with_fault
 from tests.helpers.models import gpt, tokens
 
@@ -259,28 +257,6 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
                 assert first == second + 2 * 80 * outputs
 
 
-def test_1f1b_holds_fewer_activations(cluster_of: Clusters) -> None:
-    def peak(schedule: str) -> int:
-        stages = own_stages(MLP((16,) * 9, dtype=torch.float64))
-        pipeline = Pipeline(stages, schedule, 8, loss=lambda y, t: (y - t).square().mean())
-        generator = torch.Generator().manual_seed(0)
-        x, t = (torch.randn(32, 16, generator=generator, dtype=torch.float64) for _ in range(2))
-        with ActivationCounter(stages[0], others=[x, t]) as counter:
-            pipeline.step(x, t)
-        return counter.peak
-
-    # A layer keeps its input, and a ReLU its output, which is the next layer's input.
-    one = 4 * 16 * 8
-    ranks = 4
-    gpipe, one_f_one_b = (cluster_of(ranks).run(peak, schedule) for schedule in ("gpipe", "1f1b"))
-    for rank, (all_live, few_live) in enumerate(zip(gpipe, one_f_one_b, strict=True)):
-        live = schedules.simulate(schedules.one_f_one_b(ranks, 8)).peak_activations[rank]
-        assert all_live % one == few_live % one == 0
-        assert all_live == 8 * (all_live // 8)
-        assert few_live * 8 == all_live * live
-        assert few_live > 0
-
-
 class Doubling(nn.Module):
     """Works in place without saying so."""
 
@@ -323,30 +299,6 @@ def test_a_stage_may_be_anything(cluster_of: Clusters, kind: str, schedule: str)
         return True
 
     assert cluster_of(3).run(train) == [True] * 3
-
-
-def test_pipelines_side_by_side(cluster_of: Clusters) -> None:
-    """Two pipelines of two ranks, whose gradients the engine would then sum."""
-
-    def train() -> tuple[float, float]:
-        groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
-        own, place = groups[md.rank() % 2], md.rank() // 2
-        model = MLP((3, 4, 5, 2), dtype=torch.float64)
-        layers = model.layers
-        stage = nn.Sequential(*(layers[i] for i in cut(layers, 2)[place]))
-        x = torch.full((4 + md.rank() % 2, 3), 1.0 + md.rank() % 2, dtype=torch.float64)
-        pipeline = Pipeline(stage, "1f1b", 3, group=own)
-        t = torch.zeros(len(x), dtype=torch.int64)
-        total = pipeline.run(x, t, weight=lambda rows: rows / 9)
-        return pipeline.step(x, t), float(total)
-
-    results = cluster_of(4).run(train)
-    model = MLP((3, 4, 5, 2), dtype=torch.float64)
-    for rank, (loss, total) in enumerate(results):
-        x = torch.full((4 + rank % 2, 3), 1.0 + rank % 2, dtype=torch.float64)
-        expected = float(cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64)).detach())
-        assert loss == pytest.approx(expected, rel=1e-12)
-        assert total == pytest.approx(expected * len(x) if rank >= 2 else 0.0, rel=1e-12)
 
 
 def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model import MLP, cross_entropy
 from minidist.parallel.pipeline.layer_chain import find_chain
-from minidist.parallel.pipeline.layer_trace import trace_layers
+from minidist.parallel.pipeline.layer_trace import Sent, trace_layers
 from tests.helpers import contract
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
+from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
 from tests.parallel.sharding.cases import CASES
 
 Clusters = Callable[[int], md.Cluster]
@@ -103,6 +104,20 @@ def test_a_name_that_no_list_has_and_a_missing_example_are_told() -> None:
     assert find_chain(MLP((3, 4, 5)), PP, None, None) is None
     with pytest.raises(ValueError, match="layers is 'layers' and the layout has pp=1"):
         md.prepare(MLP((3, 4, 5)), torch.optim.SGD, layers="layers")
+
+
+def test_each_parameter_is_found_where_it_is_needed() -> None:
+    model = OwnGPT(0)
+    before = [(part, dict(part.__dict__)) for part in model.modules()]
+    state = torch.get_rng_state()
+    trace = trace_layers(model, "blocks", EXAMPLES["own"])
+    assert trace.before == {"token.weight", "positions"}
+    assert trace.after == {"token.weight", "head_norm.weight", "head_norm.bias"}
+    assert [each.beside for each in trace.calls] == [{"bias"}] * 6
+    assert trace.calls[1].received == {0: (0, 0)}
+    assert trace.calls[1].output == (Sent(0), None)  # the scores go nowhere
+    assert [(part, dict(part.__dict__)) for part in model.modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Passing(nn.Module):

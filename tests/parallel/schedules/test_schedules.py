@@ -74,6 +74,22 @@ def value(formula: str, **sizes: int) -> float:
     return found
 
 
+def test_micro_batches_may_differ_in_their_times() -> None:
+    forward = [[1.0, 5.0], [1.0, 1.0]]
+    found = schedules.simulate(schedules.gpipe(2, 2), {"forward": forward, "backward": 1, "message": 0.5})
+    starts = [
+        (event.instruction.kind, event.instruction.micro_batch, event.start) for event in found.timeline[1]
+    ]
+    assert starts == [("forward", 0, 1.5), ("forward", 1, 6.5), ("backward", 0, 7.5), ("backward", 1, 8.5)]
+    assert found.seconds == 8.5 + 1 + 0.5 + 1
+    halves = schedules.simulate(
+        schedules.gpipe(2, 2), {"backward_input": [[1, 2], [3, 4]], "backward_weight": [[5, 6], [7, 8]]}
+    )
+    assert [e.end - e.start for e in halves.timeline[1] if e.instruction.kind == "backward"] == [10, 12]
+    with pytest.raises(ValueError, match="each of which may be 2, one for each micro-batch"):
+        schedules.simulate(schedules.gpipe(2, 2), {"forward": [[1.0, 5.0], [1.0]]})
+
+
 def as_actions(schedule: Schedule) -> dict[int, list[torch_schedules._Action | None]]:
     """A schedule in torch's form: stage, kind and micro-batch, such as 3SEND_F0."""
     kinds = {

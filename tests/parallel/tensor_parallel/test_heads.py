@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
-from minidist.parallel.tensor_parallel.plans import plan_for
-from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from tests.helpers import contract
 from tests.helpers.models import FusedAttention
 
@@ -103,34 +101,3 @@ def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> Non
 
     with pytest.raises(md.RankError, match=r"makes another model: the output of blocks.0.attn.proj differs"):
         cluster_of(2).run(train)
-
-
-class Dropping(SplitAttention):
-    """Drops attention's results of each head, and then the module's."""
-
-    def __init__(self, width: int, heads: int, inside: float) -> None:
-        super().__init__(width, heads)
-        self.inside, self.after = nn.Dropout(inside), nn.Dropout(0.5)
-        for parameter in self.c_attn.parameters():
-            nn.init.constant_(parameter, 0.1)  # the same in all heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.size()
-        parts = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (y.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for y in parts)
-        self.mixed = self.inside(functional.scaled_dot_product_attention(q, k, v))
-        y: Tensor = self.after(self.c_proj(self.mixed.transpose(1, 2).reshape(rows, length, width)))
-        return y
-
-
-@pytest.mark.parametrize("inside", [0.5, 0.0])
-def test_dropout_differs_in_the_heads_of_ranks_and_nowhere_else(cluster_of: Clusters, inside: float) -> None:
-    def run() -> tuple[Tensor, Tensor]:
-        model = Blocks(partial(Dropping, inside=inside), 0, heads=4)
-        parallelize(model, plan_for(model))
-        outputs = model(torch.arange(60, dtype=torch.float64).sin().view(1, 5, 12))
-        return outputs.detach(), model.blocks[0].attn.mixed.detach()
-
-    (first, one), (second, other) = cluster_of(2).run(run)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert torch.equal(one, other) == (inside == 0)

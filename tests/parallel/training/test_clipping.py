@@ -75,37 +75,6 @@ def test_complex_gradients_are_clipped_by_one_norm(cluster_of: Clusters, layout:
     contract.check(cluster_of(shape.ranks), COMPLEX, shape, **options)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_sparse_gradients_that_no_optimizer_uses_count(cluster_of: Clusters, zero: int) -> None:
-    """Of the table, which the optimizer does not get."""
-
-    def model(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        table = nn.EmbeddingBag(6, 4, mode="sum", sparse=True, dtype=torch.float64)
-        return nn.Sequential(table, nn.Linear(4, 3, dtype=torch.float64))
-
-    def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        draw = partial(torch.randint, generator=generator)
-        return draw(6, (count, 2)), draw(3, (count,))
-
-    def last_layer(named_parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for name, p in named_parameters if name != "0.weight"], lr=0.5)
-
-    def train() -> tuple[float | None, Tensor]:
-        engine = md.prepare(model(md.rank()), last_layer, md.Layout(dp=2, zero=zero), clip_norm=0.1)
-        engine.step(inputs[md.rank() :: 2], targets[md.rank() :: 2])
-        return engine.grad_norm, engine.full_state_dict()["1.weight"]
-
-    inputs, targets = rows(torch.Generator().manual_seed(0), 7)
-    alone = model(0)
-    CASE.loss(alone(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    norm = global_norm(p.grad for p in alone.parameters() if p.grad is not None)
-    expected = alone[1].weight - 0.5 * alone[1].weight.grad * 0.1 / (norm + 1e-6)
-    for found, weight in cluster_of(2).run(train):
-        assert found == pytest.approx(norm, rel=1e-12)
-        torch.testing.assert_close(weight, expected.detach(), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
 def test_other_norms_than_the_euclidean(cluster_of: Clusters, norm_type: float) -> None:
     whole = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -153,15 +153,6 @@ LAYOUTS = [
 ]
 
 
-def with_a_fault(target: Any, name: str, fault: Any, program: Callable[..., Any], *args: Any) -> Any:
-    right = vars(target)[name]
-    setattr(target, name, fault)
-    try:
-        return program(*args)
-    finally:
-        setattr(target, name, right)
-
-
 @pytest.mark.parametrize(("precision", "layout"), LAYOUTS, ids=["-".join(each) for each in LAYOUTS])
 def test_a_layout_trains_like_one_process(precision: str, layout: str, cluster_of: Clusters) -> None:
     """One process with as many micro-batches as there are parts of the rows, each of which has its scales."""
@@ -177,7 +168,8 @@ def test_a_layout_trains_like_one_process(precision: str, layout: str, cluster_o
 def test_a_part_that_is_scaled_by_itself_is_seen(layer: type, cluster_of: Clusters) -> None:
     case, layout = CASES[WIDE], md.Layout(tp=2, precision="fp8")
     [expected] = cluster_of(1).run(TRAIN, case, md.Layout(precision="fp8"))
-    for found in cluster_of(2).run(with_a_fault, layer, "cut_operands", "", TRAIN, case, layout):
+    fault = partial(pytest.MonkeyPatch.setattr, target=layer, name="cut_operands", value="")
+    for found in cluster_of(2).run(contract.with_fault, fault, TRAIN, case, layout):
         with pytest.raises(AssertionError):
             contract.compare(found, expected)
 
@@ -239,7 +231,8 @@ def test_a_history_that_is_lost_is_seen(
     name: str, fault: Any, saved: tuple[Path, list[float]], cluster_of: Clusters
 ) -> None:
     layout = md.Layout(dp=2, precision=DELAYED)
-    for losses in cluster_of(2).run(with_a_fault, fp8.Fp8, name, fault, two_steps, saved[0], layout):
+    plant = partial(pytest.MonkeyPatch.setattr, target=fp8.Fp8, name=name, value=fault)
+    for losses in cluster_of(2).run(contract.with_fault, plant, two_steps, saved[0], layout):
         with pytest.raises(AssertionError):
             torch.testing.assert_close(losses, saved[1], **EXACT)
 

@@ -280,27 +280,6 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
     assert sum(b.gradients.numel() for b in buckets) == parameters + 12 + 2, "and the counts"
 
 
-class Either(nn.Module):
-    """Layers that are used, and so bring gradients, in an order of the rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place in ([0, 2, 1, 3], [3, 2, 1, 0])[md.rank()]:
-            x = self.layers[place](x)
-        return x
-
-
-@on_ranks(2)
-def test_rank_0s_order_of_arrival_decides_the_buckets() -> None:
-    model = md.DataParallel(Either(), bucket_mb=32 / 2**20)
-    model(torch.ones(1, 2)).sum().backward()
-    model.synchronize()
-    assert [bucket.param_indices for bucket in model.shared.buckets] == [[3, 1], [2, 0]]
-
-
 class Recomputing(nn.Module):
     """Two layers whose activations are not kept; they share a weight if tied."""
 
