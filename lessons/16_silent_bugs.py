@@ -88,8 +88,8 @@ for name, price in PRICES.items():
 # ## The game
 #
 # Each case begins with 100 points; every detector that you ask takes its price, and every hint takes 10. A
-# wrong line takes 20, and so does a mend that the check refuses. What is left when your mend passes is yours,
-# and only the first time counts.
+# wrong line takes 20, and so does a mend that the check refuses; one that does not run costs nothing. What is
+# left when your mend passes is yours, and only the first time counts.
 #
 # You play with three calls:
 #

@@ -188,7 +188,11 @@ class Case:
         self.refused = (
             "You have the right place" if numbers & self.culprits else "The mistake is in another line"
         )
-        tried = _tried(self.mistake, page, draw)
+        try:
+            tried = _tried(self.mistake, page, draw)
+        except NotRunError:
+            self.refused = ""
+            raise
         score = Score("Points spent", self.spent, self.par, "ask less", slack=float("inf"))
         points = self.points if self.closed is None else self.closed
         return Right(tried, (score,), f"{points} of {BEGIN} points are yours.", points)
@@ -200,7 +204,7 @@ class Case:
         try:
             yield
         except WrongAnswer as error:
-            if not self.refused:  # it was no mend at all
+            if not self.refused:  # it was no mend at all, or does not run
                 raise
             self.misses += self.closed is None
             message = f"{error}\n{self.refused}. {self.points} of {BEGIN} points are left."
@@ -220,6 +224,10 @@ class Case:
         print(self.mistake)
         for name, one in found.items():
             print(f"{name:<12}{one.sentence or '-'}")
+
+
+class NotRunError(WrongAnswer):
+    """The mended page raises an error."""
 
 
 def _differences(it: Subject, name: str) -> dict[str, list[float]]:
@@ -255,8 +263,10 @@ def _tried(mistake: Mistake, page: str, draw: np.random.Generator) -> int:
                 "  Restart the kernel.",
             )
         if found and not _found(it._replace(found=it.right)):  # or the page takes no four ranks
-            where = f"On {ranks} ranks with {rows} rows: "
-            wrong(where + next(iter(found.values())) + ".", *_cause(it, subject(broken, ranks, seed), found))
+            says = f"On {ranks} ranks with {rows} rows: {next(iter(found.values()))}."
+            if any(run.failed and "Stuck: " not in run.failed for run in it.found.runs.values()):
+                raise NotRunError(f"{says}\n  A mend that does not run costs nothing.")
+            wrong(says, *_cause(it, subject(broken, ranks, seed), found))
         tried += not found
     return tried
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +117,13 @@ def check(cluster: md.Cluster, case: Case, layout: md.Layout, **options: Any) ->
     expected = train_in_one_process(case)
     for trained in cluster.run(train_on_this_rank, case, layout, options):
         compare(trained, expected)
+
+
+def with_fault(fault: Callable[[pytest.MonkeyPatch], None], function: Callable[..., Any], *given: Any) -> Any:
+    """What a function gives on a rank while a fault is planted there."""
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        return function(*given)
 
 
 def compare(actual: Trained, expected: Trained) -> None:

@@ -14,9 +14,9 @@ FORMATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127),
 MODES = ("rn", "rz", "rm", "rp")
 
 
-def run(opcode, *operands, results=1):
+def run(opcode, *operands):
     """Run an instruction on arrays or lists; lists become arrays of the operands' kinds."""
-    found = operation(tuple(opcode.split(".")), results)
+    found = operation(tuple(opcode.split(".")))
     assert found is not None, f"unknown: {opcode}"
     assert len(operands) == len(found.operands), f"{opcode} takes {found.operands}"
     arrays = [as_kind(x, kind) for x, kind in zip(operands, found.operands, strict=True)]

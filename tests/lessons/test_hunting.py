@@ -97,6 +97,11 @@ def test_where_lines_are_missing_both_sides_of_the_gap_are_to_blame() -> None:
         ({BROKEN: BROKEN + " / 1"}, 1, "You have the right place. 80 of 100 points are left"),
         ({"optimizer.step()": "pass"}, 1, "The mistake is in another line. 80 of 100"),
         ({BROKEN: "loss = ("}, 0, "no Python any more"),
+        (
+            {BROKEN: f"{BROKEN} * weight"},
+            0,
+            "'weight' is not defined.\n  A mend that does not run costs nothing",
+        ),
         ({"x": "y"}, 0, "no line of the page"),
         ({}, 0, "A mend is a dictionary"),
     ],

@@ -41,17 +41,6 @@ CASE = contract.Case(partly_frozen, partial(tokens, length=11), SGD, batches=(9,
 """Batches that 4, 6 and 8 ranks do not divide. Some norms are above the limit."""
 
 
-@cache
-def expected(case: contract.Case) -> contract.Trained:
-    return contract.train_in_one_process(case)
-
-
-def check(cluster_of: Clusters, layout: md.Layout, case: contract.Case = CASE, **options: Any) -> None:
-    """Fail where a rank's losses or weights differ from one process's."""
-    for trained in cluster_of(layout.ranks).run(contract.train_on_this_rank, case, layout, options):
-        contract.compare(trained, expected(case))
-
-
 # The contract.
 
 
@@ -71,7 +60,7 @@ def grid() -> Iterator[Any]:
 
 @pytest.mark.parametrize("layout", list(grid()))
 def test_hybrid_layouts_train_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
-    check(cluster_of, layout)
+    contract.check(cluster_of(layout.ranks), CASE, layout)
 
 
 def deep(*texts: str) -> list[Any]:
@@ -100,7 +89,7 @@ def deep(*texts: str) -> list[Any]:
 def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: str) -> None:
     layout = PARSE(text)
     model = partial(gpt, layers=max(2, layout.pp * layout.chunks - 2))
-    check(cluster_of, layout, replace(CASE, model=model))
+    contract.check(cluster_of(layout.ranks), replace(CASE, model=model), layout)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +110,8 @@ def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: st
     ],
 )
 def test_secondary_shares_change_no_weight(cluster_of: Clusters, text: str, ranks: int) -> None:
-    check(cluster_of, PARSE(text), fully_shard={"secondary": ranks})
+    layout = PARSE(text)
+    contract.check(cluster_of(layout.ranks), CASE, layout, fully_shard={"secondary": ranks})
 
 
 def train_in_bf16(layout: md.Layout, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -312,16 +302,10 @@ def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_caught(
     cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], text: str, options: dict[str, Any]
 ) -> None:
-    layout = PARSE(text)
-
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(CASE, layout, options)
-
-    for trained in cluster_of(layout.ranks).run(train):
+    train, layout = contract.train_on_this_rank, PARSE(text)
+    for trained in cluster_of(layout.ranks).run(contract.with_fault, fault, train, CASE, layout, options):
         with pytest.raises(AssertionError, match="not close"):
-            contract.compare(trained, expected(CASE))
+            contract.compare(trained, contract.train_in_one_process(CASE))
 
 
 # Refusals.

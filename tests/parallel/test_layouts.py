@@ -87,17 +87,6 @@ def case_for(layout: md.Layout) -> contract.Case:
     return case(max(1, layout.pp * layout.chunks - 2), length)
 
 
-@cache
-def expected(case: contract.Case) -> contract.Trained:
-    return contract.train_in_one_process(case)
-
-
-def check(cluster: md.Cluster, layout: md.Layout) -> None:
-    case = case_for(layout)
-    for trained in cluster.run(contract.train_on_this_rank, case, layout):
-        contract.compare(trained, expected(case))
-
-
 def cases() -> Iterator[Any]:
     """All of them, with marks. Five and seven ranks have one axis, as three have."""
     for ranks in range(2, 9):
@@ -116,7 +105,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize("layout", list(cases()))
 def test_every_layout_trains_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
-    check(cluster_of(layout.ranks), layout)
+    contract.check(cluster_of(layout.ranks), case_for(layout), layout)
 
 
 def test_the_matrix_has_every_layout() -> None:
@@ -193,16 +182,10 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    layout = md.Layout.parse(FAULTS[fault])
-
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(CASE, layout)
-
-    trained, _ = cluster_of(2).run(train)
+    train, layout = contract.train_on_this_rank, md.Layout.parse(FAULTS[fault])
+    trained, _ = cluster_of(2).run(contract.with_fault, fault, train, CASE, layout)
     with pytest.raises(AssertionError, match=r"not close|not equal"):
-        contract.compare(trained, expected(CASE))
+        contract.compare(trained, contract.train_in_one_process(CASE))
 
 
 # Copies of one parameter on two stages.

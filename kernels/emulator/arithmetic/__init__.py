@@ -7,8 +7,8 @@
 | operations | the table of instructions that compute in registers alone; the others fill it |
 | integers, bits | integer arithmetic; logic, shifts, bit fields and byte permutation |
 | floats | float32 and float64; float16 and bfloat16 |
-| rounding | rounding modes, .ftz and .sat; the fused multiply-add, compiled by Numba |
-| compare_and_select | setp, set, selp, slct, testp |
+| rounding | rounding modes, by the processor; .ftz and .sat; the fused multiply-add, compiled by Numba |
+| compare_and_select | setp, selp, testp |
 | convert | cvt between all types |
 | warp_operations | shuffles, votes, matches and reductions of a warp |
 | fragments | where the elements of a matrix tile lie in registers |

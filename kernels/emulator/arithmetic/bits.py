@@ -1,6 +1,6 @@
 """Logic, shifts, counting and finding bits, bit fields, byte permutation.
 
-Source: PTX ISA manual, "Logic and Shift Instructions", "Integer Arithmetic Instructions" (popc to bmsk), and
+Source: PTX ISA manual, "Logic and Shift Instructions", "Integer Arithmetic Instructions" (popc to bfi), and
 "Data Movement and Conversion Instructions: prmt".
 """
 
@@ -25,38 +25,13 @@ LOGIC: dict[str, tuple[int, Function]] = {
     "or": (2, np.bitwise_or),
     "xor": (2, np.bitwise_xor),
     "not": (1, np.bitwise_not),
-    "cnot": (1, lambda x: (x == 0).astype(x.dtype)),
 }
 
 
-@computes(r"(and|or|xor|not)\.(pred|b16|b32|b64)", r"(cnot)\.(b16|b32|b64)")
+@computes(r"(and|or|xor|not)\.(pred|b16|b32|b64)")
 def logic(name: str, kind: str) -> Operation:
     """Logic, bit by bit, or of predicates."""
     return uniform(kind, *LOGIC[name])
-
-
-@computes(r"lop3(?:\.(and|or))?\.b32")
-def lop3(combine: str) -> Operation:
-    """`lop3.b32 d, a, b, c, table` and `lop3.and.b32 d|p, a, b, c, table, q`."""
-
-    def lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
-        result = np.zeros_like(a & b & c & table)
-        for row in range(8):
-            chosen = -((table >> np.uint32(row)) & np.uint32(1))
-            result = result | (
-                (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c) & chosen
-            )
-        return result
-
-    if not combine:
-        return uniform("b32", 4, lookup)
-    joined = np.logical_and if combine == "and" else np.logical_or
-
-    def function(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
-        d = lookup(a, b, c, table)
-        return d, joined(d != 0, q)
-
-    return Operation("b32", ("b32",) * 4 + ("pred",), function, results=2)
 
 
 @computes(r"(shl|shr)\.([bus](?:16|32|64))")
@@ -169,54 +144,15 @@ def insert(kind: str) -> Operation:
     return Operation(kind, (kind, kind, "u32", "u32"), function)
 
 
-@computes(r"szext\.(clamp|wrap)\.([us]32)")
-def extend(mode: str, kind: str) -> Operation:
-    """`szext d, a, n`: the lowest n bits, extended by their sign or zeros."""
-    dtype = DTYPES[kind]
-
-    def function(a: Array, n: Array) -> Any:
-        kept = np.minimum(n, np.uint32(32)) if mode == "clamp" else n & np.uint32(31)
-        above = (np.uint32(32) - kept).astype(dtype)
-        return np.where(kept == 0, dtype.type(0), (a << above) >> above)
-
-    return Operation(kind, (kind, "u32"), function)
-
-
-@computes(r"bmsk\.(clamp|wrap)\.b32")
-def mask(mode: str) -> Operation:
-    """`bmsk d, position, width`: `width` ones from a position on, cut off at 32 bits."""
-
-    def function(position: Array, width: Array) -> Any:
-        if mode == "wrap":
-            position, width = position & np.uint32(31), width & np.uint32(31)
-        return ~(ONES << width) << position
-
-    return Operation("b32", ("u32", "u32"), function)
-
-
-# The source bytes (of 8) that each mode of `prmt` selects, for the 4 values of its control.
-MODES = {
-    "f4e": ((0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)),
-    "b4e": ((0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)),
-    "rc8": ((0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)),
-    "ecl": ((0, 1, 2, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 3, 3, 3)),
-    "ecr": ((0, 0, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)),
-    "rc16": ((0, 1, 0, 1), (2, 3, 2, 3), (0, 1, 0, 1), (2, 3, 2, 3)),
-}
-
-
-@computes(rf"prmt\.b32(?:\.({'|'.join(MODES)}))?")
-def permute(mode: str) -> Operation:
-    """`prmt.b32{.mode} d, a, b, control`: select four of the eight bytes of b:a."""
-    rows = MODES.get(mode, ())
-    codes = np.array([sum(byte << 4 * at for at, byte in enumerate(row)) for row in rows], np.uint32)
+@computes(r"prmt\.b32")
+def permute() -> Operation:
+    """`prmt.b32 d, a, b, control`: select four of the eight bytes of b:a."""
 
     def function(a: Array, b: Array, control: Array) -> Array:
-        code = codes[control & np.uint32(3)] if mode else control
         both = (b.astype(np.uint64) << np.uint64(32)) | a
         result = np.zeros_like(a & b & control)
         for at in range(4):
-            choice = code >> np.uint32(4 * at)
+            choice = control >> np.uint32(4 * at)
             byte = (both >> ((choice & np.uint32(7)) << np.uint32(3))).astype(np.uint32) & BYTE
             sign = (byte >> np.uint32(7)) * BYTE
             result = result | (np.where(choice & np.uint32(8), sign, byte) << np.uint32(8 * at))

@@ -1,4 +1,4 @@
-"""Integer arithmetic: sums, products and their high halves, quotients, carries, dot products of bytes.
+"""Integer arithmetic: sums, products and their high halves, quotients, carries.
 
 Numbers wrap, on a GPU as in NumPy. PTX does not define a division by zero; here its result is all ones, as in
 the code that NVIDIA's assembler makes of a division.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..ptx.dtypes import DTYPES, Array
-from .operations import INTEGER, Function, Operation, bits, computes, pairwise, resized, uniform
+from .operations import INTEGER, Function, Operation, bits, computes, resized, uniform
 
 LOW_32 = np.uint64(0xFFFFFFFF)
 HALF_64 = np.uint64(32)
@@ -53,37 +53,6 @@ def simple(name: str, kind: str) -> Operation:
     return uniform(kind, *SIMPLE[name])
 
 
-@computes(r"(add|min|max)\.([us]16)x2")
-def of_pairs(name: str, kind: str) -> Operation:
-    """`add`, `min` and `max` of packed pairs."""
-    return uniform("b32", 2, pairwise(kind, SIMPLE[name][1]))
-
-
-@computes(r"(min|max)\.relu\.(s32)()", r"(min|max)\.relu\.(s16)(x2)")
-def at_least_zero(name: str, kind: str, paired: str) -> Operation:
-    """`min` and `max` with `.relu`: a negative result becomes 0."""
-    extreme = SIMPLE[name][1]
-
-    def function(a: Array, b: Array) -> Any:
-        return np.maximum(extreme(a, b), a.dtype.type(0))
-
-    return uniform("b32", 2, pairwise(kind, function)) if paired else uniform(kind, 2, function)
-
-
-def saturated(exact: Function) -> Function:
-    """Return `exact` of s32 operands, computed in 64 bits and clamped to 32."""
-    limits = np.iinfo(np.int32)
-    return lambda *xs: np.clip(
-        exact(*(x.astype(np.int64) for x in xs)), np.int64(limits.min), np.int64(limits.max)
-    ).astype(np.int32)
-
-
-@computes(r"(add|sub)\.sat\.s32")
-def saturating(name: str) -> Operation:
-    """`add` and `sub` with `.sat`."""
-    return uniform("s32", 2, saturated(SIMPLE[name][1]))
-
-
 def high(a: Array, b: Array) -> Array:
     """Return the upper half of the product."""
     size = 8 * a.dtype.itemsize
@@ -106,41 +75,21 @@ def _high_64(a: Array, b: Array) -> Array:
     return upper
 
 
-def _product(name: str, mode: str, kind: str) -> tuple[str, Function]:
-    """Return the kind and the function of `mul.mode.kind` or `mul24.mode.kind`."""
-    if name.endswith("24"):
-        shift, double, narrow = DTYPES[kind].type(8), DTYPES[resized(kind, 64)], DTYPES[kind]
-        skip = 16 if mode == "hi" else 0
-
-        def low(x: Array) -> Array:
-            """Return the low 24 bits of 32-bit numbers, extended to 64 bits."""
-            return ((x << shift) >> shift).astype(double)
-
-        return kind, lambda a, b: ((low(a) * low(b)) >> skip).astype(narrow)
+def _product(mode: str, kind: str) -> tuple[str, Function]:
+    """Return the kind and the function of `mul.mode.kind`."""
     if mode == "wide":
-        double_kind = resized(kind, 2 * bits(kind))
-        return double_kind, functools.partial(np.multiply, dtype=DTYPES[double_kind])
+        double = resized(kind, 2 * bits(kind))
+        return double, functools.partial(np.multiply, dtype=DTYPES[double])
     return kind, np.multiply if mode == "lo" else high
 
 
-@computes(
-    rf"(mul|mad)\.(lo|hi)\.({INTEGER})",
-    r"(mul|mad)\.(wide)\.([us](?:16|32))",
-    r"(mul24|mad24)\.(lo|hi)\.([us]32)",
-)
+@computes(rf"(mul|mad)\.(lo|hi)\.({INTEGER})", r"(mul|mad)\.(wide)\.([us](?:16|32))")
 def multiply(name: str, mode: str, kind: str) -> Operation:
-    """`mul` and `mad`, and their 24-bit forms."""
-    result, product = _product(name, mode, kind)
-    if name.startswith("mul"):
+    """`mul` and `mad`."""
+    result, product = _product(mode, kind)
+    if name == "mul":
         return Operation(result, (kind, kind), product)
     return Operation(result, (kind, kind, result), lambda a, b, c: product(a, b) + c)
-
-
-@computes(r"(mad|mad24)\.hi\.sat\.s32")
-def multiply_saturating(name: str) -> Operation:
-    """`mad.hi` and `mad24.hi` with `.sat`."""
-    (_, product), add = _product(name, "hi", "s32"), saturated(np.add)
-    return uniform("s32", 3, lambda a, b, c: add(product(a, b), c))
 
 
 def add_with_carry(a: Array, b: Array, carry: Any) -> tuple[Array, Array]:
@@ -171,7 +120,7 @@ def extended(name: str, reads: str, mode: str, writes: str, kind: str) -> Operat
     unsigned = f"u{kind[-2:]}"
     combine: Function = subtract_with_borrow if name == "sub" else add_with_carry
     # The sum is unsigned; the product depends on the sign.
-    product = _product("mul", mode, kind)[1] if mode else None
+    product = _product(mode, kind)[1] if mode else None
     operands = (kind, kind, unsigned) if product else (unsigned, unsigned)
 
     def function(*xs: Array) -> Any:
@@ -184,23 +133,3 @@ def extended(name: str, reads: str, mode: str, writes: str, kind: str) -> Operat
 
     flag = ("pred",) if reads else ()
     return Operation(unsigned, operands + flag, function, 1 + bool(writes), bool(reads), bool(writes))
-
-
-def _parts(x: Array, kind: str, size: int) -> list[Array]:
-    """Return the bytes (`size` 8) or halves (16) of x, lowest first, extended to int64."""
-    narrow = DTYPES[resized(kind, size)]
-    return [(x >> x.dtype.type(at)).astype(narrow).astype(np.int64) for at in range(0, 32, size)]
-
-
-@computes(r"dp(4)a()\.([us]32)\.([us]32)", r"dp(2)a\.(lo|hi)\.([us]32)\.([us]32)")
-def dot(terms: str, mode: str, a_kind: str, b_kind: str) -> Operation:
-    """`dp4a.atype.btype` and `dp2a.mode.atype.btype`."""
-    result = "u32" if a_kind == b_kind == "u32" else "s32"
-    size, skip = 32 // int(terms), 2 if mode == "hi" else 0
-
-    def function(a: Array, b: Array, c: Array) -> Array:
-        pairs = zip(_parts(a, a_kind, size), _parts(b, b_kind, 8)[skip:], strict=False)
-        total: Array = sum((x * y for x, y in pairs), start=c.astype(np.int64))
-        return total.astype(c.dtype)
-
-    return Operation(result, (a_kind, b_kind, result), function)

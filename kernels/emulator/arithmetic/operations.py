@@ -38,41 +38,40 @@ class Operation:
     """The computation of one instruction.
 
     Source operands are read in their kind (the low bits of a wider register). A result extends to a wider
-    register by its sign if `result` is signed, else by zeros. A second result and the carry flag are
-    predicates.
+    register by its sign if `result` is signed, else by zeros. The carry flag is a predicate.
     """
 
     result: str  # kind of the (first) destination
     operands: tuple[str, ...]  # kinds in which the source operands are read
     function: Function  # of an array for each operand; returns the result, or a tuple of two
-    results: int = 1  # 2 if the function returns a tuple: (d, p) of `d|p`, or (d, carry)
+    results: int = 1  # 2 if the function returns a tuple: (d, carry)
     reads_carry: bool = False  # the last operand is the carry flag (CC.CF), which the text does not name
     writes_carry: bool = False  # the second result is the carry flag, a borrow after a subtraction
 
 
 Build: TypeAlias = Callable[..., "Operation | None"]
-_TABLE: list[tuple[re.Pattern[str], int, Build]] = []
+_TABLE: list[tuple[re.Pattern[str], Build]] = []
 
 
-def computes(*patterns: str, results: int = 1) -> Callable[[Build], Build]:
-    """Enter the decorated function for opcodes that match a pattern and name so many destinations.
+def computes(*patterns: str) -> Callable[[Build], Build]:
+    """Enter the decorated function for opcodes that match a pattern.
 
     It may still return None, for a combination of words that does not exist.
     """
 
     def register(build: Build) -> Build:
-        _TABLE.extend((re.compile(pattern), results, build) for pattern in patterns)
+        _TABLE.extend((re.compile(pattern), build) for pattern in patterns)
         return build
 
     return register
 
 
 @functools.cache
-def operation(opcode: tuple[str, ...], results: int = 1) -> Operation | None:
-    """Return what an opcode, split at its dots, computes, or None; `results` is 2 for `setp.lt.s32 p|q`."""
+def operation(opcode: tuple[str, ...]) -> Operation | None:
+    """Return what an opcode, split at its dots, computes, or None."""
     name = ".".join(opcode)
-    for pattern, count, build in _TABLE:
-        match = pattern.fullmatch(name) if count == results else None
+    for pattern, build in _TABLE:
+        match = pattern.fullmatch(name)
         if match and (found := build(*match.groups(""))):
             return found
     return None
@@ -98,26 +97,8 @@ def uniform(kind: str, count: int, function: Function) -> Operation:
     return Operation(kind, (kind,) * count, function)
 
 
-def unpack(x: Array, kind: str) -> tuple[Array, Array]:
-    """Return the low and the high half of x (b32 or b64) as arrays of `kind`: `mov.b64 {low, high}, x`."""
-    half = 4 * x.dtype.itemsize
-    narrow = DTYPES[f"b{half}"]
-    low, high = x.astype(narrow), (x >> x.dtype.type(half)).astype(narrow)
-    return low.view(DTYPES[kind]), high.view(DTYPES[kind])
-
-
 def pack(low: Array, high: Array) -> Array:
     """Return b32 or b64 made of halves of 16 or 32 bits each: `mov.b64 x, {low, high}`."""
     half = 8 * low.dtype.itemsize
     narrow, wide = DTYPES[f"b{half}"], DTYPES[f"b{2 * half}"]
     return low.view(narrow).astype(wide) | (high.view(narrow).astype(wide) << wide.type(half))
-
-
-def pairwise(kind: str, function: Function) -> Function:
-    """Return `function` (of operands of `kind`) applied to the low and the high halves of packed operands."""
-
-    def packed(*operands: Array) -> Array:
-        halves = [unpack(x, kind) for x in operands]
-        return pack(function(*(low for low, _ in halves)), function(*(high for _, high in halves)))
-
-    return packed

@@ -259,8 +259,7 @@ def _guard(batch: Batch) -> Source | None:
 
 
 def _unit(instruction: PtxInstruction) -> InstructionUnit:
-    two = instruction.opcode[0] == "setp" and isinstance(instruction.operands[0], Pair)
-    found = find(instruction.opcode) or arithmetic.unit_of(instruction.opcode, 2 if two else 1)
+    found = find(instruction.opcode) or arithmetic.unit_of(instruction.opcode)
     if found is None:
         where = f"{instruction.location}: " if instruction.location else ""
         raise EmulatorError(

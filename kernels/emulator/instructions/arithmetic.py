@@ -18,16 +18,16 @@ from ..ptx.program import Vector
 
 
 @cache
-def unit_of(opcode: tuple[str, ...], results: int = 1) -> InstructionUnit | None:
-    """Return the unit of an arithmetic instruction with one or two results, or None."""
-    found = operation(opcode, results)
+def unit_of(opcode: tuple[str, ...]) -> InstructionUnit | None:
+    """Return the unit of an arithmetic instruction, or None."""
+    found = operation(opcode)
     if found is None:
         return None
     name, floats = opcode[0], opcode[-1].startswith(("f16", "f32", "f64", "bf16"))
     counted = "other float" if floats else "integer"
     if name in ("cvt", "selp", "setp"):
         counted = "move and compare"
-    elif name in ("fma", "mad") and floats:
+    elif name == "fma":
         counted = "multiply-add"
     if found.reads_carry or found.writes_carry:
         return InstructionUnit("fence", lambda batch: _with_carry(batch, found), counted=counted)
@@ -36,15 +36,7 @@ def unit_of(opcode: tuple[str, ...], results: int = 1) -> InstructionUnit | None
 
 def _arithmetic(batch: Batch, found: Operation) -> Run:
     reads = [batch.source(1 + i, kind) for i, kind in enumerate(found.operands)]
-    function, write, second = found.function, batch.target(0, found.result), batch.second_target(0)
-    if second is not None:
-
-        def run(machine: Machine, mask: Mask) -> None:
-            one, two = function(*[read(machine) for read in reads])
-            write(machine, one, mask)
-            second(machine, two, mask)
-
-        return run
+    function, write = found.function, batch.target(0, found.result)
     if len(reads) == 1:
         (only,) = reads
         return lambda machine, mask: write(machine, function(only(machine)), mask)

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arithmetic.floats import through_32
-from ..arithmetic.operations import Function, pairwise
+from ..arithmetic.operations import Function
 from ..arithmetic.rounding import SMALLEST_NORMAL, flushing
 from ..arithmetic.warp_operations import REDUCTIONS
 from ..base.addresses import addresses_of, lanes_of, space_of
@@ -36,7 +35,7 @@ from ..ptx.fault import EmulatorError
 from ..synchronization.atomic_ordering import AtomicOrder
 
 # These words change nothing here, but a global float32 sum flushes subnormal numbers.
-QUALIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "noftz"}
+QUALIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys"}
 QUALIFIERS |= {"global", "shared", "shared::cta", "shared::cluster"}
 
 
@@ -58,7 +57,7 @@ OTHERS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "dec": lambda old, operand, compare: np.where((old == 0) | (old > operand), operand, old - 1),
 }
 KINDS: dict[str, tuple[str, ...]] = {
-    "add": ("u32", "s32", "u64", "s64", "f32", "f64", "f16", "bf16", "f16x2", "bf16x2"),
+    "add": ("u32", "s32", "u64", "s64", "f32", "f64"),
     **dict.fromkeys(("min", "max"), ("u32", "s32", "u64", "s64")),
     **dict.fromkeys(("and", "or", "xor", "exch"), ("b32", "b64")),
     "cas": ("b16", "b32", "b64"),
@@ -71,7 +70,7 @@ def atomic(opcode: tuple[str, ...]) -> Atomic | None:
     """Return what `atom...` or `red...` does, or None if it is unknown.
 
     The operand of `atom d, [a], b` is `b`. `atom.cas d, [a], b, c` compares the cell with `b`; its operand is
-    `c`. Packed halves (f16x2) are cells of 32 bits.
+    `c`.
     """
     words, kind = opcode[1:-1], opcode[-1]
     names = [word for word in words if word in KINDS]
@@ -82,12 +81,6 @@ def atomic(opcode: tuple[str, ...]) -> Atomic | None:
         return None
     if name in OTHERS:
         return Atomic(name, kind, OTHERS[name])
-    if "16" in kind:
-        one = kind.removesuffix("x2")
-        add: Function = np.add if one == "f16" else through_32(one, np.add)
-        if kind.endswith("x2"):
-            kind, add = "b32", pairwise(one, add)
-        return Atomic(name, kind, lambda old, operand, compare: add(old, operand))
     if kind == "f32" and "global" in words:
         flushed = flushing(np.add)
         return Atomic(name, kind, lambda old, operand, compare: flushed(old, operand), np.add, flushes=True)

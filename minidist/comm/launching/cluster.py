@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import socket
@@ -209,9 +208,6 @@ class Cluster:
         """Start the ranks and wait until they have formed a world."""
         # The caller opens the listening socket of the world's store and hands it to rank 0. So no port has to
         # be guessed, and only this machine can reach it.
-        directory = "/"
-        with contextlib.suppress(FileNotFoundError):  # the directory has been removed
-            directory = os.getcwd()
         _check_loopback()
         with socket.create_server(("127.0.0.1", 0), backlog=max(16, self.ranks)) as listener:
             limit = COLLECTIVE_TIMEOUT if self.timeout is None else self.timeout + COLLECTIVE_MARGIN
@@ -224,7 +220,7 @@ class Cluster:
                 check=self.check,
                 run_timeout=self.timeout,
                 environment=without_launcher(dict(os.environ)),
-                directory=directory,
+                directory=os.getcwd(),
                 path=[entry for entry in sys.path if isinstance(entry, str)],
             )
             starter = supervisor()

@@ -22,7 +22,7 @@ from minidist.comm.launching.supervisor import REQUEST
 
 START_METHODS = ("fork", "spawn")
 KILL_TIMEOUT = 3.0
-"""Seconds that the supervisor has to kill ranks; then the caller kills them itself."""
+"""Seconds that the supervisor has to kill ranks; then the caller kills the supervisor."""
 
 
 def signal_name(number: int) -> str:
@@ -40,7 +40,6 @@ class Supervisor:
         check_not_starting()
         self.method = method
         self.owner = os.getpid()
-        self.answered = False  # whether it has started a rank; before, it may still be importing torch
         self._keys = itertools.count()
         # Reentrant: at any moment the garbage collector may end a forgotten Cluster, which comes here.
         self._lock = threading.RLock()
@@ -174,7 +173,6 @@ class RankProcess:
         part = os.read(self.status, 4096)
         self._text += part.decode()
         for word, value in re.findall(r"^(\w+) (.*)\n", self._text, re.MULTILINE):
-            self.supervisor.answered = True
             if word == "started":
                 self.process = int(value)
             elif word == "exited":
@@ -215,12 +213,6 @@ class RankProcess:
         if self.exit_code is None:
             self.supervisor.kill(self._key)
 
-    def kill_without_help(self) -> None:
-        """Kill the process without the supervisor, which may be stopped; then kill the supervisor."""
-        if self.exit_code is None:
-            self.signal(signal.SIGKILL)
-            self.supervisor.abandon()
-
     def close(self) -> None:
         """Close the descriptors, which ends an idle process."""
         self.channel.close()
@@ -239,10 +231,8 @@ def stop(processes: list[RankProcess], owner: int, grace: float) -> None:
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill()
-    # A supervisor that has never answered has no ranks to lose, and would answer only once it has torch.
-    answered = any(process.supervisor.answered for process in stopping)
-    deadline = time.monotonic() + (KILL_TIMEOUT if answered else 0.0)
+    deadline = time.monotonic() + KILL_TIMEOUT
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
-            process.kill_without_help()
+            process.supervisor.abandon()  # it may still be importing torch
         process.close()

@@ -35,18 +35,12 @@ def check_not_starting() -> None:
     )
 
 
-def die_with_parent(parent: int) -> bool:
-    """Ask the kernel to kill this process when its parent dies; False where the system has no such call."""
+def die_with_parent() -> None:
+    """Have this process end with its parent; where the kernel cannot do it, a thread does within a second."""
+    parent = os.getppid()
     if not sys.platform.startswith("linux"):
-        return False
+        end_with(parent)
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
-    return True
-
-
-def watch_parent() -> None:
-    """Have this process end with its parent; where the kernel cannot do it, a thread does within a second."""
-    parent = os.getppid()
-    if not die_with_parent(parent):
-        end_with(parent)

@@ -34,7 +34,7 @@ import time
 import traceback
 from types import FrameType
 
-from minidist.comm.launching.safeguards import die_with_parent, set_starting
+from minidist.comm.launching.safeguards import set_starting
 
 REQUEST = struct.Struct("!Q?")
 """A request: the key of a rank, and whether to start it (with its file descriptors) or to kill it."""
@@ -141,7 +141,6 @@ class SupervisorServer:
 
     def fork(self, connection: int, rest: list[int]) -> int:
         """Fork a rank. It closes other ranks' descriptors: a copy would hide that a rank has ended."""
-        supervisor = os.getpid()
         process = os.fork()
         if process:
             return process
@@ -150,7 +149,6 @@ class SupervisorServer:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            die_with_parent(supervisor)
             self.control.close()
             for _, status in self.ranks.values():
                 os.close(status)

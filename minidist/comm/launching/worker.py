@@ -22,12 +22,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from minidist.comm.launching.channel import Connection
-from minidist.comm.launching.safeguards import set_starting, watch_parent
+from minidist.comm.launching.safeguards import die_with_parent, set_starting
 
 _OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "sending.py"))
 """Files whose frames the user does not need in a traceback."""
-LONGEST_LINE = 2**16
-"""Characters after which an unfinished line is sent."""
 
 
 class Setup(NamedTuple):
@@ -64,6 +62,7 @@ class Raised(NamedTuple):
 def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | None = None) -> int:
     """Serve the caller until it closes the connection. Returns the exit code."""
     set_starting(True)
+    die_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the supervisor, and so here
     channel = Connection(socket.socket(fileno=connection_descriptor), blocking=True)
     received = channel.messages()
@@ -150,11 +149,8 @@ def _prepare(setup: Setup) -> None:
     )
     # Without it gloo looks up the host's name, and may bind an address that other machines can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    with contextlib.suppress(OSError):  # the directory has been removed
-        os.chdir(setup.directory)
+    os.chdir(setup.directory)
     sys.path[:] = setup.path
-
-    watch_parent()
 
     import torch
     from threadpoolctl import threadpool_limits
@@ -209,7 +205,6 @@ class RankStream(io.TextIOBase):
     def __init__(self, send: Any, name: str, descriptor: int) -> None:
         self._send, self._name, self._descriptor = send, name, descriptor
         self._parts: list[str] = []  # of the unfinished line
-        self._length = 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -225,19 +220,16 @@ class RankStream(io.TextIOBase):
         return self._descriptor
 
     def write(self, text: str) -> int:
-        """Send the complete lines; keep the rest until its line ends or grows very long."""
+        """Send the complete lines; keep the rest until its line ends."""
         complete, newline, rest = text.rpartition("\n")
         if newline:
-            self._send("print", self._name, "".join((*self._parts, complete, newline)))
-            self._parts, self._length = [], 0
+            self._parts.append(complete)
+            self.finish_line(newline)
         self._parts.append(rest)
-        self._length += len(rest)
-        if self._length > LONGEST_LINE:
-            self.finish_line()
         return len(text)
 
-    def finish_line(self) -> None:
-        """Send the unfinished line."""
-        if self._length:
-            self._send("print", self._name, "".join((*self._parts, "\n")))
-        self._parts, self._length = [], 0
+    def finish_line(self, end: str = "") -> None:
+        """Send the unfinished line, if there is one, or if it ends here."""
+        if line := "".join(self._parts) + end:
+            self._send("print", self._name, line)
+        self._parts = []

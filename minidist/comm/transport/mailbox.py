@@ -195,7 +195,16 @@ class Arrival:
         Raises:
             RuntimeError: the sender has ended, is late, has failed, or has sent another size.
         """
-        self.box.wait(self)
+        try:
+            self.box.wait(self)
+        except BaseException:
+            self.cancel()
+            raise
+        if self.came != self.size:
+            raise RuntimeError(
+                f"the message that came has {self.came} bytes, and {self.size} were expected; give the same "
+                "shape and dtype to the send and the receive"
+            )
         if self._failed:
             raise RuntimeError(f"rank {self.box.source} failed, and this belongs to what it did{FOLLOWS}")
         if self.elsewhere:
@@ -282,23 +291,7 @@ class Incoming:
             self._take()
 
     def wait(self, arrival: Arrival) -> None:
-        """Wait for what `expect` returned.
-
-        Raises:
-            RuntimeError: the sender has ended, or does not send in that time; or the size differs.
-        """
-        try:
-            self._wait(arrival)
-        except BaseException:
-            self.cancel(arrival)
-            raise
-        if arrival.came != arrival.size:
-            raise RuntimeError(
-                f"the message that came has {arrival.came} bytes, and {arrival.size} were expected; give "
-                "the same shape and dtype to the send and the receive"
-            )
-
-    def _wait(self, arrival: Arrival) -> None:
+        """Wait for what `expect` returned. RuntimeError if the sender has ended, or sends nothing in time."""
         spins, begun, reason = self._spins, time.monotonic(), ""
         while arrival.came < 0:
             if self._written.try_wait():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +25,20 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def attributes_of(model: nn.Module) -> Callable[[], None]:
+    """A function that gives a model the submodules, parameters, buffers, hooks and attributes of today."""
+    stores = [part.__dict__ for part in model.modules()]
+    stores += [each for store in stores for each in store.values() if isinstance(each, dict)]
+    kept = [(store, dict(store)) for store in stores]
+
+    def put_back() -> None:
+        for store, before in kept:
+            store.clear()
+            store.update(before)
+
+    return put_back
 
 
 State = list[tuple[dict[str, Any], str, Any]]
@@ -83,8 +95,8 @@ class KeptAttributes:
     """What modules, functions and other objects keep from one call to the next, to put it back.
 
     Objects keep it in attributes, and modules also in buffers. Functions keep it in variables of the function
-    around them, in globals, and in the arguments of a partial. Tensors, numbers, None, iterators that count,
-    and the items of lists and dicts are put back; a tensor's values only if it is an attribute or a buffer.
+    around them and in globals. Tensors, numbers, None, and the items of lists and dicts are put back; a
+    tensor's values only if it is an attribute or a buffer.
     """
 
     def __init__(self, *objects: Any) -> None:
@@ -105,7 +117,7 @@ class KeptAttributes:
                 if is_kept(name, store[name]):
                     del store[name]
         for put, value, old in self._values:
-            put(copied(old) if isinstance(old, itertools.count) else value)
+            put(value)
             if old is value:
                 continue
             if isinstance(value, list):
@@ -124,14 +136,11 @@ def is_kept(name: str, value: Any) -> bool:
     """Whether a module or a function may keep something in an attribute or a variable of this name."""
     if type(value) in (list, dict):
         return name not in OF_MODULES
-    return isinstance(value, Tensor | int | float | itertools.count | None)
+    return isinstance(value, Tensor | int | float | None)
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tensor, a list, a dict or a counting iterator; everything else as it is."""
-    if isinstance(value, itertools.count):
-        start = ast.literal_eval(repr(value).removeprefix("count"))  # Python 3.14 copies no iterators
-        return itertools.count(*start) if isinstance(start, tuple) else itertools.count(start)
+    """A copy of a tensor, a list or a dict; everything else as it is."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if type(value) in (list, dict) else value
@@ -139,10 +148,7 @@ def copied(value: Any) -> Any:
 
 def _variables(owner: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """What a function, or the `forward`s of a model, may write: a function that sets it, and its value."""
-    stores: list[tuple[dict[str, Any], set[str]]] = []
-    while isinstance(owner, partial):
-        stores.append((owner.keywords, {*owner.keywords}))
-        owner = owner.func
+    owner = getattr(owner, "func", owner)
     for function in forwards(owner) if isinstance(owner, nn.Module) else [getattr(owner, "__func__", owner)]:
         for cell in cells_of(function):
             yield partial(setattr, cell, "cell_contents"), cell.cell_contents
@@ -150,8 +156,7 @@ def _variables(owner: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
         for code in codes:  # a function inside it is one of its constants
             codes += [each for each in code.co_consts if isinstance(each, CodeType)] if code else []
         names = {name for code in codes if code for name in code.co_names}
-        stores.append((getattr(function, "__globals__", {}), names))
-    for store, names in stores:
+        store = getattr(function, "__globals__", {})
         for name in names & store.keys():
             if is_kept(name, store[name]):
                 yield partial(store.__setitem__, name), store[name]

@@ -38,10 +38,6 @@ from minidist.parallel.training.master_weights import optimizer_of_masters
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
 
-KEPT_BY_MALLOC = 2**25 - 2**16
-"""Once a block of this size was freed, glibc keeps up to 64 MB of freed memory. Otherwise it would give most
-memory of a small step back to the system and get it again page by page, in 4 of 36 ms."""
-
 Tensors = Mapping[str, Tensor]
 Inside = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -79,7 +75,6 @@ class OneProcess:
         self._cells = [(cell, of_model) for cell, of_model in cells if of_model is not None]
         self.device = torch.device("cpu")  # of the engine, once the model has values
         self.last_bit = 0.0  # of the least precise type that a step has computed in
-        torch.empty(KEPT_BY_MALLOC, dtype=torch.uint8)
 
     def step(
         self,

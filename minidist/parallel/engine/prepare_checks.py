@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from torch import nn
 
 from minidist._names import unknown
+from minidist.parallel.contract.kept_attributes import attributes_of
 from minidist.parallel.contract.layout import Layout, check_available, check_secondary
 from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.guards.claims import release, require_free
 from minidist.parallel.guards.refusals import refuse_meta, refuse_renormed, require_model, require_trained
-from minidist.parallel.tensor.heads import COUNTS
 from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.parallel.training.precision import LossScale
@@ -120,13 +120,6 @@ def _require_two_arguments(loss: Loss) -> None:
         ) from None
 
 
-REPLACED = (
-    *("forward", "attend", "positions", "config", "token_share", "rounding"),
-    *("activation_relu_or_gelu", "use_nested_tensor", "num_experts", *COUNTS),
-)
-"""The attributes that recomputation and each way to share a model override on a module."""
-
-
 @contextmanager
 def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
     """After an error inside, give the model its submodules, parameters and buffers back, and remove hooks.
@@ -134,22 +127,12 @@ def put_back_on_error(model: nn.Module, converts: bool) -> Iterator[None]:
     Values that rank 0 has sent stay. If the precision `converts` parameters, their old memory is kept until
     the end of the block.
     """
-    parts = [*model.modules()]
-    own = [(part.__dict__, {n: part.__dict__[n] for n in REPLACED if n in part.__dict__}) for part in parts]
-    held = [(now, dict(now)) for part in parts for now in (part._modules, part._buffers, part._parameters)]
+    put_back = attributes_of(model)
     values = [(p, p.data, p.grad) for p in model.parameters()] if converts else []
     try:
         yield
     except BaseException:
-        for attributes, had in own:
-            for name in REPLACED:
-                attributes.pop(name, None)
-            attributes.update(had)
-        for now, before in held:
-            now.update(before)  # type: ignore[arg-type]
-        for part in parts:
-            for name in part._parameters:
-                part.__dict__.pop(name, None)  # in the place of a parameter that a pipeline stage has dropped
+        put_back()
         for parameter, data, grad in values:
             parameter.data, parameter.grad = data, grad
         release(parameter for parameter in model.parameters() if parameter.requires_grad)

@@ -49,7 +49,6 @@ from minidist.parallel.engine.whole_state import (
     collect,
     own_part,
     state_before,
-    threads_of,
 )
 from minidist.parallel.flat.gathering import gather_values
 from minidist.parallel.flat.joined_messages import broadcast_together
@@ -64,10 +63,6 @@ With a small model on two ranks a rehearsal takes as long as 3.7 steps: its own,
 COPIES = 12
 """Rank 0 holds parameters, gradients and two moments of the optimizer three times: before and after the step,
 and in the single process."""
-LONG = 0.1
-"""If a step takes more CPU seconds, rank 0 takes it alone with the threads of all ranks on its host. It does
-not for a short one: with two threads, a step of 23 ms took 14 ms on idle cores and up to 1,100 ms on busy
-ones."""
 
 
 class Rehearsal:
@@ -152,7 +147,7 @@ class Rehearsal:
         inputs = [(x, x.detach().clone()) for x in given]
         quiet, self._gradients, self._norm = RandomOff(), [], None
         engine.within, engine.before_update = quiet, partial(self._keep_gradients, engine, engine.loss_scale)
-        scale, begun = engine.loss_scale, (time.perf_counter(), time.process_time())
+        scale, begun = engine.loss_scale, time.perf_counter()
         outputs: Outputs = defaultdict(list)
         is_first_cut = self._layout.tp > 1 and self._steps == 1
         hearing = recorded(engine.model, outputs) if is_first_cut and start else nullcontext()
@@ -173,7 +168,7 @@ class Rehearsal:
             for each in fixed:
                 each.training = True
         with held_back():
-            seconds, of_cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
+            seconds = time.perf_counter() - begun
             before = engine.tensor_map.boxes(box for boxes in kept.boxes.values() for box in boxes)
             after = (box for box in engine.state_boxes() if box.name.startswith("model."))
             own = part, quiet.used or bool(fixed), quiet.cannot or kept.draws_elsewhere()
@@ -185,7 +180,7 @@ class Rehearsal:
             elif start is not None and self._norm is not None and not self.why_not:
                 start = start._replace(tensors=found.before, parts=[part for part, *_ in found.values])
                 taken, replicas = outcome(loss, self._norm, found.after), [] if fixed else found.replicas
-                verdict, self.why_not = self._compared(of_cpu, start, taken, scale, replicas, outputs)
+                verdict, self.why_not = self._compared(start, taken, scale, replicas, outputs)
             verdict, self.why_not = gather_values((verdict, self.why_not))[0]
             if self.why_not:
                 self._stop()
@@ -205,15 +200,14 @@ class Rehearsal:
         with held_back():
             return engine._train_and_measure(batches)
 
-    def _compared(self, of_cpu: float, start: TrainingState, *others: Any) -> tuple[str, str]:
+    def _compared(self, start: TrainingState, *others: Any) -> tuple[str, str]:
         """How the step differs from one process's, or why that cannot be told; on rank 0."""
         assert self._alone is not None
         made, self._made = self._made, []
         try:
-            with threads_of(start.parts) if of_cpu > LONG else nullcontext():
-                if made and (differ := options_differ(self._alone.groups(), made)):
-                    return differ, ""
-                verdict, note = compared(self._alone, self._layout, start, *others)
+            if made and (differ := options_differ(self._alone.groups(), made)):
+                return differ, ""
+            verdict, note = compared(self._alone, self._layout, start, *others)
         except Exception as error:  # whatever the user's functions raise
             return "", f"one process cannot take the step: {type(error).__name__}: {error}"
         if note:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from minidist import comm
-from minidist.comm.launching.cores import available_cores
-from minidist.comm.transport.host import this_process
 from minidist.parallel.contract.batch import Pair, is_row_list, joined, mapped, rows_of, split, tensors
 from minidist.parallel.contract.kept_attributes import KeptAttributes, differs, forwards, plain_attributes
 from minidist.parallel.contract.strategy import TensorBox, common_part
@@ -159,8 +156,6 @@ class OwnPart(NamedTuple):
     numbers: Mapping[str, Mapping[str, Any]]  # in the optimizer's state, by parameter
     trained: Mapping[str, bool]  # whether each parameter gets gradients
     batches: list[Batch]  # copies of this rank's, if no rank before it has the same rows
-    host: Any
-    threads: int
 
 
 class TrainingState(NamedTuple):
@@ -183,8 +178,6 @@ def own_part(engine: Engine, kept: KeptState, pairs: Sequence[Pair]) -> OwnPart:
         engine.tensor_map.settings(kept.of_strategy)["state"],
         {name: parameter.requires_grad for name, parameter in named},
         [mapped(_copy, batch) for batch in batches],  # the model may write to its rows
-        this_process().host,
-        torch.get_num_threads(),
     )
 
 
@@ -199,17 +192,6 @@ def state_before(engine: Engine, kept: KeptState, known: Mapping[tuple[str, str]
     functions = KeptAttributes(engine.loss, *forwards(engine.model))
     groups = engine.tensor_map.settings(kept.of_strategy)["groups"]
     return TrainingState(groups, changed, functions, [*engine.model.parameters()], {}, [])
-
-
-@contextmanager
-def threads_of(parts: Sequence[OwnPart]) -> Iterator[None]:
-    """Inside, torch uses the threads of all ranks on rank 0's host: those ranks wait for it."""
-    own, waiting = torch.get_num_threads(), sum(part.threads for part in parts if part.host == parts[0].host)
-    torch.set_num_threads(max(own, min(waiting, available_cores())))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)
 
 
 # The rows of all ranks as one process takes them.

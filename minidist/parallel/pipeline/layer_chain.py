@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from minidist._names import unknown
+from minidist.parallel.contract.kept_attributes import attributes_of
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.pipeline.layer_trace import BrokenChain, trace_layers
 from minidist.parallel.pipeline.model_stage import LayerTrace
@@ -166,13 +167,10 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
         chain.append(given)
         return given
 
-    before = [(part, dict(part.__dict__)) for part in model.modules()]
-    own = {id(layer) for layer in layers}
-    forward = model.forward
+    put_back, forward = attributes_of(model), model.forward
     try:
-        for part, _ in before:
-            if id(part) not in own:
-                part.__dict__[CALL] = part.forward
+        for part in model.modules():
+            part.__dict__[CALL] = part.forward
         for layer in layers:
             direct = partial(called, layer)
             layer.__dict__.update({CALL: direct, "forward": direct})
@@ -185,9 +183,7 @@ def _problem(model: nn.Module, layers: Sequence[nn.Module]) -> str:
         kind = f"{type(error).__name__}{': ' + said[0] if said else ''}"
         return f"it computes with {chain[-1].what} itself ({kind})"
     finally:
-        for part, attributes in before:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
+        put_back()
     if len(chain) <= len(layers):
         return f"layers.{len(chain) - 1} is not called"
     if result is not chain[-1]:

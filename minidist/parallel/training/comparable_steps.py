@@ -159,14 +159,13 @@ class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.used = True
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name in (*IN_PLACE, *NEW):
-            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        if name in IN_PLACE:
-            return args[0].copy_(torch.as_tensor(IN_PLACE[name](*args[1:]), device=args[0].device))
-        if name in NEW:
-            return NEW[name](*args, **kwargs)
-        self.cannot = f"torch's {name}"
-        return function(*args, **kwargs)
+        if name not in CONSTANTS:
+            self.cannot = f"torch's {name}"
+            return function(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):  # it draws, for the shape and the type of its result
+            drawn: Tensor = function(*args, **{k: value for k, value in kwargs.items() if k != "generator"})
+        value = CONSTANTS[name]
+        return drawn.copy_(torch.as_tensor(value(*args) if callable(value) else value))
 
 
 def _low(*limits: Any) -> Any:
@@ -174,50 +173,18 @@ def _low(*limits: Any) -> Any:
     return limits[0] if len(limits) > 1 and limits[1] is not None else 0
 
 
-def _normal(mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
-    if size is not None:
-        return torch.full(size, mean, **kwargs)
-    like = mean if isinstance(mean, Tensor) else std
-    return torch.as_tensor(mean, dtype=like.dtype, device=like.device).expand_as(like).clone()
-
-
-def _full(value: float) -> Callable[..., Tensor]:
-    return lambda size, **kwargs: torch.full(size, value, **{"dtype": torch.get_default_dtype(), **kwargs})
-
-
-def _like(value: float) -> Callable[..., Tensor]:
-    return lambda x, *_, **kwargs: torch.full_like(x, value, **kwargs)
-
-
-def _integers(*args: Any, **kwargs: Any) -> Tensor:
-    *limits, size = args
-    return torch.full(size, _low(*limits), **{"dtype": torch.int64, **kwargs})
-
-
-IN_PLACE: dict[str, Callable[..., Any]] = {
-    "bernoulli_": lambda *_: 1.0,
-    "uniform_": lambda low=0.0, high=1.0: (low + high) / 2,
-    "normal_": lambda mean=0.0, *_: mean,
-    "log_normal_": lambda *_: 1.0,
-    "exponential_": lambda rate=1.0: 1 / rate,
-    "cauchy_": lambda median=0.0, *_: median,
-    "geometric_": lambda *_: 1.0,
-    "random_": _low,
-}
-"""From the arguments to the value that replaces what an in-place operation draws."""
-NEW: dict[str, Callable[..., Tensor]] = {
-    "rand": _full(0.5),
-    "rand_like": _like(0.5),
-    "randn": _full(0.0),
-    "randn_like": _like(0.0),
-    "normal": _normal,
-    "bernoulli": _like(1.0),
-    "randint": _integers,
-    "randint_like": lambda x, *limits, **kwargs: torch.full_like(x, _low(*limits), **kwargs),
-    "randperm": lambda n, **kwargs: torch.arange(n, **kwargs),
+CONSTANTS: dict[str, float | Callable[..., Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "_sample_dirichlet"), 0.5),
+    **dict.fromkeys(("randn", "randn_like", "cauchy_"), 0.0),
+    **dict.fromkeys(("bernoulli", "bernoulli_", "exponential_", "log_normal_", "geometric_"), 1.0),
+    **dict.fromkeys(("poisson", "_standard_gamma"), 1.0),
+    "uniform_": lambda _, low=0.0, high=1.0: (low + high) / 2,
+    "normal_": lambda _, mean=0.0, *__: mean,
+    "normal": lambda mean, *_: mean,
+    "random_": lambda _, *limits: _low(*limits),
+    "randint": lambda *limits: _low(*limits[:-1]),  # the last is the size
+    "randint_like": lambda _, *limits: _low(*limits),
+    "randperm": torch.arange,
     "multinomial": lambda p, count, *_: p.topk(count).indices,
-    "poisson": lambda rate: rate.round(),
-    "_standard_gamma": lambda shape: shape.clone(),
-    "_sample_dirichlet": lambda weights: weights / weights.sum(-1, keepdim=True),
 }
-"""From the arguments to the tensor that an operation makes instead of a random one."""
+"""By name of the operation: the value of all that it draws, or from its arguments to that."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minidist.kernels.emulator.arithmetic.operations import operation, pack, unpack
+from minidist.kernels.emulator.arithmetic.operations import operation
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 from tests.helpers.emulated import FORMATS, MODES, floats, integers, rounded, run, same, wrap
 
@@ -111,10 +111,8 @@ def test_subnormal_numbers_are_flushed_and_results_saturated():
     same(run("fma.rn.ftz.f32", [tiny], [2.0**100], [1.0]), [1.0])
     same(run("cvt.ftz.f64.f32", [tiny, -tiny, 1.0]), [0.0, -0.0, 1.0])
     same(run("cvt.rn.ftz.f32.f64", [tiny, -tiny, 1.0]), [0.0, -0.0, 1.0])
-    same(run("add.sat.f32", [0.75, -1.0, NAN, -0.0, 0.25], [0.75, 0.5, 1.0, -0.0, 0.25]), [1, 0, 0, 0, 0.5])
     same(run("cvt.sat.f32.f32", [2.0, -INF, 0.5, NAN]), [1, 0, 0.5, 0])
     assert run("setp.gt.ftz.f32", [tiny], [0.0]).tolist() == [False]
-    assert run("slct.ftz.s32.f32", [1], [2], [-tiny]).tolist() == [1]
 
 
 @pytest.mark.parametrize("kind", ["f32", "f64", "f16"])
@@ -134,8 +132,6 @@ def test_lesser_and_greater(kind):
         if kind != "f64":
             nans = [NAN if x != x or y != y else choose(x, y) for x, y in zip(a, b, strict=True)]
             same(run(f"{name}.NaN.{kind}", a, b), nans, name)
-    if kind == "f32":
-        same(run("min.xorsign.abs.f32", [3.0, -3.0, -3.0], [2.0, 2.0, -5.0]), [2.0, -2.0, 3.0])
 
 
 def test_signs_and_tests_of_floats():
@@ -149,8 +145,6 @@ def test_signs_and_tests_of_floats():
         "infinite": [0, 0, 0, 1, 0, 0],
         "number": [1, 1, 1, 1, 0, 1],
         "notanumber": [0, 0, 0, 0, 1, 0],
-        "normal": [1, 1, 1, 0, 0, 0],
-        "subnormal": [0, 0, 0, 0, 0, 1],
     }.items():
         assert run(f"testp.{name}.f32", x).tolist() == expected
 
@@ -217,38 +211,19 @@ def test_halves_are_rounded_once(name, kind):
     expected = [ieee(name, kind, "rn", row) for row in rows]
     opcode = f"{name}{'.rn' if name == 'fma' else ''}"
     same(value(run(f"{opcode}.{kind}", *columns), kind), expected, f"{opcode}.{kind}")
-    # In pairs, the lanes of the high halves the other way round.
-    bits = [x.view(np.uint16) for x in columns]
-    low, high = unpack(run(f"{opcode}.{kind}x2", *(pack(x, x[::-1]) for x in bits)), "b16")
-    one = run(f"{opcode}.{kind}", *columns).view(np.uint16)
-    numbers = ~np.isnan(np.array(expected))
-    np.testing.assert_array_equal(low[numbers], one[numbers])
-    np.testing.assert_array_equal(high[numbers[::-1]], one[::-1][numbers[::-1]])
 
 
 def test_fma_of_bfloat16_sees_what_float64_does_not():
     # 1.0625 * 1.0625 = 1.12890625 is the middle of two; 2**-100 beyond it decides, either way.
     a, c = as_float([1.0625] * 3, "bf16"), as_float([2.0**-100, -(2.0**-100), 255 * 2.0**-60], "bf16")
     assert value(run("fma.rn.bf16", a, a, c), "bf16").tolist() == [1.1328125, 1.125, 1.1328125]
-    assert value(run("fma.rn.relu.bf16", a[:1], as_float([-1.0], "bf16"), a[:1]), "bf16").tolist() == [0.0]
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_other_operations_of_halves(kind):
+def test_signs_of_halves(kind):
     x = [0.0, -0.0, 1.5, -2.0, INF, NAN]
     same(value(run(f"neg.{kind}", as_float(x, kind)), kind), [-one for one in x])
     same(value(run(f"abs.{kind}", as_float(x, kind)), kind), [abs(one) for one in x])
-    for name, function in (("ex2", np.exp2), ("tanh", np.tanh)):
-        flag = ".ftz" if (name, kind) == ("ex2", "bf16") else ""
-        got = value(run(f"{name}.approx{flag}.{kind}", as_float(x, kind)), kind).astype(np.float64)
-        np.testing.assert_allclose(got, function(np.array(x)), rtol=2**-8)
-    pair = pack(as_float([1.0, NAN], kind), as_float([2.0, 1.0], kind))
-    other = pack(as_float([1.0, 1.0], kind), as_float([3.0, 1.0], kind))
-    p, q = run(f"setp.eq.{kind}x2", pair, other)
-    assert (p.tolist(), q.tolist()) == ([True, False], [False, True])
-    ones = pack(as_float([1.0, 0.0], kind), as_float([0.0, 1.0], kind))
-    assert run(f"set.eq.{kind}x2.{kind}x2", pair, other).tolist() == ones.tolist()
-    assert run(f"set.equ.u32.{kind}x2", pair, other).tolist() == [0x0000FFFF, 0xFFFFFFFF]
 
 
 # Conversions.
@@ -280,6 +255,8 @@ def test_floats_to_integers(source, mode):
         nan = as_float([NAN], source)
         highest = wrap(1 << int(kind[1:]) - 1, kind) if source == "f64" or kind[1:] == "64" else 0
         assert run(f"cvt.{mode}.{kind}.{source}", nan).tolist() == [highest], kind
+    if source == "bf16":
+        return
     kept = np.array([1.5, -0.5, 2.5, -2.5, INF, 0.25])
     got = run(f"cvt.{mode}.{source}.{source}", as_float(kept, source))
     np.testing.assert_array_equal(
@@ -290,7 +267,10 @@ def test_floats_to_integers(source, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", list(FORMATS))
 def test_everything_to_floats(kind, mode):
-    for source in (*LIMITS, *FORMATS):
+    if kind.endswith("16") and mode != "rn":
+        assert operation(("cvt", mode, kind, "f32")) is None
+        return
+    for source in ("f32",) if kind == "bf16" else (*LIMITS, *FORMATS):
         if source == kind:
             continue
         if source in FORMATS:
@@ -307,56 +287,23 @@ def test_integers_to_integers():
     for source, kind in itertools.product(LIMITS, repeat=2):
         x = integers(source)
         assert run(f"cvt.{kind}.{source}", x).tolist() == [wrap(one, kind) for one in x]
-        most = LIMITS[kind]
-        least = -most - 1 if kind[0] == "s" else 0
-        assert run(f"cvt.sat.{kind}.{source}", x).tolist() == [max(least, min(most, one)) for one in x]
 
 
-@pytest.mark.parametrize("mode", ["rn", "rz"])
-def test_packing_two_halves(mode):
+def test_packing_two_halves():
     a, b = floats("f32", 50, 1), floats("f32", 50, 2)
     for kind in ("f16", "bf16"):
-        low, high = unpack(run(f"cvt.{mode}.{kind}x2.f32", a, b), "b16")
+        low, high = run(f"cvt.rn.{kind}x2.f32", a, b).view(np.uint16).reshape(-1, 2).T
         for got, x in ((low, b), (high, a)):
-            np.testing.assert_array_equal(got, run(f"cvt.{mode}.{kind}.f32", x).view(np.uint16))
-    relu = run("cvt.rn.relu.satfinite.f16x2.f32", [-1.0, 1e9, NAN], [INF, -INF, 0.5])
-    low, high = unpack(relu, "f16")
-    same(low, [65504, 0, 0.5])
-    same(high, [0, 65504, NAN])
+            np.testing.assert_array_equal(got, run(f"cvt.rn.{kind}.f32", x).view(np.uint16))
 
 
-@pytest.mark.parametrize("mode", ["rn", "rz", "rna"])
-def test_tf32_has_ten_bits_less_than_13(mode):
+def test_tf32_has_ten_bits_less_than_13():
     x = np.concatenate((floats("f32", 100), 1 + np.arange(8, dtype=np.float32) * np.float32(2.0**-12)))
-    got = run(f"cvt.{mode}.tf32.f32", x).view(np.float32).tolist()
+    got = run("cvt.rna.tf32.f32", x).view(np.float32).tolist()
     for one, short in zip(map(Fraction, x.tolist()), got, strict=True):
         unit = Fraction(max(2.0**-126, 2.0 ** (math.frexp(one)[1] - 1))) / 1024
-        count = one / unit
-        if mode == "rna":
-            whole = math.floor(abs(count) + Fraction(1, 2)) * (1 if one > 0 else -1)
-        else:
-            whole = {"rn": round, "rz": math.trunc}[mode](count)
+        whole = math.floor(abs(one / unit) + Fraction(1, 2)) * (1 if one > 0 else -1)
         assert short == (float(whole * unit) if abs(whole * unit) < 2**128 else math.copysign(INF, one))
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("e4m3x2", ml_dtypes.float8_e4m3fn), ("e5m2x2", ml_dtypes.float8_e5m2)]
-)
-def test_eight_bits(kind, dtype):
-    most = float(ml_dtypes.finfo(dtype).max)
-    x = np.append(floats("f16", 300), [np.inf, -np.inf]).astype(np.float32)
-    expected = np.clip(x, -most, most).astype(dtype).view(np.uint8)
-    got = run(f"cvt.rn.satfinite.{kind}.f32", x, x[::-1])
-    np.testing.assert_array_equal(got & 0xFF, expected[::-1])
-    np.testing.assert_array_equal(got >> 8, expected)
-    halves = x.astype(np.float16)
-    np.testing.assert_array_equal(run(f"cvt.rn.satfinite.{kind}.f16x2", pack(halves[::-1], halves)), got)
-    assert run(f"cvt.rn.satfinite.{kind}.f32", [NAN], [-1.0])[0] >> 8 == 0x7F
-    codes = np.arange(256, dtype=np.uint16)
-    low, high = unpack(run(f"cvt.rn.f16x2.{kind}", codes | codes[::-1] << 8), "f16")
-    values = codes.astype(np.uint8).view(dtype).astype(np.float16)
-    same(low, values)
-    same(high, values[::-1])
 
 
 # Comparisons.
@@ -378,31 +325,14 @@ def test_comparing_floats(kind):
     assert run(f"setp.num.{kind}", *columns).tolist() == [not one for one in nan]
 
 
-def test_comparing_integers_and_combining():
+def test_comparing_integers():
     for kind in ("u16", "s16", "u32", "s32", "u64", "s64"):
         a, b = zip(*itertools.product(integers(kind), repeat=2), strict=True)
-        names = {**ORDERED, "ne": operator.ne}
-        if kind[0] == "u":
-            names |= {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
-        for name, compare in names.items():
+        for name, compare in {**ORDERED, "ne": operator.ne}.items():
             expected = list(map(compare, a, b))
             assert run(f"setp.{name}.{kind}", a, b).tolist() == expected
-    a, b, c = [1, 1, 2, 2], [1, 2, 1, 2], [True, False, True, False]
-    for name, combine in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-        outcome = [x == y for x, y in zip(a, b, strict=True)]
-        p, q = run(f"setp.eq.{name}.s32", a, b, c, results=2)
-        assert p.tolist() == list(map(combine, outcome, c))
-        assert q.tolist() == [combine(not one, other) for one, other in zip(outcome, c, strict=True)]
-        assert run(f"setp.eq.{name}.s32", a, b, c).tolist() == p.tolist()
-    p, q = run("setp.lt.f32", [NAN], [1.0], results=2)
-    assert (p.tolist(), q.tolist()) == ([False], [True])
 
 
 def test_selecting():
     assert run("selp.b32", [1, 2], [3, 4], [True, False]).tolist() == [1, 4]
-    assert run("slct.u64.s32", [1, 1], [2, 2], [0, -1]).tolist() == [1, 2]
-    same(run("slct.f32.f32", [1.0] * 3, [2.0] * 3, [-0.0, NAN, -1.0]), [1.0, 2.0, 2.0])
-    assert run("set.lt.u32.s32", [1, 2], [2, 1]).tolist() == [0xFFFFFFFF, 0]
-    assert run("set.lt.s32.f32", [1.0, 2.0], [2.0, 1.0]).tolist() == [-1, 0]
-    assert run("set.lt.and.f32.f32", [1.0, 1.0], [2.0, 2.0], [True, False]).tolist() == [1.0, 0.0]
     assert operation(("setp", "lo", "s32")) is None

@@ -61,13 +61,13 @@ def test_they_train_as_in_one_process(cluster_of: Clusters, name: str, layout: s
 
 
 def test_positions_that_count_from_0_on_every_rank_are_seen(cluster_of: Clusters) -> None:
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
-            return contract.train_on_this_rank(case("Llama"), PARSE("cp=2"))
+    def from_0(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
 
+    given = contract.train_on_this_rank, case("Llama"), PARSE("cp=2")
+    found = cluster_of(2).run(contract.with_fault, from_0, *given)[0]
     with pytest.raises(AssertionError, match="not close"):
-        contract.compare(cluster_of(2).run(train)[0], contract.train_in_one_process(case("Llama")))
+        contract.compare(found, contract.train_in_one_process(case("Llama")))
 
 
 def batch(**others: Any) -> tuple[dict[str, Tensor], Tensor]:

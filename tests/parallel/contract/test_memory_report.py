@@ -15,6 +15,7 @@ from minidist.parallel.contract.memory_report import Memory, Storages, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import activation_memory
+from tests.helpers.contract import with_fault
 
 Clusters = Callable[[int], md.Cluster]
 ADAM = partial(torch.optim.Adam, lr=1e-3)
@@ -202,10 +203,5 @@ def test_tensors_in_lists_of_the_optimizers_state_count() -> None:
 
 @pytest.mark.parametrize("fault", [each_tensor_counts, elements_count, without_gradients])
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    def measure() -> list[int]:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return numbers(trained(Parts()).memory())
-
-    for found in cluster_of(2).run(measure):
+    for found in cluster_of(2).run(with_fault, fault, lambda: numbers(trained(Parts()).memory())):
         assert found != [2 * 144, 144 + 4 * (1 + 2), 2 * 144 + 4, 24]

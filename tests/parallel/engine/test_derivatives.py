@@ -321,14 +321,10 @@ def left_where_they_are(patch: pytest.MonkeyPatch) -> None:
 def test_planted_faults_are_found(
     cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], name: str, layout: str
 ) -> None:
-    def train(options: dict[str, Any]) -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return on_this_rank(CASES[name], PARSE(layout), options)
-
     options = (
         {"plan": dict(CASES[name].plan), "check_plan": False, "check_loss": False} if "tp" in layout else {}
     )
-    for trained in cluster_of(2).run(train, options):
+    given = CASES[name], PARSE(layout), options
+    for trained in cluster_of(2).run(contract.with_fault, fault, on_this_rank, *given):
         with pytest.raises(AssertionError):
             contract.compare(trained, in_one_process(name))

@@ -22,6 +22,7 @@ import torch
 import minidist as md
 from minidist.parallel.engine import step_executor, training_step
 from minidist.parallel.sharding import equal_start
+from tests.helpers.contract import with_fault
 from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Program, draw, play
 
 Clusters = Callable[[int], md.Cluster]
@@ -161,13 +162,7 @@ def test_a_planted_fault_is_caught(
     cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], seed: int, tmp_path: Path
 ) -> None:
     program = draw(seed)
-
-    def faulty() -> Notes:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return play(OnRanks, program, tmp_path)
-
-    found = cluster_of(program.layout.ranks).run(faulty)[0]
+    found = cluster_of(program.layout.ranks).run(with_fault, fault, play, OnRanks, program, tmp_path)[0]
     with pytest.raises(AssertionError, match="not close"):
         compare(found, play(OneProcess, program, tmp_path))
 

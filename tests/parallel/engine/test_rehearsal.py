@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.nn import functional
 import minidist as md
 from minidist.checkpoint import saving
 from minidist.comm import ledgers
-from minidist.comm.launching.cores import available_cores
 from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
@@ -553,24 +552,6 @@ def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path
         assert [told for *_, told in ranks] == ["full" if fails else ""] * 2
 
 
-def test_a_long_step_is_taken_alone_with_the_threads_of_waiting_ranks(cluster_of: Clusters) -> None:
-    def threads(seconds: float) -> list[int]:
-        found, told = [torch.get_num_threads()], rehearsal.compared
-
-        def counted(*given: Any) -> str:
-            found.append(torch.get_num_threads())
-            return told(*given)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rehearsal, "compared", counted)
-            patch.setattr(rehearsal, "LONG", seconds)
-            train(md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True), batches(1))
-        return [*found, torch.get_num_threads()]
-
-    assert cluster_of(2).run(threads, 0.0) == [[1, min(2, available_cores()), 1], [1, 1]]
-    assert cluster_of(2).run(threads, 1e9) == [[1, 1, 1], [1, 1]]
-
-
 class Counts:
     """Counts the calls of the rank that it watches, as an open trace would."""
 
@@ -720,22 +701,13 @@ def test_constants_replace_random_numbers() -> None:
 
 # What a step alone must leave as it was, wherever the user's functions keep it.
 
-CALLS, NUMBERS = 0, count()
+CALLS = 0
 
 
 def counts_in_a_global(outputs: Tensor, targets: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
     return functional.mse_loss(outputs, targets) * (1 + CALLS % 3)
-
-
-def counts_by_an_iterator(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.mse_loss(outputs, targets) * (1 + next(NUMBERS) % 3)
-
-
-def counts_in_an_argument(outputs: Tensor, targets: Tensor, state: dict[str, int]) -> Tensor:
-    state["calls"] = state.get("calls", 0) + 1
-    return functional.mse_loss(outputs, targets) * (1 + state["calls"] % 3)
 
 
 class Counting(nn.Module):
@@ -757,14 +729,9 @@ class Counting(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("which", ["global", "iterator", "argument", "model"])
+@pytest.mark.parametrize("which", ["global", "model"])
 def test_what_functions_count_is_left_alone(cluster_of: Clusters, which: str) -> None:
-    losses = {
-        "global": counts_in_a_global,
-        "iterator": counts_by_an_iterator,
-        "argument": partial(counts_in_an_argument, state={}),
-        "model": functional.mse_loss,
-    }
+    losses = {"global": counts_in_a_global, "model": functional.mse_loss}
 
     def run() -> list[float]:
         model = Counting() if which == "model" else net()

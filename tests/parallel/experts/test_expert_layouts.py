@@ -21,15 +21,11 @@ from minidist.parallel.experts.load_balance import balance_experts, balanced_rou
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.parameter_set import ParameterSet
 from tests.helpers import contract
+from tests.helpers.models import tokens
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=4, width=16, experts=4, balance_rate=0.01)
-
-
-def tokens(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 11, (count, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
 
 
 def gpt(seed: int) -> GPT:
@@ -63,8 +59,7 @@ def test_shared_experts_train_to_the_weights_of_one_process(
     layout: str, expected: contract.Trained, cluster_of: Clusters
 ) -> None:
     chosen = md.Layout.parse(layout)
-    for trained in cluster_of(chosen.ranks).run(contract.train_on_this_rank, CASE, chosen):
-        contract.compare(trained, expected)
+    contract.check(cluster_of(chosen.ranks), CASE, chosen)
     assert any(value.any() for name, value in expected.state.items() if name.endswith("router.bias"))
 
 
@@ -193,12 +188,8 @@ def alone() -> Any:
 def test_the_contract_catches_a_planted_fault(
     fault: Callable[[pytest.MonkeyPatch], None], expected: contract.Trained, cluster_of: Clusters
 ) -> None:
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(CASE, md.Layout(dp=4, ep=2, zero=1), {"rehearse": False})
-
-    trained = cluster_of(4).run(train)[0]
+    given = CASE, md.Layout(dp=4, ep=2, zero=1), {"rehearse": False}
+    trained = cluster_of(4).run(contract.with_fault, fault, contract.train_on_this_rank, *given)[0]
     with pytest.raises(AssertionError):
         contract.compare(trained, expected)
 

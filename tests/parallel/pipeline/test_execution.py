@@ -24,6 +24,7 @@ from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.clocks import HANG
+from tests.helpers.contract import with_fault
 from tests.helpers.models import gpt, tokens
 
 Clusters = Callable[[int], md.Cluster]
@@ -130,12 +131,10 @@ def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -
 def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
     """As on GPUs, where messages between two ranks would wait for each other."""
 
-    def train() -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stage_messages, "needs_lanes", lambda device: True)
-            return train_here("interleaved", 2, 4, (8, 5))
+    def lanes(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(stage_messages, "needs_lanes", lambda device: True)
 
-    check(cluster_of(2).run(train), (8, 5))
+    check(cluster_of(2).run(with_fault, lanes, train_here, "interleaved", 2, 4, (8, 5)), (8, 5))
 
 
 def test_calls_are_the_same_where_they_are_checked() -> None:
@@ -221,13 +220,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    def train() -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return train_here(FAULTS[fault], 1, 4, (5,))
-
+    found = cluster_of(2).run(with_fault, fault, train_here, FAULTS[fault], 1, 4, (5,))
     with pytest.raises(AssertionError, match=r"not close|Extra items"):
-        check(cluster_of(2).run(train), (5,))
+        check(found, (5,))
 
 
 def test_gradients_add_up_and_hooks_run(cluster_of: Clusters) -> None:

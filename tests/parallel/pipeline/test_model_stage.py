@@ -149,20 +149,19 @@ def test_a_stage_holds_its_layers_and_what_it_needs_beside_them(cluster_of: Clus
 
 @pytest.mark.parametrize("fault", ["another layer", "no bias"])
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            if fault == "another layer":
-                init = ModelStage.__init__
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        init = ModelStage.__init__
 
-                def without_one(self: Any, model: Any, trace: Any, layers: range) -> None:
-                    init(self, model, trace, layers[1:] if layers.start else layers)
+        def without_one(self: Any, model: Any, trace: Any, layers: range) -> None:
+            init(self, model, trace, layers[1:] if layers.start else layers)
 
-                patch.setattr(ModelStage, "__init__", without_one)
-            else:
-                patch.setattr(staged_passes, "sum_tied", lambda *_: None)
-            return contract.train_on_this_rank(case("own"), PARSE("pp=2"), {"example": EXAMPLES["own"]})
+        if fault == "another layer":
+            patch.setattr(ModelStage, "__init__", without_one)
+        else:
+            patch.setattr(staged_passes, "sum_tied", lambda *_: None)
 
-    trained, _ = cluster_of(2).run(train)
+    given = case("own"), PARSE("pp=2"), {"example": EXAMPLES["own"]}
+    trained, _ = cluster_of(2).run(contract.with_fault, plant, contract.train_on_this_rank, *given)
     with pytest.raises(AssertionError, match=r"not close|not equal"):
         contract.compare(trained, contract.train_in_one_process(case("own")))
 
@@ -179,22 +178,16 @@ def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: P
 
     def first(layout: str) -> float:
         engine = md.prepare(longer.model(md.rank()), SGD, PARSE(layout), clip_norm=0.5, **options)
-        share = slice(*(9 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-        loss = engine.evaluate(inputs[share], targets[share])
-        for x, y in longer.global_batches()[:2]:
-            share = slice(*(len(x) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-            engine.step(x[share], y[share])
+        loss = engine.evaluate(*contract.own_rows(engine, (inputs, targets)))
+        contract.steps(engine, longer.global_batches()[:2])
         md.save(engine, tmp_path / "saved").wait()
         return loss
 
     def second(layout: str) -> contract.Trained:
         engine = md.prepare(longer.model(3), SGD, PARSE(layout), clip_norm=0.5, **options)
         md.load(engine, tmp_path / "saved")
-        losses = []
-        for x, y in longer.global_batches()[2:]:
-            share = slice(*(len(x) * (engine.data_rank + i) // engine.data_ranks for i in (0, 1)))
-            losses.append(engine.step(x[share], y[share]))
-        return contract.Trained(expected.losses[:2] + losses, engine.full_state_dict())
+        trained = contract.steps(engine, longer.global_batches()[2:])
+        return contract.Trained(expected.losses[:2] + trained.losses, trained.state)
 
     for before, after in (("dp=2,pp=2,zero=1", "pp=3"), ("pp=2", "dp=2")):
         for loss in cluster_of(PARSE(before).ranks).run(first, before):

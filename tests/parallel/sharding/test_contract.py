@@ -424,12 +424,7 @@ def test_the_contract_catches_a_planted_fault(
     case = replace(where.case, batches=(13, 13, 13))
     layout = md.Layout(dp=where.ranks, zero=where.zero, micro_batches=where.micro_batches)
     options = {"data_parallel": where.options}
-
-    def train() -> contract.Trained:
-        with Patch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(case, layout, options)
-
+    train = partial(contract.with_fault, fault, contract.train_on_this_rank, case, layout, options)
     cluster = cluster_of(where.ranks)
     contract.check(cluster, case, layout, **options)
     with pytest.raises((AssertionError, md.RankError), match=where.says):

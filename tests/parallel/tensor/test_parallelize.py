@@ -212,12 +212,8 @@ def without_the_first_weights(patch: pytest.MonkeyPatch) -> None:
     "fault", [without_the_norms, without_the_positions, with_the_neighbours_tokens, without_the_first_weights]
 )
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[..., None]) -> None:
-    def wrong() -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return train(CASES["gpt"], None, sequence_parallel=True)
-
-    trained = cluster_of(2).run(wrong)
+    wrong = partial(train, CASES["gpt"], None, sequence_parallel=True)
+    trained = cluster_of(2).run(contract.with_fault, fault, wrong)
     with pytest.raises(AssertionError):
         contract.compare(assemble(trained), contract.train_in_one_process(CASES["gpt"]))
 

@@ -399,12 +399,8 @@ def transposed(patch: pytest.MonkeyPatch) -> None:
 def test_the_contract_catches_a_planted_fault(
     fault: Callable[[pytest.MonkeyPatch], None], text: str, cluster_of: Clusters
 ) -> None:
-    def train() -> contract.Trained:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            return contract.train_on_this_rank(CASE, md.Layout.parse(text), {"rehearse": False})
-
+    given = CASE, md.Layout.parse(text), {"rehearse": False}
     expected = contract.train_in_one_process(CASE)
-    trained = cluster_of(2).run(train)[0]
+    trained = cluster_of(2).run(contract.with_fault, fault, contract.train_on_this_rank, *given)[0]
     with pytest.raises(AssertionError):
         contract.compare(trained, expected)
