@@ -67,7 +67,9 @@ SLOW = one(
     "slow_link", "sgd", strategy="local SGD", layout="dp=4", model="byte-small",
     **measured.beside("torch DDP", 0.1, 0.12),
 )  # fmt: skip
-BEYOND = f"there is {decided_comparisons.UNDECIDED} between minidist and gloo. Of 2 collectives, 0 are faster,"
+BEYOND = (
+    f"there is {decided_comparisons.UNDECIDED} between minidist and gloo. Of 2 collectives, 0 are faster,"
+)
 CASES = {
     "undecided alone": (
         [*measured.strategies()[:1], *measured.strategies()[3:]],
