@@ -45,7 +45,8 @@ def peak() -> float:
 
 def plan(ranks: int) -> Cost:
     """What `minidist plan` does."""
-    from minidist.scale.planning import planner, report
+    from minidist.scale.planner import plan_report as report
+    from minidist.scale.planner import ranking as planner
 
     start = time.perf_counter()
     found = planner.plan("gpt3-175b", ranks=ranks, hardware="h100")

@@ -17,8 +17,8 @@ import pytest
 from minidist.benchmarks.harness.training import pipelines
 from minidist.benchmarks.harness.training.rounds import Job, Measured, Worlds, measure_jobs, require_alike
 from minidist.benchmarks.harness.turns import Benchmark, compared, record
+from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES
-from minidist.parallel.pipeline import schedules
 
 RANKS, WORK = 2, pipelines.TimedCut("byte-small", rows=16, micro_batches=8)
 STEPS = "Pipelines: a byte GPT of 3 M parameters on 2 ranks, 16 rows of 128 in 8 micro-batches"

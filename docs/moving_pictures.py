@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from minidist.comm import algorithms
 from minidist.comm.algorithms.proof import Delivery, run
 from minidist.parallel import schedules
-from minidist.parallel.pipeline.simulation import DRAWN
+from minidist.parallel.schedules.simulation import DRAWN
 
 BLUE, ORANGE, GREEN, PINK = COLORS = ("#0072b2", "#d55e00", "#007a5a", "#a6487f")  # with white letters
 Places = Mapping[str, tuple[float, float, str]]

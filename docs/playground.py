@@ -18,10 +18,10 @@ from functools import cache
 from typing import Any
 
 from minidist.parallel import schedules
-from minidist.parallel.pipeline.instructions import KINDS, PlacedSchedule, sizes
-from minidist.parallel.pipeline.schedule_proof import Deadlock
-from minidist.parallel.pipeline.simulation import DRAWN
 from minidist.parallel.schedules import Instruction, Schedule, StagePlacement
+from minidist.parallel.schedules.instructions import KINDS, PlacedSchedule, sizes
+from minidist.parallel.schedules.schedule_proof import Deadlock
+from minidist.parallel.schedules.simulation import DRAWN
 
 SHORT = {kind: str(Instruction(kind, 0))[:-1] for kind in KINDS}  # "forward": "F", "recv_forward": "recv F"
 KINDS_BY_SHORT = {short: kind for kind, short in SHORT.items()}

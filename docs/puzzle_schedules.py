@@ -16,8 +16,8 @@ from typing import Any
 import playground
 
 from minidist.parallel import schedules
-from minidist.parallel.pipeline.instructions import Schedule, sizes
 from minidist.parallel.schedules import Instruction, StagePlacement
+from minidist.parallel.schedules.instructions import Schedule, sizes
 
 MOST_CHUNKS = 2
 PASSES = ("forward", "backward_input", "backward_weight")

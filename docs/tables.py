@@ -20,7 +20,7 @@ from minidist.parallel.contract.fp8_recipes import FP8_RECIPES, Fp8Recipe
 from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.training.fp8 import Fp8
 from minidist.scale.memory import estimate
-from minidist.scale.time.layer_work import LayerWork
+from minidist.scale.step_time.layer_work import LayerWork
 
 DOCS = Path(__file__).parent
 RANKS, MICRO_BATCHES = 4, 8

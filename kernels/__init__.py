@@ -20,7 +20,7 @@ the tools that check them, time them and run CUDA kernels on a machine without a
 | emulator/ | runs compiled CUDA kernels (PTX) without a GPU |
 | tpu/ | a systolic array cycle by cycle, and a model of tensor cores |
 | measure/ | correctness checks, timers, this machine's peaks, the roofline |
-| roofline.py, systolic.py | short import paths of `measure/roofline.py` and `tpu/` |
+| roofline.py, systolic.py | only public import paths of `measure/roofline.py` and `tpu/` |
 
 A ladder imports its rungs when it is first asked for, and one for CUDA Numba too. To add a rung, write its
 file; tests, benchmarks and `Linear` go over the ladders.
@@ -53,12 +53,11 @@ StepT = TypeVar("StepT", bound=Step)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CPU_LADDER", "CUDA_LADDER"):
-        return getattr(cpu if name == "CPU_LADDER" else cuda, name)
-    if name in ("ATTENTION_LADDER", "CUDA_ATTENTION_LADDER"):
-        folder = "cpu" if name == "ATTENTION_LADDER" else "cuda"
-        return getattr(importlib.import_module(f".{folder}.attention", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = ".cuda" if name.startswith("CUDA") else ".cpu"
+    package += ".attention" if "ATTENTION" in name else ""
+    return getattr(importlib.import_module(package, __name__), name)
 
 
 # The function hides the module of the same name here; `from minidist.kernels.rung import ...` still works.
@@ -79,7 +78,8 @@ def rung(name_or_number: str | int, ladder: Sequence[Step] | None = None) -> Ste
         if asked in (candidate.name, f"s{candidate.number}", str(candidate.number)):
             return candidate
     if ladder is None and asked in cuda.RUNGS:
-        return cuda.load(asked)
+        step: Step = cuda.load(asked)
+        return step
     names = [candidate.name for candidate in steps]
     known = names if ladder is not None else [*names, *cuda.RUNGS]
     nearest = difflib.get_close_matches(asked, known, n=1, cutoff=0.3)

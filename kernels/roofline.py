@@ -1,4 +1,4 @@
-"""The import path of the roofline that lessons and programs use; the code is in `measure/roofline.py`."""
+"""Only a public import path: the code is in `kernels/measure/roofline.py`."""
 
 from .measure.peaks import Peaks, Roof
 from .measure.points import Point, intensity

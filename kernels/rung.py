@@ -11,7 +11,9 @@ over m, n and k.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +45,29 @@ def empty(rows: int, columns: int, dtype: DTypeLike) -> Array:
     return memory[start : start + size].view(kind).reshape(rows, columns)
 
 
-def files_of_rungs(beside: str) -> tuple[str, ...]:
-    """Return the names of the rungs' files in the folder of the file `beside`, by their numbers."""
-    names = [path.stem for path in Path(beside).parent.glob("s[0-9]*_*.py")]
-    return tuple(sorted(names, key=lambda name: int(name[1:].partition("_")[0])))
+def ladder(
+    package: str, name: str, cuda: bool = False
+) -> tuple[tuple[str, ...], Callable[[str], Any], Callable[[str], Any]]:
+    """Return RUNGS, load and __getattr__ of a package whose rungs are imported when they are first asked for.
+
+    RUNGS names their files by their numbers, load returns the rung of a file, and __getattr__ makes the
+    ladder called `name`. Both raise ImportError if rungs need `cuda` and numba-cuda is not installed.
+    """
+    module = sys.modules[package]
+    files = (path.stem for path in Path(str(module.__file__)).parent.glob("s[0-9]*_*.py"))
+    names = tuple(sorted(files, key=lambda name: int(name[1:].partition("_")[0])))
+
+    def load(rung: str) -> Any:
+        if cuda:
+            importlib.import_module(".cuda.runtime.device", __package__).require_toolkit()
+        return importlib.import_module(f".{rung}", package).RUNG
+
+    def attribute(asked: str) -> Any:
+        if asked != name:
+            raise AttributeError(f"module {package!r} has no attribute {asked!r}")
+        return vars(module).setdefault(name, tuple(map(load, names)))
+
+    return names, load, attribute
 
 
 def require_numba() -> None:

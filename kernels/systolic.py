@@ -1,4 +1,4 @@
-"""The import path of the systolic array that lessons and programs use; the code is in `tpu/`."""
+"""Only a public import path: the code is in `kernels/tpu/`."""
 
 from .tpu.array import Frame
 from .tpu.cost_formulas import cycles

@@ -378,7 +378,7 @@ cluster.close()
 # | You wrote | The rung | The engine |
 # |---|---|---|
 # | `batch_gradients` | plain/data_parallel.py: [`train`](../minidist/plain/data_parallel.py) | parallel/sharding/sharded.py: [`Sharded`](../minidist/parallel/sharding/sharded.py) |
-# | `average_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel`](../minidist/parallel/sharding/data_parallel.py), which averages unless you give it the rows |
+# | `average_gradients` | – | parallel/sharding/loops/data_parallel.py: [`DataParallel`](../minidist/parallel/sharding/loops/data_parallel.py), which averages unless you give it the rows |
 #
 # The rung weighs each rank's loss by its rows, as you did, and so does the engine.
 # [`assert_in_sync`](../minidist/parallel/debugging/in_sync.py) filled the second column of the table above.

@@ -446,9 +446,9 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `all_reduce_in_buckets` | plain/buckets.py: [`groups_of`](../minidist/plain/buckets.py), [`bucket_of`](../minidist/plain/buckets.py) | parallel/sharding/whole_parameters.py: [`WholeParameters`](../minidist/parallel/sharding/whole_parameters.py) |
-# | `reduce_in_backward` | plain/overlap.py: [`Bucket.arrived`](../minidist/plain/overlap.py) | parallel/sharding/reducer.py: [`Reducer.arrived`](../minidist/parallel/sharding/reducer.py) |
-# | `accumulate_gradients` | – | parallel/sharding/data_parallel.py: [`DataParallel.no_sync`](../minidist/parallel/sharding/data_parallel.py) |
+# | `all_reduce_in_buckets` | plain/buckets.py: [`groups_of`](../minidist/plain/buckets.py), [`bucket_of`](../minidist/plain/buckets.py) | parallel/sharding/whole/whole_parameters.py: [`WholeParameters`](../minidist/parallel/sharding/whole/whole_parameters.py) |
+# | `reduce_in_backward` | plain/overlap.py: [`Bucket.arrived`](../minidist/plain/overlap.py) | parallel/sharding/whole/reducer.py: [`Reducer.arrived`](../minidist/parallel/sharding/whole/reducer.py) |
+# | `accumulate_gradients` | – | parallel/sharding/loops/data_parallel.py: [`DataParallel.no_sync`](../minidist/parallel/sharding/loops/data_parallel.py) |
 #
 # The rungs group gradients by your rule. They never copy a gradient into a bucket: each gradient is a view of
 # its bucket. The second rung sends a bucket as soon as it is full. The engine puts gradients into buckets in

@@ -531,11 +531,11 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `fill` | plain/layer_by_layer.py: [`own_layers`](../minidist/plain/layer_by_layer.py) | parallel/pipeline/layer_by_layer.py: [`cut`](../minidist/parallel/pipeline/layer_by_layer.py) |
-# | `step` | plain/layer_by_layer.py: [`train`](../minidist/plain/layer_by_layer.py) | parallel/pipeline/layer_by_layer.py: [`LayerByLayer`](../minidist/parallel/pipeline/layer_by_layer.py) |
-# | `gpipe`, `one_f_one_b` | plain/pipeline.py: [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | parallel/pipeline/schedules.py: [`gpipe`](../minidist/parallel/pipeline/schedules.py), [`one_f_one_b`](../minidist/parallel/pipeline/schedules.py) |
-# | `bubble` | – | parallel/pipeline/simulation.py: [`simulate`](../minidist/parallel/pipeline/simulation.py) |
-# | `my_schedule` | – | parallel/pipeline/schedules.py: [`zero_bubble`](../minidist/parallel/pipeline/schedules.py) |
+# | `fill` | plain/layer_by_layer.py: [`own_layers`](../minidist/plain/layer_by_layer.py) | parallel/layerwise/layer_by_layer.py: [`cut`](../minidist/parallel/layerwise/layer_by_layer.py) |
+# | `step` | plain/layer_by_layer.py: [`train`](../minidist/plain/layer_by_layer.py) | parallel/layerwise/layer_by_layer.py: [`LayerByLayer`](../minidist/parallel/layerwise/layer_by_layer.py) |
+# | `gpipe`, `one_f_one_b` | plain/pipeline.py: [`gpipe`](../minidist/plain/pipeline.py), [`one_f_one_b`](../minidist/plain/pipeline.py) | parallel/schedules/gpipe_to_zero_bubble.py: [`gpipe`](../minidist/parallel/schedules/gpipe_to_zero_bubble.py), [`one_f_one_b`](../minidist/parallel/schedules/gpipe_to_zero_bubble.py) |
+# | `bubble` | – | parallel/schedules/simulation.py: [`simulate`](../minidist/parallel/schedules/simulation.py) |
+# | `my_schedule` | – | parallel/schedules/gpipe_to_zero_bubble.py: [`zero_bubble`](../minidist/parallel/schedules/gpipe_to_zero_bubble.py) |
 # | what runs a schedule | plain/pipeline.py: [`run`](../minidist/plain/pipeline.py) | parallel/pipeline/execution.py: [`ScheduleRun.execute`](../minidist/parallel/pipeline/execution.py) |
 #
 # The rungs send the same messages as your `step`, and their schedules are your lists, with `("F", 3)` for

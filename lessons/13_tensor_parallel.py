@@ -636,11 +636,11 @@ cluster.close()
 #
 # | You wrote | The rung | The engine |
 # |---|---|---|
-# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor/linear_layers.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor/linear_layers.py), [`RowParallelLinear.forward`](../minidist/parallel/tensor/linear_layers.py) |
-# | `enter` (f), `leave` (g) | plain/tensor_parallel.py: [`Enter`](../minidist/plain/tensor_parallel.py), [`Leave`](../minidist/plain/tensor_parallel.py) | parallel/tensor/operators.py: [`copy_to_ranks`](../minidist/parallel/tensor/operators.py), [`reduce_from_ranks`](../minidist/parallel/tensor/operators.py) |
-# | `gather_tokens` | plain/sequence_parallel.py: [`Gather`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`gather_sequence`](../minidist/parallel/tensor/operators.py) |
-# | `scatter_tokens` | plain/sequence_parallel.py: [`Scatter`](../minidist/plain/sequence_parallel.py) | parallel/tensor/operators.py: [`scatter_sequence`](../minidist/parallel/tensor/operators.py) |
-# | `vocabulary_loss` | – | parallel/tensor/vocabulary.py: [`vocab_parallel_cross_entropy`](../minidist/parallel/tensor/vocabulary.py) |
+# | `shared_mlp_forward`, `shared_attention` | plain/tensor_parallel.py: [`SharedBlock`](../minidist/plain/tensor_parallel.py) | parallel/tensor_parallel/linear_layers.py: [`ColumnParallelLinear.forward`](../minidist/parallel/tensor_parallel/linear_layers.py), [`RowParallelLinear.forward`](../minidist/parallel/tensor_parallel/linear_layers.py) |
+# | `enter` (f), `leave` (g) | plain/tensor_parallel.py: [`Enter`](../minidist/plain/tensor_parallel.py), [`Leave`](../minidist/plain/tensor_parallel.py) | parallel/tensor_parallel/operators.py: [`copy_to_ranks`](../minidist/parallel/tensor_parallel/operators.py), [`reduce_from_ranks`](../minidist/parallel/tensor_parallel/operators.py) |
+# | `gather_tokens` | plain/sequence_parallel.py: [`Gather`](../minidist/plain/sequence_parallel.py) | parallel/tensor_parallel/operators.py: [`gather_sequence`](../minidist/parallel/tensor_parallel/operators.py) |
+# | `scatter_tokens` | plain/sequence_parallel.py: [`Scatter`](../minidist/plain/sequence_parallel.py) | parallel/tensor_parallel/operators.py: [`scatter_sequence`](../minidist/parallel/tensor_parallel/operators.py) |
+# | `vocabulary_loss` | – | parallel/tensor_parallel/vocabulary.py: [`vocab_parallel_cross_entropy`](../minidist/parallel/tensor_parallel/vocabulary.py) |
 #
 # The rungs have your operators, forward and backward. They put them around the layers of a whole GPT, and leave
 # its embedding and head whole. The engine cuts those as well, and any model by a plan. It computes the weights'

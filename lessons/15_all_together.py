@@ -832,8 +832,8 @@ shutil.rmtree(scratch)
 # |---|---|
 # | `place`, `group` | comm/mesh.py: [`Mesh.ranks`](../minidist/comm/mesh.py) |
 # | `memory` | scale/memory/estimates.py: [`estimate`](../minidist/scale/memory/estimates.py) |
-# | `bytes_per_step` | scale/time/step_time.py: [`predict_step`](../minidist/scale/time/step_time.py) |
-# | `choose` | scale/planning/planner.py: [`plan`](../minidist/scale/planning/planner.py) |
+# | `bytes_per_step` | scale/step_time/prediction.py: [`predict_step`](../minidist/scale/step_time/prediction.py) |
+# | `choose` | scale/planner/ranking.py: [`plan`](../minidist/scale/planner/ranking.py) |
 # | `Checkpoint` | checkpoint/saving.py: [`save`](../minidist/checkpoint/saving.py); checkpoint/loading.py: [`load`](../minidist/checkpoint/loading.py) |
 #
 # The library's functions count as you do. They also handle what you left out: activations and buffers, the time
@@ -843,9 +843,9 @@ shutil.rmtree(scratch)
 #
 # - [`RingSoftmax`](../minidist/plain/ring_attention.py): a row that is too long for one rank, shared along its
 #   tokens. The keys and values travel in lesson 8's ring. The engine's form is
-#   [`ring_attention`](../minidist/parallel/context/ring_attention.py).
+#   [`ring_attention`](../minidist/parallel/context_parallel/attention_in_a_ring.py).
 # - [`UlyssesAttention`](../minidist/plain/ulysses.py): the same row, but ranks trade tokens for heads, and attend
-#   to all tokens. The engine's form is [`ulysses_attention`](../minidist/parallel/context/ulysses.py).
+#   to all tokens. The engine's form is [`ulysses_attention`](../minidist/parallel/context_parallel/ulysses.py).
 # - [`ExpertBlock`](../minidist/plain/experts.py): a layer of several small networks, the experts, each of which
 #   computes only some of the tokens. Each rank holds some experts, and every token travels to its expert. The
 #   engine's form is [`share_experts`](../minidist/parallel/experts/expert_parallel.py).

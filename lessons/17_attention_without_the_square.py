@@ -492,10 +492,10 @@ for rung in (None, "s1_three_passes", "s7_backward"):
 # | You wrote | The rung | The library |
 # |---|---|---|
 # | `one_pass` | cpu/attention/s2_one_pass.py: [`_attend`](../kernels/cpu/attention/s2_one_pass.py) | – |
-# | `merged` | plain/ring_attention.py: [`RingSoftmax.forward`](../minidist/plain/ring_attention.py) | context/blockwise_attention.py: [`RungSoftmax.add`](../minidist/parallel/context/blockwise_attention.py) |
-# | `attention_in_blocks` | cpu/attention/s3_key_blocks.py: [`_attend`](../kernels/cpu/attention/s3_key_blocks.py) | context/blockwise_attention.py: [`OnlineSoftmax.add`](../minidist/parallel/context/blockwise_attention.py) |
+# | `merged` | plain/ring_attention.py: [`RingSoftmax.forward`](../minidist/plain/ring_attention.py) | context_parallel/blockwise_attention.py: [`RungSoftmax.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
+# | `attention_in_blocks` | cpu/attention/s3_key_blocks.py: [`_attend`](../kernels/cpu/attention/s3_key_blocks.py) | context_parallel/blockwise_attention.py: [`OnlineSoftmax.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
 # | `flash_attention` | cuda/attention/s3_shared_tiles.py: [`kernel`](../kernels/cuda/attention/s3_shared_tiles.py) | model/attention.py: [`attention`](../minidist/model/attention.py) |
-# | `gradients_in_blocks` | cpu/attention/support/backward_pass.py: [`attend`](../kernels/cpu/attention/support/backward_pass.py) | context/blockwise_attention.py: [`SoftmaxGradient.add`](../minidist/parallel/context/blockwise_attention.py) |
+# | `gradients_in_blocks` | cpu/attention/support/backward_pass.py: [`attend`](../kernels/cpu/attention/support/backward_pass.py) | context_parallel/blockwise_attention.py: [`SoftmaxGradient.add`](../minidist/parallel/context_parallel/blockwise_attention.py) |
 #
 # The rungs add what makes them fast: both products in tiles of registers or on tensor cores, and exponentials
 # in vectors. The library lets a GPT train on any of them, and ring attention merge what ranks computed.

@@ -61,15 +61,15 @@ if TYPE_CHECKING:
     from minidist.parallel.engine.ema import EMA as EMA
     from minidist.parallel.engine.prepare import prepare as prepare
     from minidist.parallel.engine.training_step import Engine as Engine
+    from minidist.parallel.layerwise.layer_by_layer import LayerByLayer as LayerByLayer
     from minidist.parallel.pipeline.execution import Pipeline as Pipeline
-    from minidist.parallel.pipeline.layer_by_layer import LayerByLayer as LayerByLayer
-    from minidist.parallel.sharding.data_parallel import DataParallel as DataParallel
-    from minidist.parallel.sharding.fully_shard import FullyShard as FullyShard
-    from minidist.parallel.sharding.zero import ZeroOptimizer as ZeroOptimizer
-    from minidist.parallel.tensor.linear_layers import ColumnParallelLinear as ColumnParallelLinear
-    from minidist.parallel.tensor.linear_layers import RowParallelLinear as RowParallelLinear
-    from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
-    from minidist.parallel.tensor.vocabulary import (
+    from minidist.parallel.sharding.loops.data_parallel import DataParallel as DataParallel
+    from minidist.parallel.sharding.loops.fully_shard import FullyShard as FullyShard
+    from minidist.parallel.sharding.loops.zero import ZeroOptimizer as ZeroOptimizer
+    from minidist.parallel.tensor_parallel.linear_layers import ColumnParallelLinear as ColumnParallelLinear
+    from minidist.parallel.tensor_parallel.linear_layers import RowParallelLinear as RowParallelLinear
+    from minidist.parallel.tensor_parallel.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
+    from minidist.parallel.tensor_parallel.vocabulary import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
     from minidist.parallel.training.muon import Muon as Muon

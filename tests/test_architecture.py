@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -40,6 +41,34 @@ def test_every_public_name_is_there(package: str) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         _ = module.nothing
+
+
+PUBLIC = {  # import paths that lessons and people's programs use
+    "minidist.parallel.schedules": "by_name check gpipe interleaved one_f_one_b simulate zero_bubble",
+    "minidist.parallel.tensor_parallel": "gather_sequence parallelize",
+    "minidist.parallel.context_parallel": "ring_attention ring_bytes",
+    "minidist.parallel.layerwise": "LayerByLayer cut measure",
+    "minidist.parallel.sequence_share": "SequenceShare apply",
+    "minidist.scale.memory": "estimate fits",
+    "minidist.scale.planner": "Plan plan",
+    "minidist.scale.step_time": "StepTime predict_step",
+    "minidist.scale.dryrun": "DryRun dryrun",
+    "minidist.scale.trace": "Tracer trace",
+    "minidist.kernels.cuda.emulator": "Fault launch profile profiled",
+    "minidist.kernels.cuda.warp": "load_128 mma_m16n8k16_f16 uniform",
+    "minidist.kernels.roofline": "attainable intensity measure",
+    "minidist.kernels.systolic": "SystolicArray compare cycles",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_import_paths_have_their_names(module: str) -> None:
+    """The names are no modules, whatever else has been imported of the package."""
+    found = importlib.import_module(module)
+    for inside in pkgutil.iter_modules(getattr(found, "__path__", [])):
+        if inside.name != "__main__":
+            importlib.import_module(f"{module}.{inside.name}")
+    assert [name for name in PUBLIC[module].split() if not callable(getattr(found, name))] == []
 
 
 def test_every_package_names_its_files() -> None:

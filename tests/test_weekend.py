@@ -139,7 +139,7 @@ def test_a_file_is_a_page_or_two_and_leads_to_no_other_book(file: str) -> None:
 @pytest.mark.parametrize(
     ("planted", "found"),
     [
-        ("from minidist.parallel.sharding import zero", ["minidist.parallel.sharding.zero"]),
+        ("from minidist.parallel.sharding.loops import zero", ["minidist.parallel.sharding.loops.zero"]),
         ("import minidist.model.data", ["minidist.model.data."]),
         ("from .compiling import _checksum", ["minidist.kernels.cpu.support.compiling._checksum"]),
         ("from . import board\nboard.clear()", ["minidist.kernels.cpu.support.board.clear"]),

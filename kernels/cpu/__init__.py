@@ -19,10 +19,9 @@ in the project lists rungs.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..rung import files_of_rungs
+from ..rung import ladder
 
 if TYPE_CHECKING:
     from ..rung import Rung
@@ -30,13 +29,4 @@ if TYPE_CHECKING:
     CPU_LADDER: tuple[Rung, ...]
     """The eight rungs on a CPU: from three Python loops to the matrix unit."""
 
-RUNGS = files_of_rungs(__file__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the rungs when the ladder is first asked for."""
-    if name != "CPU_LADDER":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    global CPU_LADDER
-    CPU_LADDER = tuple(importlib.import_module(f".{rung}", __name__).RUNG for rung in RUNGS)
-    return CPU_LADDER
+RUNGS, load, __getattr__ = ladder(__name__, "CPU_LADDER")

@@ -1,7 +1,7 @@
 """The CUDA ladder in Numba: ten kernels, each with one idea more than the one before.
 
-The same source runs on a GPU, in an emulator of the GPU's instructions if there is none, and in Numba's
-simulator. To add a rung, write its file; nothing in the project lists rungs.
+The same source runs on a GPU, and in an emulator of the GPU's instructions if there is none. To add a rung,
+write its file; nothing in the project lists rungs.
 
 | File or folder | Holds |
 |---|---|
@@ -19,17 +19,16 @@ simulator. To add a rung, write its file; nothing in the project lists rungs.
 | tiling/ | tiles in shared memory and registers |
 | runtime/ | compiling and launching kernels, and a GPU's memory |
 | instructions/ | PTX instructions as functions |
-| warp.py, emulator.py | short import paths of `instructions/` and `kernels/emulator` |
+| warp.py, emulator.py | only public import paths of `instructions/` and `kernels/emulator` |
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 
-from ..rung import files_of_rungs
+from ..rung import ladder
 
 # NumPy 2.5 has it no more, and numba-cuda 0.30 asks for it as it is imported.
 vars(numpy).setdefault("row_stack", numpy.vstack)
@@ -39,20 +38,4 @@ if TYPE_CHECKING:
 
     CUDA_LADDER: tuple[CudaRung, ...]
 
-RUNGS = files_of_rungs(__file__)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "CUDA_LADDER":
-        globals()[name] = tuple(load(step) for step in RUNGS)
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def load(name: str) -> CudaRung:
-    """Return the rung with this name from RUNGS. Raises ImportError if numba-cuda is not installed."""
-    from .runtime.device import require_toolkit
-
-    require_toolkit()
-    step: CudaRung = importlib.import_module(f".{name}", __name__).RUNG
-    return step
+RUNGS, load, __getattr__ = ladder(__name__, "CUDA_LADDER", cuda=True)

@@ -31,7 +31,6 @@ class CudaStep(Step):
     """A step of either CUDA ladder: its record. `device.backend()` says where its kernels run."""
 
     architecture: str = "sm_75"  # the oldest on which its kernels run; "sm_90a" is Hopper alone
-    simulated: bool = True  # whether Numba's simulator can run it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,18 +39,13 @@ class CudaStep(Step):
             raise ValueError(f"device is {self.device!r}: a CudaRung runs on 'cuda'")
 
     def _on_gpu(self) -> bool:
-        """Return whether it runs on a GPU now; RuntimeError if this GPU or the simulator can't run it."""
-        where = backend()
-        if where == "gpu":
-            g = gpu_driver.get()
-            found = g.properties(g.current())
-            architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
-        elif where == "simulator" and not self.simulated:
-            raise RuntimeError(
-                f"rung {self.name} uses instructions that Numba's simulator can't run: "
-                "unset NUMBA_ENABLE_CUDASIM for the emulator"
-            )
-        return where == "gpu"
+        """Return whether it runs on a GPU now; RuntimeError if this GPU can't run it."""
+        if backend() != "gpu":
+            return False
+        g = gpu_driver.get()
+        found = g.properties(g.current())
+        architecture_on(self.architecture, found.capability, f"rung {self.name}", found.name)
+        return True
 
 
 @dataclass(frozen=True)

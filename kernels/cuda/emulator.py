@@ -1,4 +1,4 @@
-"""The emulator under the import path of lessons and programs; the code is in `kernels/emulator`."""
+"""Only a public import path: the code is in `kernels/emulator/`."""
 
 from ..emulator import EmulatorError, Fault, Profile, launch, profile, profiled
 

@@ -245,5 +245,4 @@ RUNG = CudaRung(
     dtypes=("float16", "bfloat16"),
     compute=compute,
     architecture="sm_90a",
-    simulated=False,
 )

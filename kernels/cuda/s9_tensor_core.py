@@ -242,5 +242,4 @@ RUNG = CudaRung(
     compute=compute,
     architecture="sm_80",
     tf32=True,
-    simulated=False,
 )

@@ -1,4 +1,4 @@
-"""The import path of a warp's instructions that lessons and programs use; the code is in `instructions`."""
+"""Only a public import path: the code is in `kernels/cuda/instructions/`."""
 
 from .instructions.copies import cp_async_16 as cp_async_16
 from .instructions.copies import cp_async_16_or_zeros as cp_async_16_or_zeros

@@ -7,13 +7,14 @@ answer but a kernel that computes it.
 What a kernel costs is counted, at fixed sizes, so it is the same on any machine. The numbers there come from
 a checksum of the launches and of all that their PTX does. Someone can still search for a kernel whose numbers
 happen to suit it; so the same launches first run on fresh numbers, where they must be right as well, and must
-not cost much more.
+not cost more than by chance. The cost there is no score: a histogram's conflicts are others in each run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ import numpy as np
 from ..cuda.runtime import compiler
 from ..emulator.execution.run_grid import COUNTING, run_kernel
 from ..emulator.instructions.linked_functions import function_of
-from ..emulator.machine.counts import Counts
+from ..emulator.machine.counts import Counts, by_warp
 from ..emulator.ptx.dtypes import Array, Mask
 from ..emulator.ptx.fault import Fault
 from ..emulator.ptx.program import PtxInstruction
@@ -42,7 +43,9 @@ STEPS = 1_000_000  # of the emulator in one case; naive attention takes 400,000
 LOADING = 10  # seconds for what the file does before its functions are called
 SECONDS = 150  # for its process; it may use 120 of the processor
 SCRATCH = 64 << 20  # bytes
-DEARER = 1.25  # at most, on fresh numbers than on those that are scored; par's differ by less than 1.01
+LINE = 128  # bytes of global memory that L1 passes at a time
+PLACES, BLOCKS, SHARED = 2048, 32, 228 << 10  # of a multiprocessor: registers of a warp's lane, blocks, bytes
+DEARER = 1.05  # at most, on fresh numbers than on those that are scored; honest kernels differ by 0.2 %
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class Costs:
     """What a solution costs at the scored sizes."""
 
     instructions: int  # of warps; one in float64 counts twice
-    registers: int  # of a thread, at most; 4 bytes of spills or stack count as one
+    registers: int  # of a thread, at most; 4 bytes of spills or stack count as one, and so do `_places`
     sectors: int  # of 32 bytes, from and to global memory
-    conflicts: int  # more passes through shared memory than needed, and atomics that wait for their turn
+    conflicts: int  # passes through L1 and shared memory beyond the least; atomics that wait for their turn
     barriers: int  # of warps
     matrix: int  # 2048 operations of tensor cores
     steps: int  # of the emulator, which runs up to 8192 threads side by side: few threads take many
@@ -62,9 +65,9 @@ class Costs:
     def total(self) -> int:
         """The sum, in slots in which a multiprocessor issues an instruction; an H100 has four a cycle.
 
-        The L2 cache brings a sector in about a cycle, shared memory answers once a cycle, and tensor cores do
-        2048 operations in a slot. A warp holds its registers as long as it runs, so these count with the
-        instructions: 255, with which few warps fit a multiprocessor, make them half as dear again.
+        The L2 cache brings a sector in about a cycle. L1 and shared memory pass one line of 128 bytes a
+        cycle. Tensor cores do 2048 operations in a slot. A warp holds its registers as long as it runs, so
+        these count with the instructions: 255, with which few warps fit, make them half as dear again.
         """
         slots = 4 * (self.sectors + self.conflicts + self.steps) + 8 * self.barriers + self.matrix
         return self.instructions * (512 + self.registers) // 512 + slots + 1000 * self.launches
@@ -82,11 +85,11 @@ class Verdict:
 
 
 class Meter(Counts):
-    """Counts that end a kernel which goes on for too long, and see float64 and atomics that take turns."""
+    """Counts that end a kernel which goes on for too long, and see float64 and what takes turns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = self.turns = self.in_float64 = 0
+        self.steps = self.turns = self.in_float64 = 0  # turns: of atomics and of lines
 
     def step(self, shape: Any, instructions: Sequence[PtxInstruction], mask: Mask, counted: str) -> None:
         """Count instructions as `Counts` does. Raises Fault after too many."""
@@ -100,20 +103,21 @@ class Meter(Counts):
             says = f"{self.steps:,} steps of the emulator so far, and the judge allows {STEPS:,} a case"
             raise Fault("too slow", f"{says}: use more threads, or look for a loop that does not end", where)
 
-    def global_access(
-        self,
-        shape: Any,
-        instructions: Sequence[PtxInstruction],
-        addresses: Array,
-        width: int,
-        lanes: Array,
-        write: bool,
-    ) -> None:
-        """Count requests as `Counts` does, and atomics of a warp's threads on one address."""
-        super().global_access(shape, instructions, addresses, width, lanes, write)
-        if instructions[0].opcode[0] in ("atom", "red"):
+    def access(self, access: Any, shared: bool) -> None:
+        """Count requests as `Counts` does, a warp's atomics on one address, and lines it need not touch."""
+        super().access(access, shared)
+        addresses, lanes = access.addresses, access.lanes
+        if shared:
+            return
+        if access.batch.first.opcode[0] in ("atom", "red"):
             places = np.stack([np.broadcast_to(lanes // 32, addresses.shape).ravel(), addresses.ravel()])
             self.turns += addresses.size - np.unique(places, axis=1).shape[1]
+            return
+        for row in addresses:
+            spread, there = by_warp(access.machine.shape, row, lanes)
+            lines = np.sort(np.where(there, spread // LINE, -1))
+            touched = (np.diff(lines, prepend=-1) != 0).sum(1)
+            self.turns += int(np.maximum(touched - -(-there.sum(1) * access.width // LINE), 0).sum())
 
 
 def judge(path: Path, names: Collection[str] = PROBLEMS) -> list[Verdict]:
@@ -217,7 +221,7 @@ def _verdict(
         wrong = f"it costs {usual:,} on fresh numbers, and {costs.total:,} on those that are scored"
         return Verdict(problem.name, 0, f"{wrong}: let it do the same work for all")
     took = gpu_time.seconds(launches, programs, _memory(scored, told[-1]))
-    return Verdict(problem.name, round(100 * problem.par / costs.total), "", costs, took)
+    return Verdict(problem.name, max(1, round(100 * problem.par / costs.total)), "", costs, took)
 
 
 def _code(ptx: str) -> str:
@@ -287,6 +291,10 @@ def _costs(meter: Meter, launches: Any, programs: list[str]) -> Costs:
     reports = [compiler.report_of_ptx(programs[number], ARCHITECTURE) for number, *_ in launches]
     spilled = [each.spill_stores + each.spill_loads + each.stack for each in reports]
     registers = [each.registers + -(-bytes_ // 4) for each, bytes_ in zip(reports, spilled, strict=True)]
+    registers += [
+        _places(block, how[0] + each.shared)
+        for (_, _, block, *how), each in zip(launches, reports, strict=True)
+    ]
     total = meter.total
     return Costs(
         instructions=total.instructions + meter.in_float64,
@@ -298,3 +306,12 @@ def _costs(meter: Meter, launches: Any, programs: list[str]) -> Costs:
         steps=meter.steps,
         launches=len(launches),
     )
+
+
+def _places(block: Sequence[int], shared: int) -> int:
+    """Return the registers of a thread that leave room for as few warps as blocks of this size do.
+
+    Of blocks with one warp 32 fit a multiprocessor, which has room for 64 warps.
+    """
+    fit = max(1, min(BLOCKS, SHARED // (shared + 1024)))  # the system takes 1024 bytes
+    return PLACES // (fit * -(-math.prod(block) // 32))

@@ -19,10 +19,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
-from ..cpu.support.vector_instructions import Vectors
+from ..cpu.support.vector_instructions import Emitter, Vectors, emitted
 from ..cpu.support.vector_unit import vector_unit
 from ..rung import Array, empty
 
@@ -51,25 +50,21 @@ def flops_per_turn(dtype: DTypeLike) -> int:
     return (4 if np.dtype(dtype) == np.uint32 else 2) * SUMS * vector_unit().lanes(dtype)
 
 
-@intrinsic
-def _repeat(_: Any, rows: Any, turns: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        v = Vectors(builder, rows.dtype)
-        start = _data(context, builder, rows, arguments[0])
-        rows_at = [v.offset(start, row * v.lanes) for row in range(2 + SUMS)]
-        factor, addend, *first = (v.load(pointer) for pointer in rows_at)
-        # Variables on the stack, which LLVM turns into registers.
-        sums = [cgutils.alloca_once_value(builder, value) for value in first]
-        with cgutils.for_range(builder, arguments[1]):
-            for total in sums:
-                x = builder.load(total)
-                given = (factor, addend, x) if v.pairs else (x, factor, addend)
-                builder.store(v.multiply_add(*given), total)
-        for pointer, total in zip(rows_at[2:], sums, strict=True):
-            v.store(builder.load(total), pointer)
-        return context.get_dummy_value()
-
-    return types.void(rows, types.intp), generate
+@emitted(types.void, None, types.intp)
+def _repeat(at: Emitter, rows: Any, turns: Any) -> None:
+    builder, v = at.builder, Vectors(at.builder, at.kinds[0].dtype)
+    start = _data(at, rows)
+    rows_at = [v.offset(start, row * v.lanes) for row in range(2 + SUMS)]
+    factor, addend, *first = (v.load(pointer) for pointer in rows_at)
+    # Variables on the stack, which LLVM turns into registers.
+    sums = [cgutils.alloca_once_value(builder, value) for value in first]
+    with cgutils.for_range(builder, turns):
+        for total in sums:
+            x = builder.load(total)
+            given = (factor, addend, x) if v.pairs else (x, factor, addend)
+            builder.store(v.multiply_add(*given), total)
+    for pointer, total in zip(rows_at[2:], sums, strict=True):
+        v.store(builder.load(total), pointer)
 
 
 # Without the GIL, so that all cores run it at once, a thread each.
@@ -112,26 +107,22 @@ def triad(streaming: bool) -> Callable[[Array, Array, Array, float], None]:
     arrays must start on a cache line and fill their last one; nothing checks that here.
     """
 
-    @intrinsic
-    def stream(_: Any, a: Any, b: Any, c: Any, scale: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            v = Vectors(builder, types.float64)
-            a_, b_, c_ = (_data(context, builder, a, array) for array in arguments[:3])
-            size = context.make_array(a)(context, builder, arguments[0]).nitems
-            factor = v.spread(cgutils.alloca_once_value(builder, arguments[3]))
-            vectors = builder.sdiv(size, ir.Constant(size.type, v.lanes))
-            with cgutils.for_range(builder, vectors) as loop:
-                at = builder.mul(loop.index, ir.Constant(size.type, v.lanes))
-                result = v.multiply_add(v.load(v.offset(c_, at)), factor, v.load(v.offset(b_, at)))
-                target = builder.bitcast(v.offset(a_, at), v.type.as_pointer())
-                store = builder.store(result, target, align=vector_unit().register_bytes)
-                if streaming:
-                    one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-                    store.set_metadata("nontemporal", one)
-            builder.fence("seq_cst")  # non-temporal stores wait in buffers: done means that they have left
-            return context.get_dummy_value()
-
-        return types.void(a, b, c, types.float64), generate
+    @emitted(types.void, None, None, None, types.float64)
+    def stream(at: Emitter, a: Any, b: Any, c: Any, scale: Any) -> None:
+        builder, v = at.builder, Vectors(at.builder, types.float64)
+        a_, b_, c_ = (_data(at, array) for array in (a, b, c))
+        size = at.context.make_array(at.kinds[0])(at.context, builder, a).nitems
+        factor = v.spread(cgutils.alloca_once_value(builder, scale))
+        vectors = builder.sdiv(size, ir.Constant(size.type, v.lanes))
+        with cgutils.for_range(builder, vectors) as loop:
+            start = builder.mul(loop.index, ir.Constant(size.type, v.lanes))
+            result = v.multiply_add(v.load(v.offset(c_, start)), factor, v.load(v.offset(b_, start)))
+            target = builder.bitcast(v.offset(a_, start), v.type.as_pointer())
+            store = builder.store(result, target, align=vector_unit().register_bytes)
+            if streaming:
+                one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+                store.set_metadata("nontemporal", one)
+        builder.fence("seq_cst")  # non-temporal stores wait in buffers: done means that they have left
 
     @numba.njit(nogil=True)
     def loop(a: Array, b: Array, c: Array, scale: float) -> None:
@@ -141,6 +132,6 @@ def triad(streaming: bool) -> Callable[[Array, Array, Array, float], None]:
     return compiled
 
 
-def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """Return the pointer to the first element of a Numba array."""
-    return context.make_array(array_type)(context, builder, array).data
+def _data(at: Emitter, array: Any) -> Any:
+    """Return the pointer to the first element of a Numba array, of the first argument's type."""
+    return at.context.make_array(at.kinds[0])(at.context, at.builder, array).data

@@ -276,7 +276,7 @@ def ladder(found: dict[str, Any]) -> MachinePart:
         "gpu": f"on {found.get('gpu')}; driver for CUDA {found.get('driver')}, toolkit {toolkit}",
         "emulator": f"in the emulator, toolkit {toolkit}",
     }
-    return MachinePart("CUDA ladder", True, where.get(found["backend"], "in Numba's simulator"))
+    return MachinePart("CUDA ladder", True, where[found["backend"]])
 
 
 # What is printed.

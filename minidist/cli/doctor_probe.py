@@ -95,8 +95,7 @@ def ladder() -> dict[str, Any]:
         driver = gpu_driver.get()
         properties = driver.properties(driver.current())
         found |= {"gpu": properties.name, "driver": properties.driver}
-    if found["backend"] != "simulator":
-        device.require_compiler()
+    device.require_compiler()
     return found
 
 

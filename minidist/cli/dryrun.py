@@ -47,10 +47,10 @@ def dryrun(
     from rich.progress import Progress
 
     from minidist.parallel.contract.layout import Layout
-    from minidist.scale.dry_run import report
-    from minidist.scale.dry_run.run import DryRun, dryrun_kinds
-    from minidist.scale.dry_run.run import dryrun as run
-    from minidist.scale.time.hardware import hardware
+    from minidist.scale.dryrun import dryrun_report as report
+    from minidist.scale.dryrun.one_rank import DryRun, dryrun_kinds
+    from minidist.scale.dryrun.one_rank import dryrun as run
+    from minidist.scale.step_time.hardware import hardware
 
     chosen = Layout.parse(layout)
     if rank != EVERY and not rank.removeprefix("-").isdecimal():

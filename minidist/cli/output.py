@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from minidist.scale.time.hardware import Hardware
+    from minidist.scale.step_time.hardware import Hardware
 
 HERE = "here"
 """The --profile for this machine, measured."""
@@ -135,7 +135,7 @@ def check_here(profile: str | None, ranks: int, figures: Path | None) -> None:
 def measured(ranks: int, figures: Path | None, quiet: bool) -> Hardware:
     """Measure this machine with so many ranks, for --profile here; the file `figures` keeps the result."""
     from minidist.comm.launching.supervisor import preload_optimizers
-    from minidist.scale.time.measure_machine import this_machine
+    from minidist.scale.step_time.measure_machine import this_machine
 
     preload_optimizers()
     with waiting(f"measuring this machine with {ranks} ranks", quiet):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minidist.scale.dry_run.own_model import OwnModel
+    from minidist.scale.dryrun.own_model import OwnModel
 
 
 def is_own(name: str | None) -> bool:
@@ -65,7 +65,7 @@ def model_or_name(model: str, data: str | None, loss: str | None) -> OwnModel | 
     """Return a model of your own, or the name of one of this package's. ValueError for needless options."""
     if is_own(model):
         from minidist.model.loss import cross_entropy
-        from minidist.scale.dry_run.own_model import OwnModel
+        from minidist.scale.dryrun.own_model import OwnModel
 
         make, rows = function("--model", model), function("--data", require_data(model, data))
         return OwnModel(model, make, rows, cross_entropy if loss is None else function("--loss", loss))

@@ -13,7 +13,7 @@ from minidist.cli.output import HERE, check_here, console, measured, print_json,
 from minidist.cli.own_model import model_or_name
 
 if TYPE_CHECKING:
-    from minidist.scale.time.hardware import Hardware
+    from minidist.scale.step_time.hardware import Hardware
 
 
 def plan(
@@ -56,10 +56,10 @@ def plan(
     Time follows from the model's operations, bytes and messages on a named machine, or on this one, measured.
     """
     from minidist.scale.memory.largest_batch import parse_bytes
-    from minidist.scale.planning import report as plan_words
-    from minidist.scale.planning.planner import ROWS_A_RANK, question_of
-    from minidist.scale.planning.planner import plan as find
-    from minidist.scale.time.hardware import hardware as hardware_of
+    from minidist.scale.planner import plan_report as plan_words
+    from minidist.scale.planner.ranking import ROWS_A_RANK, question_of
+    from minidist.scale.planner.ranking import plan as find
+    from minidist.scale.step_time.hardware import hardware as hardware_of
 
     chosen = model_or_name(model, data, loss)
     optimizer = "adam" if optimizer == "adamw" else optimizer  # the same memory and time
@@ -69,7 +69,7 @@ def plan(
             raise ValueError(
                 f"--measure runs on this machine and --profile is {profile}; leave one of them out"
             )
-        from minidist.scale.planning.trial import require_trainable, trial
+        from minidist.scale.planner.trial import require_trainable, trial
 
         require_trainable(chosen)
         profile = HERE
@@ -108,7 +108,7 @@ def plan(
 
 def _print(found: Any, tried: dict[str, float] | None) -> None:
     """Print the answer, the table, and why other layouts do not fit."""
-    from minidist.scale.planning import report as plan_words
+    from minidist.scale.planner import plan_report as plan_words
 
     terminal = console(wide=True)
     show(plan_words.answer(found))
@@ -120,7 +120,7 @@ def _print(found: Any, tried: dict[str, float] | None) -> None:
         if left > 0:
             show(f"{left} more fit (--json has all).")
     if tried:
-        from minidist.scale.planning.trial import verdict
+        from minidist.scale.planner.trial import verdict
 
         show(verdict(found.fitting, tried))
     lines = plan_words.unfit(found)

@@ -35,7 +35,7 @@ from minidist.model import Rows, Sampler, accuracy, masked_accuracy
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, record
 from minidist.parallel.engine.training_step import Engine
-from minidist.scale.tracing.trace import Trace, trace
+from minidist.scale.trace.tracer import Trace, trace
 
 TEST_ROWS = 512
 """The most held-out rows in an evaluation: the digits have fewer, the corpus many more."""

@@ -36,7 +36,7 @@ from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.clipping import check_max_norm
-from minidist.scale.dry_run.run import OPTIMIZERS
+from minidist.scale.dryrun.one_rank import OPTIMIZERS
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULT_MODEL = {"digits": "mlp", "bytes": "byte-tiny"}
@@ -202,7 +202,7 @@ def engine_of(config: TrainConfig, model: nn.Module, data: Dataset, **more: Any)
 
 def _own(config: TrainConfig) -> tuple[nn.Module, Dataset]:
     """Build a model of your own. The last tenth of its rows is held out."""
-    from minidist.scale.dry_run.own_model import require_module, require_rows
+    from minidist.scale.dryrun.own_model import require_module, require_rows
 
     torch.manual_seed(config.seed)
     model = require_module(config.model_name, function("--model", config.model_name)())

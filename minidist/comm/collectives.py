@@ -94,7 +94,7 @@ def all_reduce(
     elif how == "shared_memory":
         plan = by_minidist(group, partial(shared_memory.all_reduce, _memory(group), flat, op), sent)
     elif how == "hierarchical" and (memory := group_memory(group).memory) is not None:
-        plan = _over_hosts(memory, flat, _summed(op), group)
+        plan = _over_hosts(memory, flat, "sum" if op == "mean" else op, group)
     else:
         plan = _by_messages("all_reduce", how, flat, flat, group, op)
     return run("all_reduce", x, group, plan, result, async_op)
@@ -350,11 +350,6 @@ def _memory(group: Group) -> SharedMemory:
     return memory
 
 
-def _summed(op: str) -> str:
-    """Return how the ranks' elements are combined: a mean is divided after."""
-    return "sum" if op == "mean" else op
-
-
 def _by_messages(
     operation: str,
     algorithm: str,
@@ -371,7 +366,7 @@ def _by_messages(
 
     def call() -> None:
         with runner.call():  # a message of a failed call could still arrive and be taken for the next one's
-            execute(steps, data, target, _summed(op), group)
+            execute(steps, data, target, op, group)
 
     return by_minidist(group, call, sent, sent, algorithm)
 

@@ -4,8 +4,8 @@ Each rung is complete and adds one idea. All train the same small GPT (`gpt.py`)
 `train(model, batches, make_optimizer)`. Every rank passes the same global batches, and the rung takes this
 rank's share. All ranks start from rank 0's weights (`gpt.same_weights`), and end with the whole model, as one
 process leaves it. Losses and weights are those of one process, but for the parameter server and local SGD,
-which trade that for less waiting, and low precision, which rounds. mistakes/ plants mistakes in rungs, and
-placements.py finds some. Read in this order:
+which trade that for less waiting, and low precision, which rounds. Two parts are no rungs: mistakes/ plants
+mistakes in rungs, and placements.py is a checker, which finds some without ranks. Read in this order:
 
 | Rung | The one idea | File |
 |---|---|---|

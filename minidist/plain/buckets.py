@@ -33,7 +33,7 @@ def groups_of(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Pa
 def bucket_of(parameters: list[nn.Parameter]) -> Tensor:
     """Make a flat tensor of which every parameter's gradient is a view."""
     sizes = [p.numel() for p in parameters]
-    bucket = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+    bucket = parameters[0].new_zeros(sum(sizes))
     for p, part in zip(parameters, bucket.split(sizes), strict=True):
         p.grad = part.view_as(p)
     return bucket

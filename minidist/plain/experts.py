@@ -82,7 +82,7 @@ class SharedBlock(ExpertBlock):
         # Travel: the tokens of MLP 0 first, then those of MLP 1, ...
         order = chosen.argsort()  # 1 3 0 2
         guests = Travel.apply(tokens[order], outgoing, incoming)  # (sum(incoming), D)
-        chosen_by_guests = torch.arange(k).repeat(n).repeat_interleave(coming)  # which of our k
+        chosen_by_guests = torch.arange(k, device=coming.device).repeat(n).repeat_interleave(coming)
         results = super().results(guests, chosen_by_guests)
         return Travel.apply(results, incoming, outgoing)[order.argsort()]  # each to where its token was
 

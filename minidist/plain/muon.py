@@ -48,7 +48,7 @@ class Stack:
 
     def step(self, lr: float) -> None:
         """Add up the gradients of each matrix on its owner, which makes the update for all ranks."""
-        gradients = torch.zeros(comm.size(), *self.momentum.shape, dtype=self.momentum.dtype)
+        gradients = self.momentum.new_zeros(comm.size(), *self.momentum.shape)
         for whole, p in zip(gradients, self.matrices, strict=False):
             whole.copy_(p.grad)
         own = comm.reduce_scatter(gradients)[0]  # (n, rows, columns) to (rows, columns)

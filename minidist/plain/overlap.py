@@ -26,7 +26,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        self.flat = parameters[0].new_zeros(sum(sizes))
         self.count = self.missing = len(parameters)
         for p, part in zip(parameters, self.flat.split(sizes), strict=True):
             p.grad = part.view_as(p)

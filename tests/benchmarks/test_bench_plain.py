@@ -38,6 +38,7 @@ RUN = (
         "sequence parallel",
         "ring attention",
         "experts",
+        "Muon",
     ),
 )
 """The rungs that the tests run, each beside its engine's form: one of each kind."""
@@ -160,6 +161,11 @@ def test_who_holds_what(measured):
     whole, own = (of(measured, name).fullest.activations for name in ("one process", "overlap"))
     assert own == pytest.approx(whole / 2, rel=0.05)
     assert of(measured, "experts").fullest.parameters > SIZE
+    hidden = sum(4 * p.numel() for layer in TINY.build()[1:-2] for p in layer.parameters() if p.dim() == 2)
+    muon = of(
+        measured, "Muon"
+    ).fullest.optimizer  # half of the hidden matrices' momentum, and AdamW's of the rest
+    assert muon == pytest.approx(hidden / 2 + 2 * (SIZE - hidden), rel=0.01)
 
 
 def test_what_is_entered(measured):

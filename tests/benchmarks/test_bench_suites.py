@@ -15,8 +15,8 @@ from minidist.benchmarks.harness.training import pipelines
 from minidist.benchmarks.harness.training.rounds import Facts, Timed
 from minidist.comm import cost
 from minidist.comm.cost.links import Link, LinkProfile, SharedMemoryCost
+from minidist.parallel import schedules
 from minidist.parallel.contract.memory_report import Memory as Bytes
-from minidist.parallel.pipeline import schedules
 from tests.benchmarks.harness.test_turns import FakeBenchmark
 
 

@@ -18,8 +18,8 @@ import minidist as md
 from minidist.checkpoint import state_dict
 from minidist.cli import train
 from minidist.model import MLP
-from minidist.parallel.sharding import parameter_set
-from minidist.parallel.sharding.units import Unit
+from minidist.parallel.sharding.sets import parameter_set
+from minidist.parallel.sharding.units.units import Unit
 from tests.helpers import contract
 
 Clusters = Callable[[int], md.Cluster]

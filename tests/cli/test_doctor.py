@@ -98,12 +98,11 @@ def test_a_gpu_that_torch_cannot_use_is_told_apart():
 def test_where_the_cuda_ladder_runs_is_told(parts):
     here = {part.name: part for part in parts}["CUDA ladder"]
     assert here.ok, here
-    assert re.search("emulator|simulator|driver for CUDA", here.found)
+    assert re.search("emulator|driver for CUDA", here.found)
     on_gpu = doctor.ladder({"backend": "gpu", "toolkit": 13, "gpu": "NVIDIA H200", "driver": "13.0"})
     assert on_gpu.ok
     assert on_gpu.found == "on NVIDIA H200; driver for CUDA 13.0, toolkit 13"
     assert "emulator" in doctor.ladder({"backend": "emulator", "toolkit": 13}).found
-    assert "simulator" in doctor.ladder({"backend": "simulator", "toolkit": 13}).found
 
 
 def test_a_driver_that_does_not_fit_is_told_with_its_remedy(monkeypatch):
@@ -111,7 +110,7 @@ def test_a_driver_that_does_not_fit_is_told_with_its_remedy(monkeypatch):
     found = doctor.ladder(doctor_probe.attempt(doctor_probe.ladder))
     assert not found.ok
     assert found.found.startswith("MINIDIST_CUDA_BACKEND is 'wrong'")
-    assert found.remedy == "set it to gpu, emulator, simulator, or unset it"
+    assert found.remedy == "set it to gpu or emulator, or unset it"
 
 
 def test_libraries_have_versions(monkeypatch):

@@ -147,6 +147,14 @@ def test_groups_count_their_own_ranks(cluster_of: Clusters) -> None:
     assert second == ([4.0, 4.0], (1, 2), 16)
 
 
+CALLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "all_reduce": comm.all_reduce,
+    "reduce_scatter": comm.reduce_scatter,
+    "all_gather": comm.all_gather,
+    "all_to_all": comm.all_to_all,
+    "gather": comm.gather,
+    "scatter": lambda x: comm.scatter(x, x.new_empty(len(x) // md.size(), *x.shape[1:])),
+}
 FORMULAS: dict[str, Callable[[int, int, int], float]] = {
     "all_reduce": lambda n, size, rank: 2 * (n - 1) / n * size,
     "reduce_scatter": lambda n, size, rank: (n - 1) / n * size,
@@ -161,24 +169,14 @@ FORMULAS: dict[str, Callable[[int, int, int], float]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: torch.dtype) -> None:
     def count() -> dict[str, int]:
-        x, sizes = torch.ones(24, 5, dtype=dtype), {}
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: comm.all_reduce(x),
-            "reduce_scatter": lambda: comm.reduce_scatter(x),
-            "all_gather": lambda: comm.all_gather(x),
-            "all_to_all": lambda: comm.all_to_all(x),
-            "gather": lambda: comm.gather(x),
-            "scatter": lambda: comm.scatter(x, x.new_empty(24 // md.size(), 5)),
-        }
-        for name, call in calls.items():
+        sizes = {}
+        for name, call in CALLS.items():
             with comm.ledger() as ledger:
-                call()
+                call(torch.ones(24, 5, dtype=dtype))
             (entry,) = ledger.calls
-            assert (entry.name, entry.algorithm, entry.dtype) == (
-                name,
-                "torch" if name in ("gather", "scatter") or md.size() == 1 else "shared_memory",
-                str(dtype).removeprefix("torch."),
-            )
+            by_torch = name in ("gather", "scatter") or md.size() == 1
+            assert (entry.name, entry.algorithm) == (name, "torch" if by_torch else "shared_memory")
+            assert entry.dtype == str(dtype).removeprefix("torch.")
             assert entry.seconds >= entry.waited >= 0
             sizes[name] = ledger.bytes_sent
         return sizes
@@ -199,11 +197,6 @@ def test_the_ledger_counts_the_formula(cluster_of: Clusters, ranks: int, dtype: 
 )
 def test_a_broadcast_tree_is_gloos(ranks: int, children: list[int]) -> None:
     assert [tree_children(place, ranks) for place in range(ranks)] == children
-
-
-@pytest.mark.parametrize("ranks", range(1, 18))
-def test_a_broadcast_tree_reaches_everyone_once(ranks: int) -> None:
-    assert sum(tree_children(place, ranks) for place in range(ranks)) == ranks - 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -238,60 +231,46 @@ def test_large_reduce_scatters_over_sockets_go_in_chunks(cluster_of: Clusters, o
         torch.testing.assert_close(share, reduced[6 * rank : 6 * rank + 6])
 
 
-def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters) -> None:
+ON_THE_WIRE = {
+    **CALLS,
+    "broadcast": comm.broadcast,
+    "ring": lambda x: comm.all_reduce(x, algorithm="ring"),
+    "halving and doubling": lambda x: comm.all_reduce(x, algorithm="halving_doubling"),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="reads Linux's count of an interface's bytes")
+@pytest.mark.parametrize("name", [*ON_THE_WIRE, "in memory"])
+def test_the_ledger_counts_what_is_on_the_wire(cluster_of: Clusters, name: str) -> None:
     """The loopback interface's own counter, over 16 MB tensors, agrees with the ledger to 2%."""
-    if not Path("/proc/net/dev").exists():
-        pytest.skip("needs /proc/net/dev, which counts the bytes of an interface on Linux")
 
     def bytes_on_loopback() -> int:
-        line = next(
-            line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
-        )
-        return int(line.split(":")[1].split()[8])
+        lines = (line.strip() for line in Path("/proc/net/dev").read_text().splitlines())
+        return int(next(line for line in lines if line.startswith("lo:")).split(":")[1].split()[8])
 
-    calls: dict[str, Callable[[torch.Tensor], object]] = {
-        "all_reduce": comm.all_reduce,
-        "reduce_scatter": comm.reduce_scatter,
-        "all_gather": comm.all_gather,
-        "broadcast": comm.broadcast,
-        "all_to_all": comm.all_to_all,
-        "gather": comm.gather,
-        "ring": lambda x: comm.all_reduce(x, algorithm="ring"),
-        "halving and doubling": lambda x: comm.all_reduce(x, algorithm="halving_doubling"),
-    }
-
-    def in_memory() -> int:
-        with comm.ledger() as ledger:
-            comm.all_reduce(torch.ones(4 * 2**20))
-        assert ledger.bytes_sent > 0
+    def count() -> int:
+        x = torch.ones(4 * 2**20)
+        if name == "in memory":
+            with comm.ledger() as ledger:
+                comm.all_reduce(x)
+            assert ledger.bytes_sent > 0
+        else:
+            with comm.ledger() as ledger, comm.using("torch"):
+                ON_THE_WIRE[name](x)
+            assert ledger.bytes_on_wire == ledger.bytes_sent
         return ledger.bytes_on_wire
 
-    for name in calls:
-
-        def count(name: str = name) -> int:
-            x = torch.ones(4 * 2**20)
-            with comm.ledger() as ledger, comm.using("torch"):
-                calls[name](x)
-            assert ledger.bytes_on_wire == ledger.bytes_sent
-            return ledger.bytes_on_wire
-
-        cluster = cluster_of(4)
-        cluster.run(count)  # connections are made at the first call
-        on_wire = []
-        for _ in range(20):  # other programs may speak meanwhile, which only adds
-            before = bytes_on_loopback()
-            counted = sum(cluster.run(count))
-            on_wire.append(bytes_on_loopback() - before)
-            if on_wire[-1] <= 1.02 * counted:
-                break
-        assert counted <= min(on_wire) <= 1.02 * counted, name  # 2%: the frames' headers
-    for _ in range(20):
+    cluster = cluster_of(4)
+    cluster.run(count)  # connections are made at the first call
+    on_wire = []
+    for _ in range(20):  # other programs may speak meanwhile, which only adds
         before = bytes_on_loopback()
-        assert cluster.run(in_memory) == [0] * 4
+        counted = sum(cluster.run(count))
         on_wire.append(bytes_on_loopback() - before)
-        if on_wire[-1] < 2**20:
+        most = 1.02 * counted or 2**20  # 2%: the frames' headers; in memory: the launcher's own messages
+        if on_wire[-1] <= most:
             break
-    assert on_wire[-1] < 2**20  # the launcher's own messages
+    assert counted <= min(on_wire) <= most
 
 
 def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
@@ -310,88 +289,57 @@ def test_ledgers_nest_and_print(cluster_of: Clusters) -> None:
     assert table.splitlines()[-1].split()[:3] == ["total", "3", "32"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: comm.all_reduce([1.0]), TypeError, "all_reduce takes a torch tensor, not a list"),
-        (lambda: comm.all_reduce(torch.ones(2), "avg"), ValueError, "unknown op 'avg': known are sum, mean"),
-        (lambda: comm.all_reduce(torch.ones(2), "maxx"), ValueError, "did you mean 'max'"),
-        (lambda: comm.all_reduce(torch.ones(2), algorithm="torhc"), ValueError, "did you mean 'torch'"),
-        (lambda: comm.all_reduce(torch.ones(2).int(), "mean"), TypeError, "cannot average torch.int32"),
-        (lambda: comm.all_reduce(torch.ones(2).to_sparse()), TypeError, "takes a dense tensor"),
-        (lambda: comm.reduce_scatter(torch.ones(3, 2)), ValueError, "the 2 ranks divide, not 3; pad it to 4"),
-        (lambda: comm.all_gather(torch.tensor(1.0)), ValueError, r"not a scalar; x.view\(1\) makes one"),
-        (
-            lambda: comm.all_gather(torch.ones(2), out=torch.ones(3)),
-            ValueError,
-            r"float32\[3\] on cpu and has to be",
-        ),
-        (
-            lambda: comm.broadcast(torch.ones(2), source=2),
-            ValueError,
-            "source is 2; the group's ranks are 0 to 1",
-        ),
-        (lambda: comm.broadcast(torch.ones(2), source="0"), TypeError, "source is '0'; give a rank"),
-        (lambda: comm.send(torch.ones(2), md.rank()), ValueError, "this rank itself"),
-        (lambda: comm.recv(torch.ones(2), -1), ValueError, "source is -1"),
-        (lambda: comm.all_to_all(torch.ones(4), [1, 2], [2, 2]), ValueError, "add up to 3, and x has 4 rows"),
-        (lambda: comm.all_to_all(torch.ones(4), [4]), ValueError, "give 2 counts of rows"),
-        (
-            lambda: comm.scatter(torch.ones(3), torch.ones(2), md.rank()),
-            ValueError,
-            "x needs 2 times the rows",
-        ),
-        (
-            lambda: comm.all_reduce(torch.ones(2).short(), algorithm="torch"),
-            TypeError,
-            "the sum of torch.int16 by algorithm 'torch': gloo cannot do it; give algorithm='auto'",
-        ),
-        (
-            lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64), "max"),
-            TypeError,
-            "cannot take the max of torch.complex64: complex numbers have no order",
-        ),
-        (
-            lambda: comm.send(torch.ones(2, device="meta"), 1 - md.rank()),
-            TypeError,
-            "not a tensor on the meta",
-        ),
-        (
-            lambda: comm.all_gather(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)),
-            TypeError,
-            "not the quantized torch.qint8; x.dequantize",
-        ),
-        (
-            lambda: comm.all_reduce(torch.ones(1).expand(3)),
-            ValueError,
-            r"writes into x, .*strides are \(0,\)",
-        ),
-        (lambda: comm.broadcast(torch.ones(2, 1).expand(2, 3)), ValueError, "elements of x share memory"),
-        (
-            lambda: comm.recv(torch.ones(1).expand(3), 1 - md.rank()),
-            ValueError,
-            "x.contiguous.. makes a copy",
-        ),
-        (
-            lambda: comm.all_gather(torch.ones(1) + 1j, out=(torch.ones(2) + 1j).conj()),
-            ValueError,
-            "out is a conjugate or negative view",
-        ),
-    ],
-)
-def test_wrong_arguments_are_told_in_a_sentence(
-    cluster_of: Clusters, call: Callable[[], object], error: type[Exception], text: str
-) -> None:
-    def attempt() -> tuple[str, str]:
-        try:
-            call()
-        except Exception as caught:
-            return type(caught).__name__, str(caught)
-        return "nothing", ""
+Calls = dict[str, Callable[[], object]]
+WRONG_TYPES: Calls = {
+    "all_reduce takes a torch tensor, not a list": lambda: comm.all_reduce([1.0]),
+    "cannot average torch.int32": lambda: comm.all_reduce(torch.ones(2).int(), "mean"),
+    "takes a dense tensor": lambda: comm.all_reduce(torch.ones(2).to_sparse()),
+    "source is '0'; give a rank": lambda: comm.broadcast(torch.ones(2), source="0"),
+    "the sum of torch.int16 by algorithm 'torch': gloo cannot do it; give algorithm='auto'": (
+        lambda: comm.all_reduce(torch.ones(2).short(), algorithm="torch")
+    ),
+    "cannot take the max of torch.complex64: complex numbers have no order": (
+        lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64), "max")
+    ),
+    "not a tensor on the meta": lambda: comm.send(torch.ones(2, device="meta"), 1 - md.rank()),
+    "not the quantized torch.qint8; x.dequantize": (
+        lambda: comm.all_gather(torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
+    ),
+}
+WRONG_VALUES: Calls = {
+    "unknown op 'avg': known are sum, mean": lambda: comm.all_reduce(torch.ones(2), "avg"),
+    "did you mean 'max'": lambda: comm.all_reduce(torch.ones(2), "maxx"),
+    "did you mean 'torch'": lambda: comm.all_reduce(torch.ones(2), algorithm="torhc"),
+    "the 2 ranks divide, not 3; pad it to 4": lambda: comm.reduce_scatter(torch.ones(3, 2)),
+    "not a scalar; x.view(1) makes one": lambda: comm.all_gather(torch.tensor(1.0)),
+    "float32[3] on cpu and has to be": lambda: comm.all_gather(torch.ones(2), out=torch.ones(3)),
+    "source is 2; the group's ranks are 0 to 1": lambda: comm.broadcast(torch.ones(2), source=2),
+    "this rank itself": lambda: comm.send(torch.ones(2), md.rank()),
+    "source is -1": lambda: comm.recv(torch.ones(2), -1),
+    "add up to 3, and x has 4 rows": lambda: comm.all_to_all(torch.ones(4), [1, 2], [2, 2]),
+    "give 2 counts of rows": lambda: comm.all_to_all(torch.ones(4), [4]),
+    "x needs 2 times the rows": lambda: comm.scatter(torch.ones(3), torch.ones(2), md.rank()),
+    "writes into x, and elements of x share memory (its strides are (0,))": (
+        lambda: comm.all_reduce(torch.ones(1).expand(3))
+    ),
+    "elements of x share memory": lambda: comm.broadcast(torch.ones(2, 1).expand(2, 3)),
+    "x.contiguous() makes a copy": lambda: comm.recv(torch.ones(1).expand(3), 1 - md.rank()),
+    "out is a conjugate or negative view": (
+        lambda: comm.all_gather(torch.ones(1) + 1j, out=(torch.ones(2) + 1j).conj())
+    ),
+}
 
-    for kind, message in cluster_of(2).run(attempt):
-        assert kind == error.__name__
-        assert re.search(text, message), message
+
+@pytest.mark.parametrize(("error", "calls"), [(TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)])
+def test_wrong_arguments_are_told_in_a_sentence(
+    cluster_of: Clusters, error: type[Exception], calls: Calls
+) -> None:
+    def attempt() -> None:
+        for text, call in calls.items():
+            with pytest.raises(error, match=re.escape(text)):
+                call()
+
+    cluster_of(2).run(attempt)
 
 
 def test_a_call_that_a_rank_skips_ends_at_the_time_limit(tmp_path: Path) -> None:

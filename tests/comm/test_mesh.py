@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,33 +16,28 @@ from minidist.comm.work import ranks_of
 Clusters = Callable[[int], md.Cluster]
 
 
-def test_tensor_parallel_ranks_are_neighbours(cluster_of: Clusters) -> None:
-    def groups() -> dict[str, tuple[int, ...]]:
-        mesh = Mesh(pp=2, tp=2)
-        return {axis: ranks_of(mesh.group(axis)) for axis in (*AXES, "dp_cp")}
-
-    assert cluster_of(4).run(groups) == [
-        {"pp": (0, 2), "dp": (0,), "cp": (0,), "tp": (0, 1), "dp_cp": (0,)},
-        {"pp": (1, 3), "dp": (1,), "cp": (1,), "tp": (0, 1), "dp_cp": (1,)},
-        {"pp": (0, 2), "dp": (2,), "cp": (2,), "tp": (2, 3), "dp_cp": (2,)},
-        {"pp": (1, 3), "dp": (3,), "cp": (3,), "tp": (2, 3), "dp_cp": (3,)},
-    ]
+BY_STAGE = {"pp": ((0, 2), (1, 3)), "tp": ((0, 1), (2, 3))}
+BY_TOKENS = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "dp_cp": ((0, 1, 2, 3),)}
 
 
-def test_data_and_context_are_one_group_too(cluster_of: Clusters) -> None:
-    def sums() -> tuple[list[float], tuple[int, int], int]:
-        mesh = Mesh(dp=2, cp=2)
-        own = float(10 ** md.rank())
-        axes = ("dp", "cp", "dp_cp", "pp")
-        found = [float(comm.all_reduce(torch.tensor(own), group=mesh.group(axis))) for axis in axes]
-        return found, (mesh.size("dp_cp"), mesh.size("cp")), mesh.rank("dp_cp")
+@pytest.mark.parametrize(("sizes", "rows"), [({"pp": 2, "tp": 2}, BY_STAGE), ({"dp": 2, "cp": 2}, BY_TOKENS)])
+def test_who_is_in_a_group_with_whom(
+    cluster_of: Clusters, sizes: dict[str, int], rows: dict[str, Any]
+) -> None:
+    """Neighbours are tensor-parallel. Data and context parallelism have a group together, too."""
 
-    for rank, (found, sizes, place) in enumerate(cluster_of(4).run(sums)):
-        same_tokens, same_rows = ((0, 2), (0, 1)), ((0, 1), (2, 3))
-        expected = [sum(10.0**r for r in pair) for pair in (same_tokens[0], same_rows[rank // 2])]
-        expected[0] *= 10 ** (rank % 2)
-        assert found == [*expected, 1111.0, 10.0**rank]
-        assert (sizes, place) == ((4, 2), rank)
+    def groups() -> dict[str, tuple[tuple[int, ...], int, int, float]]:
+        mesh, found = Mesh(**sizes), {}
+        for axis in (*AXES, "dp_cp"):
+            total = comm.all_reduce(torch.tensor(10.0 ** md.rank()), group=mesh.group(axis))
+            found[axis] = ranks_of(mesh.group(axis)), mesh.size(axis), mesh.rank(axis), float(total)
+        return found
+
+    for rank, found in enumerate(cluster_of(4).run(groups)):
+        for axis, (members, size, place, total) in found.items():
+            wanted = next(row for row in rows.get(axis, [(rank,)]) if rank in row)
+            assert (members, size, members[place]) == (wanted, len(wanted), rank)
+            assert total == sum(10.0**each for each in wanted)
 
 
 def test_the_whole_world_is_no_new_group(cluster_of: Clusters) -> None:

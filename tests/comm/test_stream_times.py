@@ -8,7 +8,7 @@ import torch
 from minidist import comm
 from minidist.comm.ledgers import Call
 from minidist.comm.work import Work
-from minidist.scale.tracing.recording import Calls
+from minidist.scale.trace.record_events import Calls
 
 
 class Stream:

@@ -18,7 +18,7 @@ from minidist.comm.ledgers import Call
 from minidist.model import GPT, GPTConfig, TransformerConfig, config
 from minidist.model.mixture_of_experts import Router
 from minidist.parallel.contract.memory_report import Memory
-from minidist.scale.dry_run.run import OPTIMIZERS, DryRun, dryrun
+from minidist.scale.dryrun.one_rank import OPTIMIZERS, DryRun, dryrun
 
 SAME = ("name", "dtype", "shape", "group", "bytes_sent")
 """What is compared of a call; which way it went, and how long it took, is the machine's."""

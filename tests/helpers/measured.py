@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minidist.benchmarks.harness import results
-from minidist.parallel.pipeline import schedules
+from minidist.parallel import schedules
 
 QUICK, FULL = "2025-01-01T00:00:00+00:00", "2025-02-03T04:05:06+00:00"
 SOFTWARE = {

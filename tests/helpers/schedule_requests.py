@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from minidist.parallel import schedules
-from minidist.parallel.pipeline.instructions import PlacedSchedule, only
-from minidist.parallel.pipeline.schedule_proof import Deadlock
 from minidist.parallel.schedules import Instruction, Schedule
+from minidist.parallel.schedules.instructions import PlacedSchedule, only
+from minidist.parallel.schedules.schedule_proof import Deadlock
 
 
 def written(schedule: Schedule) -> str:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from minidist.scale.tracing.perfetto import PROCESS
+from minidist.scale.trace.perfetto import PROCESS
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "X": {"name": str, "cat": str, "ts": int | float, "dur": int | float, "pid": int, "tid": int},

@@ -12,7 +12,7 @@ from minidist.kernels import ATTENTION_LADDER, rung
 from minidist.kernels.cuda import attention as cuda
 from minidist.model import GPT, GPTConfig, blocks, cross_entropy
 from minidist.model.attention import Attend, attention, named
-from minidist.parallel.context.sequence_share import SequenceShare, apply
+from minidist.parallel.sequence_share.sequence_share import SequenceShare, apply
 
 S6, S7 = ATTENTION_LADDER[-2:]
 SHAPE = GPTConfig(vocabulary=11, context=40, layers=2, heads=2, width=24)

@@ -17,8 +17,8 @@ import minidist as md
 from minidist import comm
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.flat.buckets import Done, GradientComm
-from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.unit_runtime import UnitRuntime
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.training import clipping
 from minidist.parallel.training.clipping import global_norm
 from tests.helpers import contract

@@ -35,7 +35,7 @@ from minidist.parallel.engine import (
     training_step,
 )
 from minidist.parallel.sharding import sharded
-from minidist.parallel.tensor import linear_layers
+from minidist.parallel.tensor_parallel import linear_layers
 from tests.helpers import contract
 from tests.helpers.models import tokens
 

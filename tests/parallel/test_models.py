@@ -217,7 +217,7 @@ NO_PLAN = "no plan is known for a ResNet"
 NOT_WHOLE = "where a BatchNorm never sees a whole batch"
 NO_ATTEND = "has no attention whose sequence could be cut"
 PADDING = "tokens of padding; with cp attention is causal or sees all tokens"
-"""Without padding these models train with cp: tests/parallel/context/test_transformers_models.py."""
+"""Without padding these models train with cp: tests/parallel/sequence_share/test_transformers_models.py."""
 REFUSED = {
     ("ResNet", "tp=2"): NO_PLAN,
     ("ResNet", "dp=2,tp=2,zero=1"): NO_PLAN,

@@ -16,11 +16,11 @@ import minidist as md
 from minidist import comm
 from minidist.comm.mesh import Mesh
 from minidist.model import MLP
-from minidist.parallel.context.ring_attention import ring_attention, ring_bytes
-from minidist.parallel.context.sequence_share import SequenceShare
+from minidist.parallel import schedules
+from minidist.parallel.context_parallel.attention_in_a_ring import ring_attention, ring_bytes
 from minidist.parallel.debugging.compare import differences
-from minidist.parallel.pipeline import schedules
-from minidist.parallel.tensor.parallelize import parallelize
+from minidist.parallel.sequence_share.sequence_share import SequenceShare
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
 
 X = torch.zeros(1, 2, 4, 3)
 Y = torch.zeros(4, dtype=torch.int64)

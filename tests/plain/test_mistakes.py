@@ -17,6 +17,7 @@ import minidist as md
 from minidist import plain
 from minidist.plain.mistakes import CLASSES, Mistake, apply, collection, lone_rank, read, recipe
 from minidist.plain.mistakes.examine import DETECTORS, examine, subject
+from minidist.plain.mistakes.formulas import held_by
 from minidist.plain.mistakes.ranks import Rank, on_ranks
 from minidist.plain.mistakes.trainings import ADAMW, SHORT, batches_of, model_of, run
 from tests.helpers.plain_rungs import train
@@ -105,20 +106,23 @@ def test_detectors_find_what_the_page_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("detector", "name"),
     [
-        "last-layer-not-reduced",
-        "gathered-twice",
-        "partial-gradient-before-the-pair",
-        "norms-not-reduced",
-        "own-heads-not-reduced",
-        "reduced-after-every-micro-batch",
+        ("bytes", "last-layer-not-reduced"),
+        ("bytes", "gathered-twice"),
+        ("bytes", "partial-gradient-before-the-pair"),
+        ("bytes", "norms-not-reduced"),
+        ("bytes", "own-heads-not-reduced"),
+        ("bytes", "reduced-after-every-micro-batch"),
+        ("memory", "gradients-kept"),
+        ("memory", "parameters-not-freed"),
+        ("memory", "last-rank-has-the-rest"),
     ],
 )
-def test_the_bytes_of_a_formula_need_no_right_training(name: str) -> None:
+def test_the_bytes_of_a_formula_need_no_right_training(detector: str, name: str) -> None:
     for diff, says in ((KNOWN[name].diff, "the formula says"), ("", "")):
         it = subject(replace(KNOWN[name], diff=diff))._replace(right=None)
-        assert says in (found := DETECTORS["bytes"](it))
+        assert says in (found := DETECTORS[detector](it))
         assert bool(found) == bool(says)
 
 
@@ -150,6 +154,12 @@ def test_threads_send_and_compute_what_processes_do(
         torch.testing.assert_close(found.parameters[rank], right.parameters, rtol=1e-10, atol=1e-10)
         calls = [(call.name, call.sent) for call in found.calls[rank]]
         assert sorted(calls) == sorted(right.calls)
+
+
+@pytest.mark.parametrize("rung", ["buckets", "sharded", "pipeline", "sequence_parallel", "ulysses"])
+def test_four_ranks_hold_the_bytes_of_a_formula(rung: str) -> None:
+    found = run(Mistake(rung), 4, 1, counted=True).kept
+    assert found == [held_by(rung, rank, 4, model_of("", 0)) for rank in range(4)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

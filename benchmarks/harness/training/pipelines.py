@@ -23,9 +23,9 @@ from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Work
 from minidist.kernels.measure.harness import LEAST
 from minidist.model.configs import config
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, SCHEDULES, StagePlacement, round_robin
-from minidist.parallel.pipeline.instructions import Instruction
-from minidist.parallel.pipeline.layer_by_layer import cut, measure
-from minidist.parallel.pipeline.simulation import Event
+from minidist.parallel.layerwise.layer_by_layer import cut, measure
+from minidist.parallel.schedules.instructions import Instruction
+from minidist.parallel.schedules.simulation import Event
 
 MICRO_BATCHES = 4
 

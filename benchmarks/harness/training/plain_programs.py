@@ -26,6 +26,7 @@ from minidist.benchmarks.harness.training.what_is_trained import ADAMW, Batch, W
 from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.training.activation_memory import ActivationCounter
+from minidist.plain import muon
 
 WARM, STEPS = 1, 2
 """Steps of a turn before the clock starts, and steps that are timed; in both cases rounded up to periods."""
@@ -67,6 +68,7 @@ class Holdings:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.stacks: list[muon.Stack] = []  # Muon's momentum is in no optimizer
         self.most = Memory(0, 0, 0, 0, 0)
 
     def look(self) -> None:
@@ -78,7 +80,8 @@ class Holdings:
                 parameters=[p.detach() for p in trained],
                 gradients=[p.grad for p in trained if p.grad is not None],
                 optimizer=[
-                    v for each in self.optimizers for kept in each.state.values() for v in kept.values()
+                    *(v for each in self.optimizers for kept in each.state.values() for v in kept.values()),
+                    *(each.momentum for each in self.stacks),
                 ],
                 buffers=[],
             )
@@ -89,18 +92,25 @@ class Holdings:
     def watched(self) -> Iterator[None]:
         """Inside, look after every backward pass. A server of parameters has none: look at the end."""
         backward: Any = Tensor.backward
-        begin: Any = torch.optim.Optimizer.__init__
 
         def then_look(tensor: Tensor, *args: Any) -> None:
             backward(tensor, *args)
             self.look()
 
-        def note(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            begin(optimizer, *args, **kwargs)
-            self.optimizers.append(optimizer)
+        def noted(kind: Any, into: list[Any]) -> Any:
+            begin = kind.__init__
 
-        patch = mock.patch.object
-        with patch(Tensor, "backward", then_look), patch(torch.optim.Optimizer, "__init__", note):
+            def note(made: Any, *args: Any, **kwargs: Any) -> None:
+                begin(made, *args, **kwargs)
+                into.append(made)
+
+            return mock.patch.object(kind, "__init__", note)
+
+        with (
+            mock.patch.object(Tensor, "backward", then_look),
+            noted(torch.optim.Optimizer, self.optimizers),
+            noted(muon.Stack, self.stacks),
+        ):
             yield
         if not self.most.total:
             self.look()

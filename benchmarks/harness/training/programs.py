@@ -23,10 +23,10 @@ from minidist.model.mlp import MLP
 from minidist.parallel.contract.memory_report import Memory, memory_of
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.engine.training_step import Engine
-from minidist.parallel.pipeline.layer_by_layer import cut
-from minidist.parallel.tensor.parallelize import parallelize
-from minidist.parallel.tensor.plans import plan_for
-from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy, vocabulary_of
+from minidist.parallel.layerwise.layer_by_layer import cut
+from minidist.parallel.tensor_parallel.plans import plan_for
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy, vocabulary_of
 from minidist.parallel.training.activation_memory import ActivationCounter
 
 COUNTED = (

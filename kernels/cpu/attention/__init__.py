@@ -15,10 +15,9 @@ The upper rungs share code in `support`. They share `../support` with the matmul
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...rung import files_of_rungs
+from ...rung import ladder
 
 if TYPE_CHECKING:
     from ...attention_rung import AttentionRung
@@ -26,13 +25,4 @@ if TYPE_CHECKING:
     ATTENTION_LADDER: tuple[AttentionRung, ...]
     """The seven rungs of attention on a CPU: from the definition to a backward pass on all cores."""
 
-RUNGS = files_of_rungs(__file__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the rungs when the ladder is first asked for."""
-    if name != "ATTENTION_LADDER":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    global ATTENTION_LADDER
-    ATTENTION_LADDER = tuple(importlib.import_module(f".{rung}", __name__).RUNG for rung in RUNGS)
-    return ATTENTION_LADDER
+RUNGS, load, __getattr__ = ladder(__name__, "ATTENTION_LADDER")

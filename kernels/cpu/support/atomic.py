@@ -9,43 +9,30 @@ from __future__ import annotations
 from typing import Any
 
 from numba import njit, types
-from numba.extending import intrinsic
 
-from .vector_instructions import INT64, Value
+from .vector_instructions import INT64, Emitter, Value, emitted
 
 
-@intrinsic
-def fetch_add(context: Any, address: Any, amount: Any) -> Any:
+def _counter(at: Emitter, address: Value) -> Value:
+    return at.builder.inttoptr(address, INT64.as_pointer())
+
+
+@emitted(types.intp, types.intp, types.intp)
+def fetch_add(at: Emitter, address: Value, amount: Value) -> Any:
     """fetch_add(address, amount): add to the counter, and return its value before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        counter = builder.inttoptr(arguments[0], INT64.as_pointer())
-        return builder.atomic_rmw("add", counter, arguments[1], "seq_cst")
-
-    return types.intp(types.intp, types.intp), generate
+    return at.builder.atomic_rmw("add", _counter(at, address), amount, "seq_cst")
 
 
-@intrinsic
-def read(context: Any, address: Any) -> Any:
+@emitted(types.intp, types.intp)
+def read(at: Emitter, address: Value) -> Any:
     """read(address): the counter; whatever others wrote before they added to it is then visible."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        counter = builder.inttoptr(arguments[0], INT64.as_pointer())
-        return builder.load_atomic(counter, "acquire", 8)
-
-    return types.intp(types.intp), generate
+    return at.builder.load_atomic(_counter(at, address), "acquire", 8)
 
 
-@intrinsic
-def store(context: Any, address: Any, value: Any) -> Any:
+@emitted(types.void, types.intp, types.intp)
+def store(at: Emitter, address: Value, value: Value) -> Any:
     """store(address, value): set the counter; whatever was written before is visible to those who read it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        counter = builder.inttoptr(arguments[0], INT64.as_pointer())
-        builder.store_atomic(arguments[1], counter, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
+    at.builder.store_atomic(value, _counter(at, address), "release", 8)
 
 
 @njit("intp(intp, intp, intp)", nogil=True)

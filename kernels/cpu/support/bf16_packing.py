@@ -22,11 +22,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from . import board
 from .bf16_instructions import matrix_unit
-from .vector_instructions import INT32, INT64, Value
+from .vector_instructions import INT32, INT64, Emitter, Value, emitted
 from .vector_moves import transpose
 
 SIDE = 16  # words, and numbers, in a vector
@@ -48,18 +47,16 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return hash(_BFloat)
 
 
-@intrinsic
-def bits(context: Any, x: Any) -> Any:
+@emitted(types.uint32, types.float32)
+def bits(at: Emitter, x: Value) -> Any:
     """bits(x): the bits of a float32."""
-    return types.uint32(types.float32), lambda _, builder, __, given: builder.bitcast(given[0], INT32)
+    return at.builder.bitcast(x, INT32)
 
 
-@intrinsic
-def _number(context: Any, x: Any) -> Any:
+@emitted(types.float32, types.uint32)
+def _number(at: Emitter, x: Value) -> Any:
     """_number(x): the float32 with these bits."""
-    return types.float32(types.uint32), lambda _, builder, __, given: builder.bitcast(
-        given[0], ir.FloatType()
-    )
+    return at.builder.bitcast(x, ir.FloatType())
 
 
 @njit(boundscheck=False)
@@ -95,51 +92,45 @@ def _halves(builder: Any, x: Value) -> Value:
     )
 
 
-@intrinsic
-def _words(context: Any, to: Any, step: Any, parts: Any, at: Any, beside: Any, size: Any) -> Any:
-    """_words(to, step, parts, at, beside, size): write SIDE words of each part, `step` bytes apart.
+@emitted(types.void, *[types.intp] * 6)
+def _words(
+    at: Emitter, to: Value, step: Value, parts: Value, start: Value, beside: Value, size: Value
+) -> None:
+    """_words(to, step, parts, start, beside, size): write SIDE words of each part, `step` bytes apart.
 
-    With `beside` 0 they are of the 2 * SIDE numbers at `at`, each of two that lie side by side. Otherwise
+    With `beside` 0 they are of the 2 * SIDE numbers at `start`, each of two that lie side by side. Otherwise
     they are of SIDE numbers there, each with its partner `beside` bytes on.
     """
+    builder, number = at.builder, functools.partial(ir.Constant, INT64)
+    in_a_row = builder.icmp_signed("==", beside, number(0))
+    partner = builder.select(in_a_row, builder.mul(size, number(SIDE)), beside)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        to_, step_, parts_, at_, beside_, size_ = arguments
-        number = functools.partial(ir.Constant, INT64)
-        in_a_row = builder.icmp_signed("==", beside_, number(0))
-        partner = builder.select(in_a_row, builder.mul(size_, number(SIDE)), beside_)
+    def loaded(kind: Value) -> list[Value]:
+        places = start, builder.add(start, partner)
+        return [builder.load(builder.inttoptr(x, kind.as_pointer()), align=2) for x in places]
 
-        def loaded(kind: Value) -> list[Value]:
-            places = at_, builder.add(at_, partner)
-            return [builder.load(builder.inttoptr(x, kind.as_pointer()), align=2) for x in places]
-
-        def write(halves: list[Value], part: int) -> None:
-            orders = range(2 * SIDE), [x for i in range(SIDE) for x in (i, SIDE + i)]
-            masks = [ir.Constant(ir.VectorType(INT32, 2 * SIDE), list(order)) for order in orders]
-            words = builder.select(in_a_row, *(builder.shuffle_vector(*halves, mask) for mask in masks))
-            place = builder.add(to_, builder.mul(step_, number(part)))
-            builder.store(words, builder.inttoptr(place, words.type.as_pointer()), align=2)
-
-        with builder.if_else(builder.icmp_signed("==", size_, number(2))) as (is_bf16, is_float32):
-            with is_bf16:
-                write(loaded(HALVES), 0)
-            with is_float32, contextlib.ExitStack() as more:
-                rest = loaded(FLOATS)
-                for part in range(3):
-                    if part:
-                        more.enter_context(builder.if_then(builder.icmp_signed(">", parts_, number(part))))
-                    halves = [_halves(builder, x) for x in rest]
-                    write(halves, part)
-                    up = ir.Constant(INTEGERS, [16] * SIDE)
-                    taken = [builder.shl(builder.zext(half, INTEGERS), up) for half in halves]
-                    rest = [
-                        builder.fsub(x, builder.bitcast(y, FLOATS)) for x, y in zip(rest, taken, strict=True)
-                    ]
-        return context.get_dummy_value()
+    def write(halves: list[Value], part: int) -> None:
+        orders = range(2 * SIDE), [x for i in range(SIDE) for x in (i, SIDE + i)]
+        masks = [ir.Constant(ir.VectorType(INT32, 2 * SIDE), list(order)) for order in orders]
+        words = builder.select(in_a_row, *(builder.shuffle_vector(*halves, mask) for mask in masks))
+        place = builder.add(to, builder.mul(step, number(part)))
+        builder.store(words, builder.inttoptr(place, words.type.as_pointer()), align=2)
 
     if not matrix_unit():  # nor the instruction that rounds
-        return types.void(*[types.intp] * 6), lambda context, *_: context.get_dummy_value()
-    return types.void(*[types.intp] * 6), generate
+        return
+    with builder.if_else(builder.icmp_signed("==", size, number(2))) as (is_bf16, is_float32):
+        with is_bf16:
+            write(loaded(HALVES), 0)
+        with is_float32, contextlib.ExitStack() as more:
+            rest = loaded(FLOATS)
+            for part in range(3):
+                if part:
+                    more.enter_context(builder.if_then(builder.icmp_signed(">", parts, number(part))))
+                halves = [_halves(builder, x) for x in rest]
+                write(halves, part)
+                up = ir.Constant(INTEGERS, [16] * SIDE)
+                taken = [builder.shl(builder.zext(half, INTEGERS), up) for half in halves]
+                rest = [builder.fsub(x, builder.bitcast(y, FLOATS)) for x, y in zip(rest, taken, strict=True)]
 
 
 VECTORS = bool(matrix_unit())  # whether `_words` writes anything

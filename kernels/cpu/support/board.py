@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from . import atomic, thread_pool
-from .vector_instructions import Value
+from .vector_instructions import Emitter, Value, emitted
 
 # In bytes from the board's address; `thread_pool` counts words.
 BELL, DOOR, OPEN = 8 * thread_pool.BELL, 8 * thread_pool.DOOR, 8 * thread_pool.OPEN
@@ -34,14 +33,10 @@ ELEMENT = thread_pool.ELEMENT - thread_pool.NUMBERS
 SEATS, PACKS, DOWN, ACROSS, HOW, SHARED, FLAGS = range(ELEMENT + 1, ELEMENT + 8)
 
 
-@intrinsic
-def elements(context: Any, address: Any, like: Any) -> Any:
+@emitted(lambda address, like: types.CPointer(like.dtype), types.intp, None)
+def elements(at: Emitter, address: Value, like: Value) -> Any:
     """elements(address, like): the address, as a pointer to elements of `like`, an array or a dtype."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like.dtype)(types.intp, like), generate
+    return at.builder.inttoptr(address, at.context.get_value_type(types.CPointer(at.kinds[1].dtype)))
 
 
 @njit(boundscheck=False)

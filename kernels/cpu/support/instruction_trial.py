@@ -7,25 +7,19 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.extending import intrinsic
 
 from ...rung import Array
 from . import board, tile_registers
 from .bf16_instructions import AMX, AVX512_BF16, ask_for_tiles
-from .vector_instructions import Value, Vectors
+from .vector_instructions import Emitter, Value, Vectors, emitted
 
 
-@intrinsic
-def _dot(context: Any, a: Any, b: Any, c: Any) -> Any:
+@emitted(types.void, None, None, None)
+def _dot(at: Emitter, a: Value, b: Value, c: Value) -> Any:
     """_dot(a, b, c): add the products of one vector of pairs to one vector of float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        v = Vectors(builder, types.uint32)
-        a_, b_, c_ = (builder.bitcast(pointer, v.pointer) for pointer in arguments)
-        v.store(v.multiply_add(v.load(a_), v.load(b_), v.load(c_)), c_)
-        return context.get_dummy_value()
-
-    return types.void(a, b, c), generate
+    v = Vectors(at.builder, types.uint32)
+    x, y, z = (at.builder.bitcast(pointer, v.pointer) for pointer in (a, b, c))
+    v.store(v.multiply_add(v.load(x), v.load(y), v.load(z)), z)
 
 
 @njit

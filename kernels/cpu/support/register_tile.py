@@ -20,10 +20,9 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
-from .vector_instructions import INT64, VOID, Value, Vectors, lanes
+from .vector_instructions import INT64, VOID, Emitter, Value, Vectors, emitted, lanes
 from .vector_unit import vector_unit
 
 VECTORS = 2  # in a row of the tile
@@ -40,40 +39,53 @@ def tile_columns(dtype: DTypeLike) -> int:
     return VECTORS * vector_unit().lanes(dtype)
 
 
-@intrinsic
-def columns(context: Any, array: Any) -> Any:
+@emitted(types.intp, None)
+def columns(at: Emitter, array: Value) -> Any:
     """columns(array): the columns of a tile for this array's dtype, known when compiling."""
-    count = VECTORS * lanes(array.dtype)
-    return types.intp(array), lambda *_: ir.Constant(INT64, count)
+    return ir.Constant(INT64, VECTORS * lanes(at.kinds[0].dtype))
 
 
-@intrinsic
+@emitted(
+    types.void,
+    types.UniTuple(types.intp, 3),
+    None,
+    types.intp,
+    None,
+    types.intp,
+    None,
+    types.intp,
+    types.intp,
+)
 def _multiply(
-    context: Any, shape: Any, a: Any, a_pitch: Any, b: Any, b_pitch: Any, c: Any, c_pitch: Any, add: Any
-) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        # Each shape of the tile has its own function: the sums are registers, and registers have no index.
-        rows, width, depth = cgutils.unpack_tuple(builder, arguments[0])
-        done = builder.append_basic_block("done")
-        widths = [lanes(a.dtype) * half // 2 for half in (1, 2, 4)][2 * (a.dtype is types.uint32) :]
-        kind = rows  # and ROWS times the number of the width
-        for narrower in widths[:-1]:
-            wider = builder.zext(builder.icmp_signed(">", width, ir.Constant(INT64, narrower)), INT64)
-            kind = builder.add(kind, builder.mul(wider, ir.Constant(INT64, ROWS)))
-        choice = builder.switch(kind, done)
-        for number, most in enumerate(widths):
-            for count in range(1, ROWS + 1):
-                with builder.goto_block(builder.append_basic_block()):
-                    choice.add_case(ir.Constant(INT64, number * ROWS + count), builder.block)
-                    tile = _tile(builder.module, a.dtype, count, most)
-                    given = zip((depth, *arguments[1:]), tile.args, strict=True)
-                    builder.call(tile, [builder.bitcast(x, y.type) for x, y in given])
-                    builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    integer = types.intp
-    return types.void(types.UniTuple(integer, 3), a, integer, a, integer, c, integer, integer), generate
+    at: Emitter,
+    shape: Value,
+    a: Value,
+    a_pitch: Value,
+    b: Value,
+    b_pitch: Value,
+    c: Value,
+    c_pitch: Value,
+    add: Value,
+) -> None:
+    # Each shape of the tile has its own function: the sums are registers, and registers have no index.
+    builder, element = at.builder, at.kinds[1].dtype
+    rows, width, depth = cgutils.unpack_tuple(builder, shape)
+    done = builder.append_basic_block("done")
+    widths = [lanes(element) * half // 2 for half in (1, 2, 4)][2 * (element is types.uint32) :]
+    kind = rows  # and ROWS times the number of the width
+    for narrower in widths[:-1]:
+        wider = builder.zext(builder.icmp_signed(">", width, ir.Constant(INT64, narrower)), INT64)
+        kind = builder.add(kind, builder.mul(wider, ir.Constant(INT64, ROWS)))
+    choice = builder.switch(kind, done)
+    for number, most in enumerate(widths):
+        for count in range(1, ROWS + 1):
+            with builder.goto_block(builder.append_basic_block()):
+                choice.add_case(ir.Constant(INT64, number * ROWS + count), builder.block)
+                tile = _tile(builder.module, element, count, most)
+                operands = zip((depth, a, a_pitch, b, b_pitch, c, c_pitch, add), tile.args, strict=True)
+                builder.call(tile, [builder.bitcast(x, y.type) for x, y in operands])
+                builder.branch(done)
+    builder.position_at_end(done)
 
 
 @njit(boundscheck=False, inline="always")

@@ -19,10 +19,9 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from . import register_tile
-from .vector_instructions import BYTES, INT32, VOID, Value
+from .vector_instructions import BYTES, INT32, VOID, Emitter, Value, emitted
 
 SIDE = 16  # rows of a tile, and words in a row
 ROWS, GRAIN = 2 * SIDE, SIDE  # rows of out in the loop, and the words of depth that it takes at a time
@@ -45,13 +44,9 @@ def _emit(builder: Any, name: str, arguments: list[Value]) -> Value:
 def _on_tiles(name: str, *tiles: int) -> Any:
     """An instruction on tiles alone."""
 
-    @intrinsic
-    def instruction(context: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-            _emit(builder, name, [ir.Constant(BYTE, tile) for tile in tiles])
-            return context.get_dummy_value()
-
-        return types.void(), generate
+    @emitted(types.void)
+    def instruction(at: Emitter) -> None:
+        _emit(at.builder, name, [ir.Constant(BYTE, tile) for tile in tiles])
 
     return instruction
 
@@ -59,43 +54,32 @@ def _on_tiles(name: str, *tiles: int) -> Any:
 def _on_memory(name: str, tile: int) -> Any:
     """An instruction between a tile and memory: its address, and the bytes from row to row."""
 
-    @intrinsic
-    def instruction(context: Any, address: Any, stride: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-            address_, stride_ = arguments
-            _emit(builder, name, [ir.Constant(BYTE, tile), builder.inttoptr(address_, BYTES), stride_])
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp), generate
+    @emitted(types.void, types.intp, types.intp)
+    def instruction(at: Emitter, address: Value, stride: Value) -> None:
+        _emit(at.builder, name, [ir.Constant(BYTE, tile), at.builder.inttoptr(address, BYTES), stride])
 
     return instruction
 
 
-@intrinsic
-def begin_tiles(context: Any) -> Any:
+@emitted(types.void)
+def begin_tiles(at: Emitter) -> None:
     """Configure this thread's tiles."""
+    kept = configuration()
+    data = ir.Constant(ir.ArrayType(BYTE, len(kept)), bytearray(kept))
+    _emit(
+        at.builder,
+        "ldtilecfg",
+        [at.builder.bitcast(cgutils.global_constant(at.builder, "tiles", data), BYTES)],
+    )
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        kept = configuration()
-        data = ir.Constant(ir.ArrayType(BYTE, len(kept)), bytearray(kept))
-        _emit(builder, "ldtilecfg", [builder.bitcast(cgutils.global_constant(builder, "tiles", data), BYTES)])
-        return context.get_dummy_value()
 
-    return types.void(), generate
-
-
-@intrinsic
-def _prefetch(context: Any, address: Any) -> Any:
+@emitted(types.void, types.intp)
+def _prefetch(at: Emitter, address: Value) -> None:
     """Ask for a cache line, without waiting; no address is wrong."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        kind = ir.FunctionType(VOID, [BYTES, INT32, INT32, INT32])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        to_read_from_the_first_cache = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]
-        builder.call(ask, [builder.inttoptr(arguments[0], BYTES), *to_read_from_the_first_cache])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
+    kind = ir.FunctionType(VOID, [BYTES, INT32, INT32, INT32])
+    ask = cgutils.get_or_insert_function(at.builder.module, kind, "llvm.prefetch.p0")
+    to_read_from_the_first_cache = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]
+    at.builder.call(ask, [at.builder.inttoptr(address, BYTES), *to_read_from_the_first_cache])
 
 
 @njit(boundscheck=False)

@@ -1,4 +1,4 @@
-"""Vector operations in LLVM's language, where a vector is a type, for Numba's `@intrinsic` functions.
+"""Vector operations in LLVM's language, where a vector is a type, and functions of it for compiled code.
 
 Given a loop over scalars, a compiler has to prove that it may use vectors, and chooses its own arrangement.
 Here the arrangement is ours; LLVM chooses the instructions and the registers. Pointers are to one element,
@@ -7,13 +7,15 @@ and offsets count elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .vector_unit import vector_unit
 
@@ -21,6 +23,38 @@ INT64, INT32, VOID = ir.IntType(64), ir.IntType(32), ir.VoidType()
 BYTES = ir.IntType(8).as_pointer()
 
 Value = Any  # an LLVM value while code is built: llvmlite has no types
+
+
+class Emitter(NamedTuple):
+    """Where a call becomes LLVM's code: Numba's context, an IR builder, and the types of the arguments."""
+
+    context: Any
+    builder: Any
+    kinds: tuple[Any, ...]
+
+
+def emitted(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for compiled code of `emit(emitter, *arguments)`, which writes what a call becomes.
+
+    `kinds` are Numba's types of its parameters, None for the argument's own; `result` is one, or returns one
+    for the arguments' types.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def define(context: Any, *given: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
+                value = emit(Emitter(context, builder, signature.args), *arguments)
+                return context.get_dummy_value() if value is None else value
+
+            returned = result if isinstance(result, types.Type) else result(*given)
+            return returned(
+                *(own if kind is None else kind for kind, own in zip(kinds, given, strict=True))
+            ), generate
+
+        return intrinsic(define)
+
+    return decorate
 
 
 def lanes(element: Any) -> int:

@@ -10,17 +10,16 @@
 | cuda_attention_rung.py | what a rung is: checks, and copies to a GPU and back |
 | products.py | products of tiles on tensor cores, for rungs 4 and 5 |
 
-To add a rung, write its file `s<number>_<name>.py`, of at most 150 lines. No list names rungs; ROOM in the
-ladder's test holds the registers and shared memory of each kernel. Tiles and instructions are those of the
+To add a rung, write its file `s<number>_<name>.py`, of at most 150 lines. No list names rungs; `room` in a
+rung's record holds the registers and shared memory of its kernels. Tiles and instructions are those of the
 matmul ladder.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...rung import files_of_rungs
+from ...rung import ladder
 
 if TYPE_CHECKING:
     from .cuda_attention_rung import CudaAttentionRung
@@ -28,21 +27,4 @@ if TYPE_CHECKING:
     CUDA_ATTENTION_LADDER: tuple[CudaAttentionRung, ...]
     """The rungs of attention on a GPU: from three kernels to a backward pass on tensor cores."""
 
-RUNGS = files_of_rungs(__file__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import the rungs, and Numba, when the ladder is first asked for."""
-    if name != "CUDA_ATTENTION_LADDER":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = tuple(load(step) for step in RUNGS)
-    return globals()[name]
-
-
-def load(name: str) -> CudaAttentionRung:
-    """Return the rung with this name from RUNGS. Raises ImportError if numba-cuda is not installed."""
-    from ..runtime.device import require_toolkit
-
-    require_toolkit()
-    step: CudaAttentionRung = importlib.import_module(f".{name}", __name__).RUNG
-    return step
+RUNGS, load, __getattr__ = ladder(__name__, "CUDA_ATTENTION_LADDER", cuda=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ class CudaAttentionRung(CudaStep, AttentionRung):
     arrays and CPU tensors are copied to the GPU and back, or used by the emulator in place. float16 and
     bfloat16 (ml_dtypes' in NumPy) are summed in float32, and `logs` are float32.
     """
+
+    # By kernel: the most registers of a thread, the blocks that share a multiprocessor's 65536, and bytes of
+    # shared memory for each 64 columns. Tests hold what the assembler reports to it.
+    room: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def _kind(self, q: Any) -> tuple[Any, str, str]:
         torch: Any = sys.modules.get("torch")  # a caller with a tensor has imported it

@@ -88,4 +88,5 @@ RUNG = CudaAttentionRung(
     idea="The definition: a kernel for the scores, one for their softmax, one for the product with v.",
     dtypes=("float32",),
     compute=compute,
+    room=dict.fromkeys(("scores", "softmax", "values"), (64, 4, 0)),
 )

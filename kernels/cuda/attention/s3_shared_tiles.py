@@ -145,5 +145,5 @@ RUNG = CudaAttentionRung(
     idea="Tiles of keys and values in shared memory serve 64 queries, and a lane computes a key's scores.",
     dtypes=("float32",),
     compute=compute,
-    simulated=False,
+    room={"shared_tiles": (128, 2, 4 * (64 * 64 + 32 * (65 + 64)))},
 )

@@ -133,5 +133,5 @@ RUNG = CudaAttentionRung(
     dtypes=("float16", "bfloat16"),
     compute=compute,
     architecture="sm_80",
-    simulated=False,
+    room={"tensor_core_attention": (184, 2, 5 * 64 * 128)},  # tiles: queries, and two pairs
 )

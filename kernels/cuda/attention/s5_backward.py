@@ -28,7 +28,7 @@ from ..tiling.packing import aligned_rows, copy_back, scratch
 from ..tiling.panels import inlined, unrolled
 from .cuda_attention_rung import CudaAttentionRung
 from .products import EVERYONE, INFINITY, LOG2_E, SIDE, THREADS, WORDS, in_chunks, parts_of, products
-from .s4_tensor_core import compute
+from .s4_tensor_core import RUNG as FORWARD
 
 
 @functools.cache
@@ -143,8 +143,8 @@ RUNG = CudaAttentionRung(
     device="cuda",
     idea="Backward on tensor cores: weights are computed again, and each tile's gradients stay in registers.",
     dtypes=("float16", "bfloat16"),
-    compute=compute,
+    compute=FORWARD.compute,
     gradients=gradients,
     architecture="sm_80",
-    simulated=False,
+    room={**FORWARD.room, "backward": (255, 2, 6 * 64 * 128 + 2 * 64 * 8)},  # six tiles, logs and deltas
 )

@@ -3,7 +3,7 @@
 | File | Holds |
 |---|---|
 | inline_ptx | how a PTX instruction becomes a function |
-| copies | vector loads and stores, asynchronous copies; the same in Python for Numba's simulator |
+| copies | vector loads and stores, asynchronous copies |
 | warp_fragments | what a warp does for its tensor core: ldmatrix, mma, conversions |
 | barriers | mbarriers, clusters, fences (Hopper) |
 | tma | the copy engine (Hopper) |

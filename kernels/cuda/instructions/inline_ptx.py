@@ -1,10 +1,10 @@
 """How a PTX instruction becomes a function that Numba's kernels call.
 
 Numba has no tensor cores, no asynchronous copies and no 16-byte loads. But a function may write LLVM code
-where it is called (Numba's `@intrinsic`), and LLVM takes an instruction as text ("inline assembly").
-`@instruction` joins the two: the decorated function gets an `Assembler` and the arguments of the call, and
-writes one instruction. Numba's simulator compiles nothing, so there a Python function, the twin, takes its
-place.
+where it is called (Numba's `@intrinsic`), and LLVM takes an instruction as text ("inline assembly"). `@ptx`
+joins the two: the decorated function is a name, parameters and a docstring, and the text is what a call
+becomes. `@instruction` is for those that also load or store arrays: the decorated function gets an
+`Assembler` and the arguments of the call.
 
 Where PTX takes an address these functions take (array, index), the element at that index of a 1-D array.
 Bounds are not checked, and a negative index does not count from the end.
@@ -15,12 +15,12 @@ Source: LLVM Language Reference, "Inline Assembler Expressions"; PTX ISA (each f
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from llvmlite import ir
-from numba.core import config
 
 INT16, INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT32, VOID = ir.FloatType(), ir.VoidType()
@@ -28,6 +28,13 @@ SHARED, GLOBAL = 3, 1  # LLVM's numbers of the address spaces
 
 Value = Any  # an LLVM value while code is built: llvmlite has no types
 Function = Callable[..., Any]
+
+# Kinds of parameters that `ptx` reads in a signature; others are int and float.
+Shared: TypeAlias = Any  # an array in shared memory, which its index follows
+Global: TypeAlias = Any  # the same in global memory
+Tensor: TypeAlias = Any  # a tensor map: 128 bytes of global memory
+Known: TypeAlias = Any  # a number that is known when compiling: it stands in the text, where <name> is
+Mask: TypeAlias = Any  # 16 bits
 
 
 @dataclass(frozen=True)
@@ -132,49 +139,83 @@ class Assembler:
         return [self.builder.extract_value(value, e) for e in range(results)]
 
 
-def instruction(
-    twin: Function | None = None, literals: tuple[str, ...] = (), returns: str = "void"
-) -> Callable[[Function], Function]:
-    """Make an instruction of `lower(assembler, *operands)`, which writes it.
+LOWERED: dict[str, tuple[str, Callable[..., Value]]] = {
+    "Shared": ("r", lambda to, array, index: to.shared_address(array, index)),
+    "Global": ("l", lambda to, array, index: to.global_address(array, index)),
+    "Tensor": ("l", lambda to, tensor: to.builder.ptrtoint(to.start(tensor), INT64)),
+    "Mask": ("h", lambda to, x: to.builder.trunc(to.integer(x), INT16)),
+    "int": ("r", lambda to, x: to.integer(x)),
+    "float": ("f", lambda to, x: x.value),
+}
 
-    In Numba's simulator (NUMBA_ENABLE_CUDASIM=1) the instruction is its `twin` instead. `literals` names
-    parameters whose values must be known when compiling; `returns` is Numba's name of the result's type.
+
+def ptx(text: str, returns: str = "void", pure: bool = False) -> Callable[[Function], Function]:
+    """Make an instruction of this text, as `Assembler.ptx` takes it; the function below has its parameters.
+
+    `returns` is Numba's name of the result's type, which has 32 bits.
     """
 
-    def decorate(lower: Function) -> Function:
-        if config.ENABLE_CUDASIM:
-            return twin or _missing(lower.__name__)
-        from numba.cuda import types
-        from numba.cuda.core.errors import RequireLiteralValue
-        from numba.cuda.extending import intrinsic
-        from numba.cuda.typing import signature
+    def decorate(described: Function) -> Function:
+        kinds = [described.__annotations__[name] for name in _parameters(described)]
+        known = [name for name, kind in zip(_parameters(described), kinds, strict=True) if kind == "Known"]
 
-        names = lower.__code__.co_varnames[1 : lower.__code__.co_argcount]
-        result = getattr(types, returns)
+        @functools.wraps(described)
+        def lower(to: Assembler, *operands: AsmOperand) -> Value:
+            written, letters, values = text, ["=r"] * (returns != "void"), []
+            left = iter(zip(_parameters(described), kinds, operands, strict=True))
+            for name, kind, x in left:
+                if kind == "Known":
+                    written = written.replace(f"<{name}>", str(x.literal))
+                    continue
+                letter, lowered = LOWERED[kind]
+                index = [next(left)[2]] if kind in ("Shared", "Global") else []
+                letters.append(letter)
+                values.append(lowered(to, x, *index))
+            found = to.ptx(written, ",".join(letters), values, returns != "void", pure=pure)
+            return found[0] if found else None
 
-        @functools.wraps(lower)
-        def define(typing_context: Any, *kinds: Any) -> Any:
-            for name, kind in zip(names, kinds, strict=True):
-                if name in literals and not isinstance(kind, types.IntegerLiteral):
-                    raise RequireLiteralValue(f"{lower.__name__}: {name} has to be known when compiling")
-
-            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-                operands = [AsmOperand(*pair) for pair in zip(signature.args, arguments, strict=True)]
-                value = lower(Assembler(context, builder), *operands)
-                return context.get_dummy_value() if returns == "void" else value
-
-            return signature(result, *kinds), generate
-
-        made: Function = intrinsic(define)
-        return made
+        return _intrinsic(lower, _parameters(described), known, returns)
 
     return decorate
 
 
-def _missing(name: str) -> Function:
-    def missing(*arguments: Any) -> None:
-        raise NotImplementedError(
-            f"{name} is not in Numba's simulator: unset NUMBA_ENABLE_CUDASIM, and the emulator runs it"
-        )
+def instruction(literals: Sequence[str] = (), returns: str = "void") -> Callable[[Function], Function]:
+    """Make an instruction of `lower(assembler, *operands)`, which writes it.
 
-    return missing
+    `literals` names parameters whose values must be known when compiling; `returns` is Numba's name of the
+    result's type.
+    """
+    return lambda lower: _intrinsic(lower, _parameters(lower)[1:], literals, returns)
+
+
+def _parameters(function: Function) -> tuple[str, ...]:
+    names: tuple[str, ...] = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return names
+
+
+def _intrinsic(lower: Function, names: Sequence[str], literals: Sequence[str], returns: str) -> Function:
+    from numba.cuda import types
+    from numba.cuda.core.errors import RequireLiteralValue
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.typing import signature
+
+    result = getattr(types, returns)
+
+    @functools.wraps(lower)
+    def define(typing_context: Any, *kinds: Any) -> Any:
+        for name, kind in zip(names, kinds, strict=True):
+            if name in literals and not isinstance(kind, types.IntegerLiteral):
+                raise RequireLiteralValue(f"{lower.__name__}: {name} has to be known when compiling")
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
+            operands = [AsmOperand(*pair) for pair in zip(signature.args, arguments, strict=True)]
+            value = lower(Assembler(context, builder), *operands)
+            return context.get_dummy_value() if returns == "void" else value
+
+        return signature(result, *kinds), generate
+
+    # Numba reads the parameters of a call here, behind a first one.
+    shown = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("to", *names)]
+    vars(define)["__signature__"] = inspect.Signature(shown)
+    made: Function = intrinsic(define)
+    return made

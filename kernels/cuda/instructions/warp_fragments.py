@@ -18,7 +18,9 @@ mma.m16n8k8, ldmatrix, stmatrix.
 
 from __future__ import annotations
 
-from .inline_ptx import FLOAT32, AsmOperand, Assembler, Function, Value, instruction
+from typing import Any
+
+from .inline_ptx import FLOAT32, AsmOperand, Assembler, Function, Value, instruction, ptx
 
 
 def numbered(first: int, count: int) -> str:
@@ -119,22 +121,20 @@ mma_m16n8k16_bf16 = _mma("mma_m16n8k16_bf16", "m16n8k16", "bf16", "two bfloat16 
 mma_m16n8k8_tf32 = _mma("mma_m16n8k8_tf32", "m16n8k8", "tf32", "a float32 rounded to TF32 each")
 
 
-@instruction(returns="uint32")
-def cvt_bf16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
+@ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", returns="uint32", pure=True)
+def cvt_bf16x2(low: float, high: float) -> Any:
     """cvt_bf16x2(low, high): round two float32 to bfloat16, to nearest even, in one word of 32 bits.
 
     PTX: cvt.rn.bf16x2.f32, whose first operand is the high half. sm_80.
     """
-    return to.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high.value, low.value], 1, pure=True)[0]
 
 
-@instruction(returns="uint32")
-def cvt_f16x2(to: Assembler, low: AsmOperand, high: AsmOperand) -> Value:
+@ptx("cvt.rn.f16x2.f32 $0, $2, $1;", returns="uint32", pure=True)
+def cvt_f16x2(low: float, high: float) -> Any:
     """cvt_f16x2(low, high): as `cvt_bf16x2`, to float16; values that are too large become infinity.
 
     PTX: cvt.rn.f16x2.f32. sm_80.
     """
-    return to.ptx("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high.value, low.value], 1, pure=True)[0]
 
 
 @instruction(returns="uint32")
@@ -148,18 +148,24 @@ def cvt_tf32(to: Assembler, word: AsmOperand) -> Value:
     return to.ptx("cvt.rna.tf32.f32 $0, $1;", "=r,f", [number], 1, pure=True)[0]
 
 
-@instruction(returns="int32")
-def uniform(to: Assembler, x: AsmOperand) -> Value:
+@ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", returns="int32", pure=True)
+def uniform(x: int) -> Any:
     """uniform(x): the first lane's x in every lane, so that the compiler knows it to be the same.
 
     The compiler then keeps it in a uniform register, where wgmma's descriptors have to be. All lanes call it.
     PTX: shfl.sync.idx.b32. Any architecture.
     """
-    return to.ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [to.integer(x)], 1, pure=True)[0]
 
 
-@instruction(returns="int32")
-def elect_one(to: Assembler) -> Value:
+@ptx(
+    """{
+    .reg .pred chosen;
+    elect.sync _|chosen, -1;
+    selp.b32 $0, 1, 0, chosen;
+    }""",
+    returns="int32",
+)
+def elect_one() -> Any:
     """elect_one(): 1 in one lane of the warp, 0 in the others. All lanes call it.
 
     The copy engine's instructions (`tma.py`) read uniform registers, which hold one value for a warp. Where
@@ -167,9 +173,3 @@ def elect_one(to: Assembler) -> Value:
     can't tell that one lane runs, and puts a loop over the lanes' values around each copy. PTX: elect.sync.
     sm_90.
     """
-    text = """{
-    .reg .pred chosen;
-    elect.sync _|chosen, -1;
-    selp.b32 $0, 1, 0, chosen;
-    }"""
-    return to.ptx(text, "=r", results=1)[0]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from .inline_ptx import FLOAT32, INT32, INT64, AsmOperand, Assembler, Function, Value, instruction
+from .inline_ptx import FLOAT32, INT32, INT64, AsmOperand, Assembler, Function, Known, Value, instruction, ptx
 from .warp_fragments import numbered
 
 SWIZZLE_128 = 1 << 62  # of a descriptor
@@ -58,10 +58,9 @@ def descriptor(
     return to.builder.or_(to.builder.zext(address, INT64), ir.Constant(INT64, fields))
 
 
-@instruction()
-def wgmma_commit(to: Assembler) -> None:
+@ptx("wgmma.commit_group.sync.aligned;")
+def wgmma_commit() -> None:
     """wgmma_commit(): make a group of the multiplications begun. PTX: wgmma.commit_group.sync.aligned."""
-    to.ptx("wgmma.commit_group.sync.aligned;", "")
 
 
 def warp_group_multiply(n: int, dtype: str, a_across: bool, b_across: bool) -> WarpGroupMultiply:
@@ -110,18 +109,16 @@ def warp_group_multiply(n: int, dtype: str, a_across: bool, b_across: bool) -> W
     return WarpGroupMultiply(multiply, fence, wait)
 
 
-@instruction(literals=("count",))
-def setmaxnreg_inc(to: Assembler, count: AsmOperand) -> None:
+@ptx("setmaxnreg.inc.sync.aligned.u32 <count>;")
+def setmaxnreg_inc(count: Known) -> None:
     """setmaxnreg_inc(count): take registers from the block's pool, up to `count` for each thread; a literal.
 
     All of a warp group calls it; `count` is a multiple of 8 from 24 to 256. It waits until that many are
     free: for ever, if all warps together ask for more than the block began with. PTX:
     setmaxnreg.inc.sync.aligned.u32. sm_90a.
     """
-    to.ptx(f"setmaxnreg.inc.sync.aligned.u32 {count.literal};", "")
 
 
-@instruction(literals=("count",))
-def setmaxnreg_dec(to: Assembler, count: AsmOperand) -> None:
+@ptx("setmaxnreg.dec.sync.aligned.u32 <count>;")
+def setmaxnreg_dec(count: Known) -> None:
     """setmaxnreg_dec(count): give registers back to the pool, down to `count` for each thread. sm_90a."""
-    to.ptx(f"setmaxnreg.dec.sync.aligned.u32 {count.literal};", "")

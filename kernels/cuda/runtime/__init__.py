@@ -1,4 +1,4 @@
-"""How a kernel gets to run: on a GPU, in the emulator, or in Numba's simulator.
+"""How a kernel gets to run: on a GPU, or in the emulator.
 
 | File | Holds |
 |---|---|

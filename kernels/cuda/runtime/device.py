@@ -1,8 +1,7 @@
-"""Where the CUDA ladder runs: on a GPU, in the emulator of its instructions, or in Numba's simulator.
+"""Where the CUDA ladder runs: on a GPU, or in the emulator of its instructions.
 
-The same source serves all three. With a usable GPU, kernels run on it. Without one, NumPy executes their PTX
-(`emulator/`), so tests and lessons need no hardware. NUMBA_ENABLE_CUDASIM=1 selects Numba's own simulator,
-which runs the Python source thread by thread. MINIDIST_CUDA_BACKEND overrides this choice.
+The same source serves both. With a usable GPU, kernels run on it. Without one, NumPy executes their PTX
+(`emulator/`), so tests and lessons need no hardware. MINIDIST_CUDA_BACKEND overrides this choice.
 
 Missing or mismatched software is reported in one sentence with its remedy, before a CUDA error code could
 appear. Source for versions: NVIDIA, CUDA Compatibility (a driver of the toolkit's major version runs what it
@@ -21,8 +20,8 @@ from typing import Any, Literal
 from ...rung import require_numba
 from . import nvvm
 
-Backend = Literal["gpu", "emulator", "simulator"]
-BACKENDS = ("gpu", "emulator", "simulator")
+Backend = Literal["gpu", "emulator"]
+BACKENDS = ("gpu", "emulator")
 VARIABLE = "MINIDIST_CUDA_BACKEND"
 INSTALL = "pip install 'minidist[cuda]'"
 # The oldest driver for Linux of a toolkit's major version (CUDA Toolkit Release Notes, table 3).
@@ -30,34 +29,25 @@ DRIVERS = {12: 525, 13: 580}
 
 
 def backend() -> Backend:
-    """Return "gpu", "emulator" or "simulator": where kernels run now.
+    """Return "gpu" or "emulator": where kernels run now.
 
-    $MINIDIST_CUDA_BACKEND decides if it is set. Otherwise it is "simulator" under NUMBA_ENABLE_CUDASIM=1,
-    "gpu" if there is one and its driver fits, else "emulator". Raises ValueError for another value of the
-    variable, and RuntimeError if "simulator" is asked for in a process that did not start as one, if "gpu" is
-    asked for and there is none, and if the driver is too old.
+    $MINIDIST_CUDA_BACKEND decides if it is set. Otherwise it is "gpu" if there is one and its driver fits,
+    else "emulator". Raises ValueError for another value of the variable, and RuntimeError if "gpu" is asked
+    for and there is none, if the driver is too old, and under NUMBA_ENABLE_CUDASIM=1.
     """
     named = os.environ.get(VARIABLE)
-    simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-    if named:
-        if named not in BACKENDS:
-            raise ValueError(f"{VARIABLE} is {named!r}: set it to {', '.join(BACKENDS)}, or unset it")
-        if named == "simulator" and not simulated:
-            raise RuntimeError(
-                f"{VARIABLE} is 'simulator', which Numba turns on as it is imported: "
-                "start Python with NUMBA_ENABLE_CUDASIM=1"
-            )
-        if named != "simulator" and simulated:
-            raise RuntimeError(
-                f"{VARIABLE} is {named!r} and NUMBA_ENABLE_CUDASIM is set, with which nothing is compiled: "
-                "unset one of them"
-            )
-        if named == "gpu" and not has_gpu():
-            raise RuntimeError(f"{VARIABLE} is 'gpu', and no NVIDIA GPU was found: unset it for the emulator")
-        return named  # type: ignore[return-value]
-    if simulated:
-        return "simulator"
-    return "gpu" if has_gpu() else "emulator"
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+        raise RuntimeError(
+            "NUMBA_ENABLE_CUDASIM is set, with which Numba compiles no kernels. Its simulator runs them as "
+            "cuda.jit(kernel.function)[grid, block](...): for the ladder, unset it"
+        )
+    if not named:
+        return "gpu" if has_gpu() else "emulator"
+    if named not in BACKENDS:
+        raise ValueError(f"{VARIABLE} is {named!r}: set it to {' or '.join(BACKENDS)}, or unset it")
+    if named == "gpu" and not has_gpu():
+        raise RuntimeError(f"{VARIABLE} is 'gpu', and no NVIDIA GPU was found: unset it for the emulator")
+    return named  # type: ignore[return-value]
 
 
 @functools.cache

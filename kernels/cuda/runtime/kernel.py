@@ -4,10 +4,10 @@
     SCALE.launch((blocks,), x, factor, n)
 
 Its arguments and `device.backend` decide where it runs: with arrays in a GPU's memory, its machine code runs
-there; with NumPy arrays, its PTX runs in the emulator, or its source in Numba's simulator. A kernel is
-compiled for the types of its arguments: int32 for an int, `dtype[::1]` for a 1-D array, any strides for a 2-D
-array, uint8[::1] for a tensor map. float16 and bfloat16 travel as uint16, since Numba has no bfloat16 in
-shared memory; the instructions know what they mean.
+there; with NumPy arrays, its PTX runs in the emulator. A kernel is compiled for the types of its arguments:
+int32 for an int, `dtype[::1]` for a 1-D array, any strides for a 2-D array, uint8[::1] for a tensor map.
+float16 and bfloat16 travel as uint16, since Numba has no bfloat16 in shared memory; the instructions know
+what they mean.
 """
 
 from __future__ import annotations
@@ -110,19 +110,11 @@ class Kernel:
             if type(x) is DeviceArray:
                 self._launch_on_gpu(grid, args, shared, cluster, stream)
                 return
-        where = backend()
-        if where == "gpu":
+        if backend() == "gpu":
             self._launch_on_gpu(grid, args, shared, cluster, stream)
             return
         check_grid(self.name, grid)
         arrays = tuple(_host_argument(self.name, i, x) for i, x in enumerate(args))
-        if where == "simulator":
-            # The simulator's own arrays are used in place. Others it copies there and back, which fails for
-            # views and for read-only arrays.
-            there: Any = importlib.import_module("numba.cuda.simulator.cudadrv.devicearray").FakeCUDAArray
-            own = (there(x) if isinstance(x, np.ndarray) else x for x in arrays)
-            self._simulated[tuple(grid), self.threads, 0, shared](*own)
-            return
         from ...emulator.execution.run_grid import run_kernel
 
         ptx = self.compile(self.types(arrays), self.architecture).ptx
@@ -168,13 +160,6 @@ class Kernel:
         """The names of the arguments, for the emulator's error messages."""
         return list(inspect.signature(self.function).parameters)
 
-    @functools.cached_property
-    def _simulated(self) -> Any:
-        """The function as Numba's simulator launches it."""
-        from numba import cuda
-
-        return cuda.jit(self.function)
-
 
 def numba_type(dtype: str, dimensions: int) -> Any:
     """Return Numba's type of an array: contiguous with one dimension, any strides with two."""
@@ -192,7 +177,7 @@ def _numba_type(x: Any) -> Any:
 
 
 def _host_argument(kernel: str, position: int, x: Any) -> Any:
-    """Return the argument as the emulator and the simulator take it, or raise what is wrong with it."""
+    """Return the argument as the emulator takes it, or raise what is wrong with it."""
     if isinstance(x, np.ndarray):
         if x.ndim == 1 and not x.flags.c_contiguous:
             raise TypeError(

@@ -118,12 +118,6 @@ def kernel(dtype: str) -> Kernel:
 
 def _copy(x: Matrix, into: Matrix, width: int) -> None:
     """Copy x to the first columns of `into`, and zeros to the columns from there to `width`; same dtype."""
-    if backend() == "simulator":  # where a kernel takes a Python thread for each of its own
-        into.view2d()[...] = x.view2d()
-        if width > x.columns:
-            wide = Matrix(into.data, into.rows, width, into.row_stride, 1, into.dtype)
-            wide.view2d()[:, x.columns :] = 0
-        return
     grid = (-(-x.rows // SIDE), min(-(-width // SIDE), MOST_ACROSS))
     kernel("uint16" if x.itemsize == 2 else x.dtype).launch(
         grid,

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import cuda, int32, int64
-from numba.core import config
 
 from ..instructions.copies import cp_async_4_zfill, cp_async_16_or_zeros, store_128
 from ..runtime.matrix import Matrix, StorageOrder
@@ -20,14 +19,12 @@ from .packing import packed
 
 Function = Callable[..., Any]
 
-# Bytes, of shared arrays that are accessed 16 bytes at a time. Numba's simulator takes no alignment.
-ALIGNMENT = None if config.ENABLE_CUDASIM else 16
+ALIGNMENT = 16  # bytes, of shared arrays that are accessed 16 bytes at a time
 
 
 def inlined(function: Function) -> Function:
     """Make a function for kernels that is inlined at its call, so its local arrays become registers."""
-    options = {} if config.ENABLE_CUDASIM else {"forceinline": True}
-    made: Function = cuda.jit(device=True, **options)(function)
+    made: Function = cuda.jit(device=True, forceinline=True)(function)
     return made
 
 

@@ -12,7 +12,6 @@ optimizations".
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from numba import int32
@@ -21,7 +20,7 @@ from ..instructions.inline_ptx import AsmOperand, Assembler, Value, instruction
 from .panels import inlined
 
 
-@instruction(operator.floordiv, returns="int32")
+@instruction(returns="int32")
 def quotient(to: Assembler, x: AsmOperand, y: AsmOperand) -> Value:
     """quotient(x, y): x // y of numbers from 0 on; Numba's // would call a division of 64 bits."""
     return to.builder.udiv(to.integer(x), to.integer(y))

@@ -1,4 +1,4 @@
-"""Operations that the lanes of a warp compute together: shuffles, votes, matches and reductions.
+"""Operations that the lanes of a warp compute together: shuffles, votes and matches.
 
 Arrays are (..., 32), with the lanes on the last axis. `active` tells which lanes run the instruction.
 `members` (its operand membermask) has a bit for each lane that takes part, in the view of each lane: two
@@ -6,7 +6,7 @@ halves of a warp may vote at once, each for itself. A lane's result is undefined
 or if it reads a lane without a part. The functions return which results are undefined; those hold some value.
 
 Source: PTX ISA manual, "Data Movement and Conversion Instructions: shfl.sync" and "Parallel Synchronization
-and Communication Instructions: vote.sync, match.sync, redux.sync".
+and Communication Instructions: vote.sync, match.sync".
 """
 
 from __future__ import annotations
@@ -104,30 +104,6 @@ def match(mode: str, active: Array, value: Array, members: Array) -> LaneExchang
     return np.where(agree, present, np.uint32(0)), agree, undefined
 
 
-def reduce(combine: np.ufunc, active: Array, value: Array, members: Array) -> LaneExchange:
-    """Return the members' values combined by this ufunc."""
-    present = np.broadcast_to(members & word(active), active.shape)
-    taken = ((present[..., :, None] >> LANES) & np.uint32(1)) != 0
-    limits = np.iinfo(value.dtype)
-    neutral = {"minimum": limits.max, "maximum": limits.min, "bitwise_and": limits.max}.get(
-        combine.__name__, 0
-    )
-    others = np.broadcast_to(value, active.shape)[..., None, :]
-    terms = np.where(taken, others, value.dtype.type(neutral))
-    result = combine.reduce(terms, axis=-1, dtype=value.dtype)
-    return result, None, active & ~takes_part(LANES, members, active)
-
-
-REDUCTIONS: dict[str, np.ufunc] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
 @functools.cache
 def warp_operation(opcode: tuple[str, ...]) -> WarpOperation | None:
     """Return what the instruction computes, or None, as for forms without `.sync`: they ended with sm_70."""
@@ -141,8 +117,4 @@ def warp_operation(opcode: tuple[str, ...]) -> WarpOperation | None:
             return WarpOperation("b32", ("pred", "u32"), partial(vote, "ballot"))
         case ("match", "any" | "all" as mode, "sync", "b32" | "b64" as kind):
             return WarpOperation("b32", (kind, "u32"), partial(match, mode))
-        case ("redux", "sync", "add" | "min" | "max" as name, "u32" | "s32" as kind):
-            return WarpOperation(kind, (kind, "u32"), partial(reduce, REDUCTIONS[name]))
-        case ("redux", "sync", "and" | "or" | "xor" as name, "b32"):
-            return WarpOperation("b32", ("b32", "u32"), partial(reduce, REDUCTIONS[name]))
     return None

@@ -51,9 +51,7 @@ class AsyncCopies:
         """Check copies `to` shared memory, note their accesses, and begin them."""
         machine, clocks, lanes = to.machine, to.machine.clocks, to.lanes
         self._check(to, sources, taken)
-        if machine.counts is not None:
-            instructions = to.batch.instructions
-            machine.counts.shared_access(machine.shape, instructions, to.addresses, to.width, lanes)
+        to.count(shared=True)
         block = machine.block_of_lane[lanes]
         granules = clocks.granules(block, to.addresses, to.width)
         of_lanes = clocks.agents_of_lanes[lanes]

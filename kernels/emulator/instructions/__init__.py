@@ -7,7 +7,7 @@ in copies/
 |---|---|
 | arithmetic | instructions of registers alone; what they compute is in the package `arithmetic` |
 | atomics | atom and red |
-| warps | shuffles, votes, matches, reductions |
+| warps | shuffles, votes, matches |
 | mma | mma.sync, and ldmatrix and stmatrix |
 | emulated_wgmma | matrix instructions of four warps |
 | register_pool | setmaxnreg |

@@ -120,26 +120,6 @@ def convert_address(batch: Batch) -> Run:
     return lambda machine, mask: write(machine, read(machine) + offset, mask)
 
 
-@unit("isspacep", order="pure")
-def is_in_space(batch: Batch) -> Run:
-    """isspacep.space p, a: whether a generic address lies in a state space."""
-    space = batch.first.opcode[1].partition("::")[0]
-    low, high = {
-        "shared": (SHARED_WINDOW, LOCAL_WINDOW),
-        "local": (LOCAL_WINDOW, 1 << 62),
-        "global": (0, SHARED_WINDOW),
-        "const": (0, 0),
-        "param": (0, 0),
-    }[space]
-    read, write = batch.source(1, "s64"), batch.target(0, "pred")
-
-    def run(machine: Machine, mask: Mask) -> None:
-        address = read(machine)
-        write(machine, (address >= low) & (address < high), mask)
-
-    return run
-
-
 @unit("activemask", order="pure")
 def active_mask(batch: Batch) -> Run:
     """activemask.b32 d: a bit for each lane of the warp that runs this together."""

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arithmetic.operations import Function
 from ..arithmetic.rounding import SMALLEST_NORMAL, flushing
-from ..arithmetic.warp_operations import REDUCTIONS
 from ..base.addresses import addresses_of, lanes_of, space_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
@@ -50,6 +48,14 @@ class Atomic:
     flushes: bool = False  # subnormal float32 operands and results become zeros
 
 
+REDUCTIONS: dict[str, np.ufunc] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 OTHERS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "exch": lambda old, operand, compare: operand,
     "cas": lambda old, operand, compare: np.where(old == compare, operand, old),
@@ -84,8 +90,8 @@ def atomic(opcode: tuple[str, ...]) -> Atomic | None:
     if kind == "f32" and "global" in words:
         flushed = flushing(np.add)
         return Atomic(name, kind, lambda old, operand, compare: flushed(old, operand), np.add, flushes=True)
-    ufunc: Function = REDUCTIONS[name]
-    return Atomic(name, kind, lambda old, operand, compare: ufunc(old, operand), REDUCTIONS[name])
+    ufunc = REDUCTIONS[name]
+    return Atomic(name, kind, lambda old, operand, compare: ufunc(old, operand), ufunc)
 
 
 def apply(
@@ -189,9 +195,7 @@ def _apply(access: Access, space: str, operand: Array, compare: Array | None, fo
     if space != "global":
         everywhere = np.ones(access.addresses.shape, np.bool_)
         access.blame(everywhere, "atomic", "updates memory that is neither global nor shared")
-    if machine.counts is not None:
-        instructions, addresses, lanes = access.batch.instructions, access.addresses, access.lanes
-        machine.counts.global_access(machine.shape, instructions, addresses, width, lanes, write=True)
+    access.count(shared=False)
     old = np.zeros(operand.shape, operand.dtype)
     for buffer, where in machine.memory.find(access.addresses[0], width):
         if buffer is not None and not buffer.writable:

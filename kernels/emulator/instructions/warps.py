@@ -1,4 +1,4 @@
-"""Shuffles, votes, matches and reductions of a warp, wired to registers.
+"""Shuffles, votes and matches of a warp, wired to registers.
 
 The lanes that have arrived wait for all lanes that such an instruction names. It is a fault if one never
 arrives, and if a lane uses the value of a lane that takes no part (`memory.undefined_values`).
@@ -19,7 +19,7 @@ from ..ptx.fault import EmulatorError
 
 @unit(*EXCHANGES, order="pure", missed="warp diverged")
 def exchange(batch: Batch) -> Run:
-    """shfl.sync, vote.sync, match.sync, redux.sync: d or d|p, operands, the mask of members last."""
+    """shfl.sync, vote.sync, match.sync: d or d|p, operands, the mask of members last."""
     found = warp_operation(batch.first.opcode)
     if found is None:
         raise EmulatorError(f"the emulator does not know the instruction {batch.first.name}")

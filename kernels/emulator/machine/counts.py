@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -76,44 +77,29 @@ class Counts:
             self.classes[counted] += warps
             self.line(instruction).instructions += warps
 
-    def global_access(
-        self,
-        shape: MachineShape,
-        instructions: Sequence[PtxInstruction],
-        addresses: Array,
-        width: int,
-        lanes: Array,
-        write: bool,
-    ) -> None:
-        """Count requests for `width` bytes at addresses (instructions, lanes) of global memory."""
-        for row, instruction in enumerate(instructions):
-            requests, sectors = _sectors(shape, addresses[row], width, lanes)
+    def access(self, access: Any, shared: bool) -> None:
+        """Count the requests of an `Access` to global or shared memory.
+
+        Atomics on one word of shared memory conflict.
+        """
+        lanes, width, shape = access.lanes, access.width, access.machine.shape
+        for addresses, instruction in zip(access.addresses, access.batch.instructions, strict=True):
             line = self.line(instruction)
-            if write:
-                line.stores += requests
-                line.store_sectors += sectors
-                line.store_bytes += lanes.size * width
-            else:
+            if shared:
+                requests, passes, least = _passes(shape, addresses, width, lanes, access.kind == "updates")
+                line.shared_requests += requests
+                line.shared_passes += passes
+                line.shared_least += least
+                continue
+            requests, sectors = _sectors(shape, addresses, width, lanes)
+            if access.kind == "reads":
                 line.loads += requests
                 line.load_sectors += sectors
                 line.load_bytes += lanes.size * width
-
-    def shared_access(
-        self,
-        shape: MachineShape,
-        instructions: Sequence[PtxInstruction],
-        addresses: Array,
-        width: int,
-        lanes: Array,
-        update: bool = False,
-    ) -> None:
-        """Count requests for `width` bytes of shared memory; atomics (`update`) on one word conflict."""
-        for row, instruction in enumerate(instructions):
-            requests, passes, least = _passes(shape, addresses[row], width, lanes, update)
-            line = self.line(instruction)
-            line.shared_requests += requests
-            line.shared_passes += passes
-            line.shared_least += least
+            else:
+                line.stores += requests
+                line.store_sectors += sectors
+                line.store_bytes += lanes.size * width
 
     def matrix(self, instruction: PtxInstruction, count: int, flops: int) -> None:
         """Count `count` matrix instructions of `flops` operations each."""
@@ -121,7 +107,7 @@ class Counts:
         self.matrix_flops += count * flops
 
 
-def _by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array, Array]:
+def by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array, Array]:
     """Return the addresses of some lanes as (warps, 32), and which of these are used."""
     spread = np.zeros(shape.lanes, np.int64)
     there = np.zeros(shape.lanes, np.bool_)
@@ -133,7 +119,7 @@ def _by_warp(shape: MachineShape, addresses: Array, lanes: Array) -> tuple[Array
 
 def _sectors(shape: MachineShape, addresses: Array, width: int, lanes: Array) -> tuple[int, int]:
     """Return (requests, sectors) of a warp-wide access."""
-    spread, there = _by_warp(shape, addresses, lanes)
+    spread, there = by_warp(shape, addresses, lanes)
     touched = spread[..., None] // SECTOR + np.arange(-(-width // SECTOR))
     touched = np.where(there[..., None], touched, -1).reshape(len(spread), -1)
     touched.sort(axis=1)
@@ -146,7 +132,7 @@ def _passes(
     shape: MachineShape, addresses: Array, width: int, lanes: Array, update: bool
 ) -> tuple[int, int, int]:
     """Return (requests, passes, passes without conflicts) of a warp-wide access to shared memory."""
-    spread, there = _by_warp(shape, addresses, lanes)
+    spread, there = by_warp(shape, addresses, lanes)
     words = max(1, width // 4)
     # With 8 bytes a thread, half a warp goes at a time; with 16 bytes, a quarter.
     spread = spread.reshape(len(spread), words, -1)

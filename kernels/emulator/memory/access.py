@@ -71,6 +71,11 @@ class Access:
         """Return the first address that `bad` marks."""
         return int(self.addresses.reshape(-1)[np.argmax(bad)])
 
+    def count(self, shared: bool) -> None:
+        """Count the access, to shared or to global memory, if a profile is being made."""
+        if (counts := self.machine.counts) is not None:
+            counts.access(self, shared)
+
     def check_alignment(self) -> None:
         """Fault unless every address is a multiple of the width."""
         width = self.width

@@ -106,7 +106,7 @@ def fetch(access: Access, space: str) -> Array:
         return gather(machine.shared, races.in_shared_memory(access, *access.shared_places()), width)
     if space == "local":
         return gather(machine.local, access.local_offsets(), width)
-    _count_global(access)
+    access.count(shared=False)
     if len(access.batch) > 1 and len(machine.memory.find(access.addresses, width)) > 1:
         # Instructions that read different arrays.
         return np.concatenate([_fetch_global(access.part(i)) for i in range(len(access.batch))])
@@ -148,7 +148,7 @@ def put(access: Access, space: str, data: Array) -> None:
         rows, shift = rows_of(machine.local, width), width.bit_length() - 1
         rows[access.local_offsets() >> shift] = data.view(rows.dtype)[..., 0]
     else:
-        _count_global(access)
+        access.count(shared=False)
         for i in range(len(access.addresses)):
             _put_global(access.part(i), data[i])
 
@@ -171,11 +171,3 @@ def _put_global(access: Access, data: Array) -> None:
         if (lost := (buffer.read(offset, access.width) != values).any(axis=-1)).any():
             first = int(offset[np.argmax(lost)])
             races.in_one_step(there, lost, f"{buffer.element(first)} of {buffer.name}")
-
-
-def _count_global(access: Access) -> None:
-    if (counts := access.machine.counts) is not None:
-        instructions, writes = access.batch.instructions, access.kind != "reads"
-        counts.global_access(
-            access.machine.shape, instructions, access.addresses, access.width, access.lanes, writes
-        )

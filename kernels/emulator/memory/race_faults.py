@@ -27,12 +27,7 @@ def in_shared_memory(access: Access, block: Array, offset: Array, values: Array 
     A write of what is there already (`values`) is no race.
     """
     machine, clocks, verb = access.machine, access.machine.clocks, access.verb
-    if machine.counts is not None:
-        updates = access.kind == "updates"
-        addresses, lanes = access.addresses, access.lanes
-        machine.counts.shared_access(
-            machine.shape, access.batch.instructions, addresses, access.width, lanes, updates
-        )
+    access.count(shared=True)
     granules = clocks.granules(block, offset, access.width)
     agents = clocks.agents_of_lanes
     agents = agents if access.lanes.size == machine.lanes else agents[access.lanes]

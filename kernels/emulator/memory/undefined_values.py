@@ -18,7 +18,7 @@ from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.program import Operand, PtxInstruction
 from ..ptx.static_analysis import registers_of
 
-EXCHANGES = ("shfl", "vote", "match", "redux")
+EXCHANGES = ("shfl", "vote", "match")
 
 
 class UndefinedValues:

@@ -33,7 +33,10 @@ def one_row() -> None:
         frames.append((note, _row(block, higher, total, f"x {fade:.3f}" if 0 < fade < 1 else "")))
         largest = higher
     frames.append(
-        ("The end: sums / total is the result. No block had to wait for the others.", frames[-1][1])
+        (
+            "The end: sums / total is the result. No block had to wait for the others.",
+            _row(4, largest, total, ""),
+        )
     )
     animate(
         frames,

@@ -29,8 +29,9 @@ def page(title: str, report: str, rung: str, lines: Sequence[str]) -> None:
             f'<div style="max-width: 960px"><p><b>{html.escape(title)}</b> “{html.escape(report)}”</p>'
             f'<div style="border: 1px solid; border-radius: 4px; padding: 0.3em 0.6em">'
             f'<div style="opacity: 0.7; font-size: 90%">{rung}.py, {len(lines)} lines</div>'
-            '<pre style="max-height: 32em; overflow: auto; margin: 0; font-size: 12px; line-height: 1.4; '
-            f'background: transparent; color: inherit">{chr(10).join(rows)}</pre></div></div>'
+            '<pre style="max-height: 44em; overflow: auto; margin: 0.4em 0 0; font-size: 12px; '
+            'line-height: 1.4; background: transparent; color: inherit">'
+            f"{chr(10).join(rows)}</pre></div></div>"
         )
     )
 
@@ -55,7 +56,7 @@ def losses(found: Sequence[float], right: Sequence[float]) -> None:
 def strip(what: str, differs: Mapping[str, Sequence[float]], in_a_row: int = 38) -> None:
     """Show which parameters differ from one process: a square for each, a line for each rank."""
     side, left, ranks = 17, 58, len(next(iter(differs.values())))
-    high, parts = side * ranks + 124, []
+    high, parts = side * ranks + 150, []
     for place, (key, each) in enumerate(differs.items()):
         x, top = left + side * (place % in_a_row), 6 + high * (place // in_a_row)
         for rank, by in enumerate(each):
@@ -92,12 +93,7 @@ def scoreboard(cases: Sequence[tuple[str, int | None, int]], begin: int = 100) -
         color = GREEN if points is not None and points >= par else ORANGE
         axes.barh(row, points or 0, height=0.62, color=color)
         axes.plot([par, par], [row - 0.42, row + 0.42], color=INK, linewidth=1.6)
-        name(
-            axes,
-            max(points or 0, par if points is not None else 0),
-            row,
-            "open" if points is None else str(points),
-        )
+        name(axes, begin, row, "open" if points is None else str(points))
     axes.set_yticks(range(len(cases)), [title for title, _, _ in cases])
     axes.set(xlim=(0, begin * 1.12), ylim=(len(cases) - 0.4, -0.6), xlabel="points")
     axes.spines["left"].set_visible(False)

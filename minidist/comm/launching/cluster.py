@@ -22,7 +22,7 @@ from minidist.comm.errors import RankError
 from minidist.comm.launching.collect_results import collect
 from minidist.comm.launching.cores import available_cores as available_cores
 from minidist.comm.launching.rank_processes import RankProcess, stop, supervisor
-from minidist.comm.launching.sending import Keeping, Kept, WithSource, pickle_call, unpickle_result
+from minidist.comm.launching.sending import Kept, WithSource, keep, pickle_call, unpickle_result
 from minidist.comm.launching.worker import Setup
 from minidist.comm.started_by import without_launcher
 
@@ -166,7 +166,7 @@ class Cluster:
             object. Ranks free it at the next run after the handle is gone, and lose it if a run fails.
         """
         handle = Kept(make)
-        for value in self.run(Keeping(handle.key, make), *args, **kwargs):
+        for value in self.run(keep, handle.key, make, *args, **kwargs):
             if isinstance(value, RankError):
                 raise value
         self._held.add(handle.key)

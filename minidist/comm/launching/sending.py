@@ -43,15 +43,9 @@ _kept: dict[int, Any] = {}
 """This rank's kept objects, by key."""
 
 
-class Keeping:
-    """A function whose result a rank keeps under a key."""
-
-    def __init__(self, key: int, make: Callable[..., Any]) -> None:
-        self.key, self.make, self.__qualname__ = key, make, _name(make)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run the function, in a rank."""
-        _kept[self.key] = self.make(*args, **kwargs)
+def keep(key: int, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run `make` in a rank, and keep what it returns under a key."""
+    _kept[key] = make(*args, **kwargs)
 
 
 def kept_object(key: int) -> Any:

@@ -175,7 +175,6 @@ def _join(setup: Setup, listener: int | None) -> None:
     store = TCPStore(
         "127.0.0.1",
         setup.port,
-        None,  # with more than some tens of ranks, a store that knows their number lets them wait for seconds
         is_master=setup.rank == 0,
         timeout=limit,
         wait_for_workers=False,

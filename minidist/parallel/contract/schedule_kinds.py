@@ -1,9 +1,8 @@
 """The pipeline schedules that a layout can name: one record for each, with all that is true of it.
 
-To add a schedule, write the function that makes it (pipeline/schedules.py) and its record here. `Layout`,
-`Pipeline`, the engine, the planner, the models of memory and time, the benchmarks, the docs' tables, the
-playground and the tests read the record. It names its function by text, because this package lies below the
-pipeline.
+To add a schedule, write the function that makes it (in schedules/) and its record here. `Layout`, `Pipeline`,
+the engine, the planner, the models of memory and time, the benchmarks, the docs' tables, the playground and
+the tests read the record. It names its function by text, because this package lies below schedules/.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class ScheduleKind(NamedTuple):
         return least <= chunks and (most is None or chunks <= most)
 
 
-_MODULE = "minidist.parallel.pipeline.schedules"
-_V_MODULE = "minidist.parallel.pipeline.v_schedules"
+_MODULE = "minidist.parallel.schedules.gpipe_to_zero_bubble"
+_V_MODULE = "minidist.parallel.schedules.v_schedules"
 DEFAULT_SCHEDULE = "1f1b"
 SCHEDULES = {
     "gpipe": ScheduleKind(  # Huang et al. 2019, section 2.3

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Run:
     # parameters, which may be whole only while they are at work, and activations
     unread: int = 0  # messages that nobody received
     failed: str = ""
+    kept: list[int] = field(default_factory=list)  # what is held after a step, alone
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +104,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.owned += model.parameters() if model is not None else []
 
         def look(*_: Any) -> None:
-            state = [x for each in optimizer.state.values() for x in each.values()]
+            state = [x for each in optimizer.state.values() for x in each.values() if x.dim()]  # no counts
             self.kept = _bytes([*self.owned, *state, *(p.grad for p in self.owned if p.grad is not None)])
 
         optimizer.register_step_post_hook(look)

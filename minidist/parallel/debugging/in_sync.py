@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidist.comm.errors import OutOfSync
+from minidist.comm.errors import OutOfSync, described
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.flat.gathering import gather_equal, gather_values, raw_bytes, tensor_of
 
@@ -30,10 +30,7 @@ class _Entry(NamedTuple):
     @property
     def kind(self) -> str:
         """Dtype and shape, "float32[3x4]", which have to be equal before values can be."""
-        if isinstance(self.value, str):
-            return self.value
-        shape = "x".join(map(str, self.value.shape)) or "scalar"
-        return f"{str(self.value.dtype).removeprefix('torch.')}[{shape}]"
+        return self.value if isinstance(self.value, str) else described(self.value)
 
     def digest(self) -> str:
         """A hash of kind and values; zeros of either sign are equal, and so are all NaNs."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist._arguments import check_whole
-from minidist.parallel.context import zigzag_order
+from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.contract.batch import as_batch, rows, rows_of, tensors
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.engine.training_step import Engine

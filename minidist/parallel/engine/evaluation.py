@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
-from minidist.parallel.context import zigzag_order
+from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.contract.batch import (
     NOTHING,
     as_batch,

@@ -17,8 +17,8 @@ from minidist import comm
 from minidist.parallel.contract.training_state import parameter_like
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.flat.ranges import narrowed
-from minidist.parallel.sharding.meta_units import MetaInitializer, ParameterSlot, device_for
-from minidist.parallel.tensor.cuts import Cut
+from minidist.parallel.sharding.units.meta_units import MetaInitializer, ParameterSlot, device_for
+from minidist.parallel.tensor_parallel.cuts import Cut
 
 Initialize = Callable[[nn.Module], object]
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from minidist.comm.mesh import Mesh
 from minidist.comm.work import Group
-from minidist.parallel.context import sequence_share, transformers_models
-from minidist.parallel.context.sequence_share import SequenceShare
 from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.schedule_kinds import schedule_kind
 from minidist.parallel.contract.user_functions import MakeOptimizer
@@ -28,13 +26,15 @@ from minidist.parallel.engine.meta_device import Initialize, Skeleton
 from minidist.parallel.engine.tensor_map import TensorMap, WholeModel
 from minidist.parallel.experts.expert_parallel import share_experts
 from minidist.parallel.flat.joined_messages import broadcast_together, require_same
-from minidist.parallel.pipeline.layer_by_layer import cut
+from minidist.parallel.layerwise.layer_by_layer import cut
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.model_stage import LayerTrace, ModelStage, drop_parameters
-from minidist.parallel.tensor.cuts import Cut, cuts
-from minidist.parallel.tensor.parallelize import parallelize
-from minidist.parallel.tensor.plans import plan_for
-from minidist.parallel.tensor.vocabulary import vocabulary_of
+from minidist.parallel.sequence_share import sequence_share, transformers_models
+from minidist.parallel.sequence_share.sequence_share import SequenceShare
+from minidist.parallel.tensor_parallel.cuts import Cut, cuts
+from minidist.parallel.tensor_parallel.plans import plan_for
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from minidist.parallel.tensor_parallel.vocabulary import vocabulary_of
 from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable
 
 

@@ -21,7 +21,7 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
-from minidist.parallel.sharding.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
@@ -100,7 +100,7 @@ def prepare(
             number of neighbouring ranks, those of a host: together they keep a second copy of the parameters,
             from which the backward pass gathers (hpZ of ZeRO++); it lies where the model computes.
         plan: for tp, how to cut each module, as for `parallelize`; None for `plan_for(model)`
-            (tensor/plans.py).
+            (tensor_parallel/plans.py).
         initialize: gives a submodule's own parameters and buffers their values, for example from a file, if
             they were on the meta device; None for the model's method `initialize_part`, or each submodule's
             `reset_parameters`.

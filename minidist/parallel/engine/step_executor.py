@@ -25,7 +25,7 @@ from minidist.parallel.contract.layout import Layout
 from minidist.parallel.contract.strategy import Strategy
 from minidist.parallel.contract.user_functions import Loss, first_argument
 from minidist.parallel.engine.partition_model import RankModel
-from minidist.parallel.tensor.vocabulary import gather_logits, vocab_parallel_cross_entropy
+from minidist.parallel.tensor_parallel.vocabulary import gather_logits, vocab_parallel_cross_entropy
 from minidist.parallel.training.batch_norm import synchronized
 from minidist.parallel.training.precision import Precision
 

@@ -21,7 +21,7 @@ from minidist.parallel.contract.strategy import Strategy, TensorBox, common_part
 from minidist.parallel.contract.training_state import names_of
 from minidist.parallel.flat import joined_messages
 from minidist.parallel.flat.ranges import narrowed
-from minidist.parallel.tensor.cuts import Cut
+from minidist.parallel.tensor_parallel.cuts import Cut
 from minidist.parallel.training.clipping import global_norm
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist.comm.work import Group, bytes_of, ranks_of
+from minidist.parallel.flat.bucket_layout import WholeTensors
 
 MB = 2**20
 TOGETHER_BYTES = 25 * MB
@@ -39,6 +40,27 @@ def deal_to_buckets(tensors: Sequence[Tensor], order: Iterable[int], limit: int)
         filling[key] = (filled + size, when, [*indices, index])
     done.extend((last, indices) for _, last, indices in filling.values())
     return [indices for _, indices in sorted(done)]
+
+
+def deal_whole(
+    tensors: Sequence[Tensor], order: Sequence[int], limit: int, deal: WholeTensors
+) -> list[list[int]]:
+    """Deal tensors of which each has one owner to buckets: of `limit` bytes, or as many of about one size.
+
+    A last bucket of few tensors leaves most owners idle. The less padded way is taken, then the more even.
+    """
+    owners, sizes = len(deal.loads), [bytes_of(tensors[index]) for index in order]
+    # The bucket of a large one would otherwise be mostly padding.
+    limit = max(limit, owners * max(sizes))
+    equal = -(-sum(sizes) // -(-sum(sizes) // limit)) + max(sizes) // 2
+
+    def unevenness(buckets: list[list[int]]) -> tuple[int, float]:
+        trial = WholeTensors(deal.work, owners)
+        trial.loads = [*deal.loads]
+        padded = sum(trial([tensors[index] for index in each], owners)[1] for each in buckets)
+        return padded, max(trial.loads)
+
+    return min((deal_to_buckets(tensors, order, most) for most in (limit, equal)), key=unevenness)
 
 
 def give_memory(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model's layers are cut into stages, and micro-batches flow through them.
 
 While one rank computes on a micro-batch, the next rank computes on the one before it. A schedule, which is
-data (schedules.py), says in which order; this file executes it. Each instruction is a forward or backward
+data (../schedules/), says in which order; this file executes it. Each instruction is a forward or backward
 pass of a stage, or a message to a neighbour.
 
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021; Qi et al. 2023.
@@ -23,16 +23,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from minidist import comm
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.model.loss import cross_entropy
+from minidist.parallel import schedules
 from minidist.parallel.contract.batch import check_rows, require_batch, rows_of, shapes, split, to_device
 from minidist.parallel.contract.batch import rows as some_rows
 from minidist.parallel.contract.kept_attributes import evaluating
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE
 from minidist.parallel.contract.user_functions import Loss
 from minidist.parallel.guards.refusals import gradients_are_off, require_metric
-from minidist.parallel.pipeline import schedules
-from minidist.parallel.pipeline.instructions import Instruction, Schedule
 from minidist.parallel.pipeline.pipeline_checks import check_pipeline_arguments, check_stages
-from minidist.parallel.pipeline.simulation import Event
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.pipeline.stage_messages import (
     RankPlan,
@@ -43,6 +41,8 @@ from minidist.parallel.pipeline.stage_messages import (
     tensors_to_send,
 )
 from minidist.parallel.pipeline.tied_parameters import start_tied_equal, sum_tied
+from minidist.parallel.schedules.instructions import Instruction, Schedule
+from minidist.parallel.schedules.simulation import Event
 from minidist.parallel.training.recompute import recomputes
 
 COMPLETE = ("backward", "backward_weight")

@@ -9,8 +9,8 @@ from torch import nn
 
 from minidist.comm.work import Group, ranks_of
 from minidist.parallel.guards.refusals import require_alike
-from minidist.parallel.pipeline.instructions import Schedule, require_schedule, sizes
-from minidist.parallel.pipeline.schedule_proof import check
+from minidist.parallel.schedules.instructions import Schedule, require_schedule, sizes
+from minidist.parallel.schedules.schedule_proof import check
 
 MICRO_BATCHES = 8
 """Micro-batches of a batch, unless the caller says otherwise."""

@@ -25,7 +25,7 @@ from minidist.comm.mesh import duplicate_group
 from minidist.comm.messages import tell_failure
 from minidist.comm.work import Group, rank_in, ranks_of
 from minidist.parallel.contract.schedule_kinds import StagePlacement
-from minidist.parallel.pipeline.instructions import (
+from minidist.parallel.schedules.instructions import (
     Channel,
     Instruction,
     Schedule,
@@ -34,7 +34,7 @@ from minidist.parallel.pipeline.instructions import (
     moved,
     placement_of,
 )
-from minidist.parallel.pipeline.schedule_proof import CompletedSends, completed_sends
+from minidist.parallel.schedules.schedule_proof import CompletedSends, completed_sends
 
 AHEAD = 2
 """Receives that are posted at a time: while the rank waits for one, the message of the other travels."""

@@ -26,31 +26,14 @@ Where memory is given back:
 - ZeRO 2 and above let go of gradients that this rank does not own: `Bucket.give_back`.
 - ZeRO 3 also lets go of whole parameters after a unit's pass: `Bucket.free`.
 
-| File | Holds |
+| Where | The question it answers |
 |---|---|
-| ../contract/residency.py | the table, and what follows from a row |
-| sharded.py | `Sharded`: the strategy for an engine |
-| parameter_set.py | `ParameterSet`: parameters shared in one way, and the rounds of their gradients |
-| all_parameters.py | `AllParameters`: all sets together: the norm of their gradients, clipping |
-| whole_parameters.py | `WholeParameters`: whole on every rank; their gradients are summed as they come |
-| dealing.py | `Dealer`: deals them to buckets, in the order of a backward pass |
-| equal_start.py | `start_equal`: ranks begin with the same values |
-| sharded_parameters.py | `ShardedParameters`: an n-th on each rank; gathered and reduced unit by unit |
-| gathered_model.py | `summon`: the whole model, between steps; `named_shards`: what this rank has of it |
-| whole_on_owners.py | `WholeOnOwners`: those of them that the optimizer needs whole, on an owner each |
-| reducer.py | `Reducer`: a gradient has arrived; full buckets are sent while backward runs; a round ends |
-| optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, masters and state |
-| state_by_name.py | `StateByName`: the training state by the parameters' names, for checkpoints |
-| data_parallel.py | `DataParallel`: for a loop; gradients are averaged after each backward pass |
-| zero.py | `ZeroOptimizer`: for a loop; an optimizer of this rank's share |
-| consolidated_state.py | `ConsolidatedState`: its state as a plain optimizer's, collected, and dealt again |
-| fully_shard.py | `FullyShard`: for a loop; gather a unit, compute, free it; step on the shards |
-| units.py | `Unit`, a pass over units, and the hooks that show a unit's calls |
-| unit_runtime.py | `UnitRuntime`: a unit is about to run; what is gathered, reduced and freed, and when |
-| collective_order.py | the order of gathers and reductions, the same on all ranks |
-| cut_into_units.py, meta_units.py | a model cut into units and shards; memory for one on the meta device |
-| memory_source.py | where shards, masters and state lie: on the device, in CPU memory, in files |
-| parameter_groups.py | the optimizer's groups over flat shards |
-| loop_means.py | `LoopMeans`: gradients as means over rows or weights, for data parallelism |
-| loop_classes.py | what the three classes for loops have in common, and what they refuse |
+| ../contract/residency.py | who keeps what whole? The table, and what follows from a row |
+| sharded.py | `Sharded`: what does an engine ask of all this in a step? |
+| sets/ | which parameters are shared in one way, and by which ranks? |
+| whole/ | parameters are whole: when is a bucket of gradients sent? |
+| units/ | parameters are not whole: when is a unit gathered, reduced and freed? |
+| optimizer/ | which elements does this rank update, and where does their state lie? |
+| state/ | what does a checkpoint save of this rank? |
+| loops/ | the classes for a loop of your own |
 """

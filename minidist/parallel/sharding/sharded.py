@@ -23,16 +23,16 @@ from minidist.parallel.contract.training_state import model_tensors, names_of
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import refuse_state_of_slices
-from minidist.parallel.sharding.equal_start import set_for, start_equal
-from minidist.parallel.sharding.gathered_model import whole
-from minidist.parallel.sharding.loop_classes import check_bucket_mb
-from minidist.parallel.sharding.memory_source import memory_source
-from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded_parameters import ShardedParameters
-from minidist.parallel.sharding.state_by_name import StateByName, tensor_boxes
-from minidist.parallel.sharding.units import weakly
-from minidist.parallel.sharding.whole_parameters import WholeParameters
+from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb
+from minidist.parallel.sharding.optimizer.memory_source import memory_source
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.sets.equal_start import set_for, start_equal
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.state.state_by_name import StateByName, tensor_boxes
+from minidist.parallel.sharding.units.gathered_model import whole
+from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.units.units import weakly
+from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import follow_own_methods, optimizer_of_masters
 

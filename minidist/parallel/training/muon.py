@@ -5,10 +5,10 @@ bring all singular values of the momentum close to 1, with products of matrices 
 learns. Embeddings, heads, biases and norms stay with AdamW.
 
 The update looks at a whole matrix, so each has an owner among the ranks that share the state: with ZeRO 1 and
-2 buckets deal whole matrices, with ZeRO 3 sharding/whole_on_owners.py brings them there. With tensor
-parallelism each rank keeps its part of a matrix and of the momentum; an all-to-all brings the parts of a
-matrix to one of the ranks, which orthogonalizes it, and another one takes the result back. For a matrix of S
-bytes on n ranks that is 2 (n - 1) / n S over all ranks together. Orthogonalizing each part by itself would
+2 buckets deal whole matrices, with ZeRO 3 sharding/optimizer/whole_on_owners.py brings them there. With
+tensor parallelism each rank keeps its part of a matrix and of the momentum; an all-to-all brings the parts of
+a matrix to one of the ranks, which orthogonalizes it, and another one takes the result back. For a matrix of
+S bytes on n ranks that is 2 (n - 1) / n S over all ranks together. Orthogonalizing each part by itself would
 send nothing, and would be another optimizer.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (the iteration and its

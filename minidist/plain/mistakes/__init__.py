@@ -18,7 +18,7 @@ training has besides. They lie in the `.diff` files beside this one, a file for 
 | ranks.py | ranks as threads of one process, which count their calls |
 | lone_rank.py | one rank by itself, to look at placements |
 | trainings.py | the trainings that detectors look at, on n ranks and on one |
-| formulas.py | what the pages say that a rank sends |
+| formulas.py | what the pages say that a rank sends and holds |
 | examine.py | `examine`: asks detectors (parallel/debugging, and two of the ladder) about a mistake |
 
 `minidist mistakes` shows which detector finds which mistake, and `minidist mistakes --show NAME` one of them.

@@ -14,7 +14,7 @@ import torch
 from minidist.parallel.debugging import detectors
 from minidist.parallel.debugging.detectors import Detector, Found, Subject, ask
 from minidist.plain.mistakes import Mistake, lone_rank
-from minidist.plain.mistakes.formulas import sent_by
+from minidist.plain.mistakes.formulas import held_by, sent_by
 from minidist.plain.mistakes.trainings import T, Trainings, alone, load, model_of, unchanged
 
 
@@ -46,6 +46,16 @@ def sent(it: Subject) -> str:
     return detectors.sent(it)
 
 
+def held(it: Subject) -> str:
+    """After a step every rank holds the bytes of its page's formula, and at its most as much as it has to."""
+    rung, n = it.found.rung, it.found.n
+    for rank, found in enumerate(it.found["short"].kept):
+        right = None if rung.on else held_by(rung.rung, rank, n, model_of(rung.model, 0), dict(rung.options))
+        if right not in (None, found):
+            return f"rank {rank} holds {found:,} bytes after a step, and the formula says {right:,}"
+    return detectors.memory(it)
+
+
 def placements(it: Subject) -> str:
     """Every use of a tensor takes its placement, before anything is sent."""
     rung = it.found.rung
@@ -56,6 +66,7 @@ def placements(it: Subject) -> str:
 DETECTORS: dict[str, Detector] = {
     **detectors.DETECTORS,
     "bytes": sent,
+    "memory": held,
     "resume": resume,
     "placements": placements,
 }

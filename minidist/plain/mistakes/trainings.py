@@ -117,6 +117,7 @@ def run(
         [counter.most + counter.kept for counter in counters],
         sum(number > ranks[way[1]].count[way] for way, number in messages),
         failed,
+        [counter.kept for counter in counters],
     )
 
 

@@ -23,8 +23,8 @@ from minidist.model.configs import BERTConfig, GPTConfig, TransformerConfig
 from minidist.parallel.contract.recompute_policies import recomputed_parts
 from minidist.parallel.contract.schedule_kinds import DEFAULT_SCHEDULE, schedule_kind
 from minidist.parallel.flat.bucket_layout import longest_first, matrix_work
-from minidist.parallel.pipeline.balanced_cut import cut_by_weights
-from minidist.parallel.tensor.shares import share_of
+from minidist.parallel.layerwise.balanced_cut import cut_by_weights
+from minidist.parallel.tensor_parallel.shares import share_of
 
 BUCKET = 25 * 2**20
 """The most bytes of a bucket, unless a single parameter is larger."""

@@ -10,7 +10,7 @@ from minidist._arguments import is_number, is_whole
 from minidist._names import unknown
 from minidist.model.configs import GPTConfig, TransformerConfig
 from minidist.model.configs import config as config_of
-from minidist.parallel.context import zigzag_order
+from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.contract.layout import Layout, check_secondary
 from minidist.scale.memory.parameter_sizes import share
 from minidist.scale.memory.state_bytes import BYTES, OPTIMIZERS, StateSharing

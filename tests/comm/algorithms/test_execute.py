@@ -50,26 +50,6 @@ def test_steps_in_batches_give_the_same(cluster_of: Clusters, ranks: int) -> Non
     cluster_of(ranks).run(compare)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_large_tensors_are_cut_and_equal_gloos(cluster_of: Clusters, ranks: int) -> None:
-    """8 MB and some, in segments as they are."""
-
-    def reduce() -> list[str]:
-        from minidist.comm.algorithms.execute import execute
-
-        x = torch.arange(2**21 + 13).remainder(257).mul(md.rank() + 1).float()
-        wanted = x.clone()
-        dist.all_reduce(wanted)
-        wrong = []
-        for name, generator in algorithms.ALGORITHMS["all_reduce"].items():
-            mine = x.clone()
-            execute(generator(md.rank(), md.size(), len(x)), mine, mine)
-            wrong += [] if torch.equal(mine, wanted) else [name]
-        return wrong
-
-    assert cluster_of(ranks).run(reduce) == [[]] * ranks
-
-
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS["all_reduce"]))
 def test_all_ranks_get_the_same_bits(cluster_of: Clusters, name: str) -> None:
     def reduce() -> torch.Tensor:

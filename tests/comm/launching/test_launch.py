@@ -28,7 +28,6 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.errors import FOLLOWS
-from minidist.comm.launching import worker
 from minidist.comm.launching.cluster import available_cores
 from tests.comm.programs import run_as_users_do, written
 from tests.helpers import warm_python
@@ -194,14 +193,6 @@ def test_a_caught_mismatch_is_over_at_the_next_run(times: int, check: bool, asyn
             assert all("fresh processes replace the ranks" in str(each.message) for each in caught)
 
 
-def test_a_caught_mismatch_loses_what_ranks_keep() -> None:
-    with md.Cluster(2, timeout=HANG) as cluster:
-        kept = cluster.keep(torch.zeros, 1)
-        cluster.run(mismatch, False)  # in shared memory, where both ranks notice it
-        with pytest.raises(RuntimeError, match="failed since, or caught a CollectiveError, and"):
-            cluster.run(torch.Tensor.add_, kept, 1)
-
-
 def seconds_to_ask_again() -> int:
     """Seconds that this thread waits for a name server's answer: the first number of glibc's resolver."""
     state = ctypes.CDLL(None)["__res_state"]
@@ -218,10 +209,6 @@ def test_launch_starts_fresh_processes() -> None:
     first, second = (md.launch(os.getpid, ranks=2) for _ in range(2))
     assert len({*first, *second, os.getpid()}) == 5
     wait_until_gone([*first, *second])
-
-
-def test_a_warm_cluster_keeps_its_processes(cluster_of: Clusters) -> None:
-    assert cluster_of(2).run(os.getpid) == cluster_of(2).run(os.getpid)
 
 
 def test_threads_are_the_cores_divided_by_the_ranks() -> None:
@@ -290,15 +277,6 @@ def test_a_rank_that_exits_is_an_error(cluster_of: Clusters) -> None:
         cluster_of(2).run(lambda: os._exit(0) if md.rank() == 0 else comm.barrier())
     with pytest.raises(md.RankError, match="rank 1 raised SystemExit: 3"):
         cluster_of(2).run(lambda: sys.exit(3) if md.rank() == 1 else comm.barrier())
-
-
-def test_a_rank_that_died_between_runs_is_an_error(cluster_of: Clusters) -> None:
-    victim = cluster_of(2).run(os.getpid)[1]
-    os.kill(victim, signal.SIGKILL)
-    wait_until_gone([victim])
-    with pytest.raises(md.RankDied, match="rank 1 was killed by SIGKILL"):
-        cluster_of(2).run(md.rank)
-    assert cluster_of(2).run(md.rank) == [0, 1]
 
 
 def test_the_time_limit_says_where_each_rank_was() -> None:
@@ -683,12 +661,11 @@ def test_a_script_needs_no_main_guard_no_module_and_no_stream(tmp_path: Path) ->
     assert done.stderr.endswith("\n[0, 1]")  # also with no standard output
 
 
-@pytest.mark.parametrize("fault", [False, pytest.param(True, marks=pytest.mark.deep)])
-def test_the_supervisor_frees_what_it_has_imported(tmp_path: Path, fault: bool) -> None:
-    """A library may report what is left at exit as leaks. The planted fault: objects that stay frozen."""
+def test_the_supervisor_frees_what_it_has_imported(tmp_path: Path) -> None:
+    """A library may report what is left at exit as leaks."""
     (tmp_path / "keeper.py").write_text(
         textwrap.dedent(f"""
-        import gc, os
+        import os
 
         class Kept:
             def __init__(self):
@@ -698,14 +675,12 @@ def test_the_supervisor_frees_what_it_has_imported(tmp_path: Path, fault: bool) 
                 write(self.file, b"freed")
 
         kept = Kept()
-        if {fault}:
-            gc.unfreeze = lambda: None
         """)
     )
     script = written(tmp_path, "import minidist as md\nprint(md.launch(int, 1))\n")
     done = run_as_users_do(script, MINIDIST_PRELOAD="keeper")
     assert done.stdout == "[0]\n", done.stderr
-    assert (tmp_path / "freed").read_text() == ("" if fault else "freed")
+    assert (tmp_path / "freed").read_text() == "freed"
 
 
 @pytest.mark.parametrize(
@@ -778,12 +753,3 @@ def test_ranks_that_cannot_meet_are_not_started() -> None:
     done = subprocess.run([*inside, sys.executable, "-c", text], capture_output=True, text=True)
     *_, last = done.stderr.splitlines()
     assert re.match(r"ConnectionError: .* meet at 127.0.0.1, which cannot be reached .* lo up$", last)
-
-
-def test_the_store_is_not_told_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With 48 of them, each would wait up to 5 s before it connects.
-    made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(dist, "TCPStore", lambda *given, **_: made.append(given))
-    monkeypatch.setattr(comm.world, "join", lambda *_: None)
-    worker._join(worker.Setup(1, 48, 5, 1, 9.0, False, None, {}, "", []), None)
-    assert made == [("127.0.0.1", 5, None)]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,47 +151,42 @@ def exchanged() -> tuple[int, list[float]]:
     return ledger.bytes_on_wire, received
 
 
-def test_a_sender_without_access_uses_gloo(cluster_of: Clusters) -> None:
-    def exchange() -> tuple[int, list[float]]:
-        opened = os.open
+def no_access(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 cannot open the other's file."""
+    opened = os.open
 
-        def refuse(path: Any, *rest: Any) -> int:
-            if md.rank() == 0 and str(path).startswith("/proc/") and "/fd/" in str(path):
-                raise PermissionError(path)
-            return opened(path, *rest)
+    def refuse(path: Any, *rest: Any) -> int:
+        if md.rank() == 0 and str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise PermissionError(path)
+        return opened(path, *rest)
 
-        with mailboxes_anew(turn), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "open", refuse)
-            return exchanged()
-
-    turn = time.monotonic_ns()
-    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2]), (0, [0, 1, 2])]
+    patch.setattr(os, "open", refuse)
 
 
-def test_ranks_on_different_hosts_share_no_mailbox(cluster_of: Clusters) -> None:
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 cannot make its file."""
+    if md.rank() == 1:
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError("no memory")))
+
+
+def other_hosts(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv(HOST_VARIABLE, str(md.rank()))
+
+
+@pytest.mark.parametrize(("hinder", "of_rank_1"), [(no_access, 0), (no_memory, 36), (other_hosts, 36)])
+def test_what_cannot_use_a_mailbox_goes_over_gloo(
+    cluster_of: Clusters, hinder: Callable[[pytest.MonkeyPatch], None], of_rank_1: int
+) -> None:
+    """The bytes over sockets: all of rank 0's, and those of rank 1 unless rank 0 alone is hindered."""
+
     def exchange() -> tuple[int, list[float]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(HOST_VARIABLE, str(md.rank()))
+            hinder(patch)
             with mailboxes_anew(turn):
                 return exchanged()
 
     turn = time.monotonic_ns()
-    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2])] * 2
-
-
-def test_a_rank_without_memory_for_mailboxes_receives_over_gloo(cluster_of: Clusters) -> None:
-    def exchange() -> tuple[int, list[float]]:
-        def none(*args: Any) -> None:
-            raise OSError("no memory")
-
-        with pytest.MonkeyPatch.context() as patch:
-            if md.rank() == 1:
-                patch.setattr(os, "posix_fallocate", none)
-            with mailboxes_anew(turn):
-                return exchanged()
-
-    turn = time.monotonic_ns()
-    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2])] * 2
+    assert on_each(cluster_of, exchange) == [(36, [0, 1, 2]), (of_rank_1, [0, 1, 2])]
 
 
 def test_threads_may_receive_at_once(cluster_of: Clusters) -> None:

@@ -44,33 +44,6 @@ def test_large_tensors(cluster_of: Clusters, ranks: int, shared: bool) -> None:
         exact(other, first)
 
 
-def test_a_missing_barrier_is_noticed(small_buffers: Clusters) -> None:
-    """Without the second barrier ranks read results too early, which the tests above would notice."""
-
-    def reduce() -> bool:
-        from minidist.comm.transport import shared_memory
-
-        memory = shared_memory.group_memory(None).memory
-        assert memory is not None
-        barrier, calls = memory.barrier, iter(range(10**6))
-        memory.barrier = lambda: barrier() if next(calls) % 2 == 0 else None  # type: ignore[method-assign]
-        try:
-            wrong = False
-            x = comm.empty_shared((512,))
-            for i in range(1, 50):
-                x.fill_(i)
-                if md.rank():
-                    time.sleep(0.001)
-                comm.all_reduce(x)
-                wrong |= not bool((x == i * md.size()).all())
-                torch.distributed.barrier()
-            return wrong
-        finally:
-            del memory.barrier
-
-    assert any(small_buffers(2).run(reduce))
-
-
 def test_asynchronous_calls_run_in_order_while_the_rank_computes(cluster_of: Clusters) -> None:
     def overlap() -> tuple[float, float, float]:
         x = [torch.full((1000,), float(md.rank() + i)) for i in range(10)]

@@ -155,19 +155,20 @@ def test_rungs_are_found_by_full_name_and_the_cpus_without_numba():
     assert output_of(code) == "[] False"
 
 
-def test_numbas_simulator_runs_the_source():
+def test_numbas_simulator_steps_through_the_kernels_without_instructions_of_our_own():
+    """NUMBA_ENABLE_CUDASIM is read when Numba is imported: hence the process."""
     code = (
         "import numpy as np\n"
-        "from minidist.kernels import rung\n"
-        "from minidist.kernels.measure import harness\n"
-        "from minidist.kernels.cuda.runtime import device, matrix\n"
-        "from minidist.kernels.cuda.tiling import packing\n"
-        "assert device.backend() == 'simulator'\n"
-        f"harness.check(rung({RUNGS[0]!r}), 3, 4, 2, 'float32', np.random.default_rng())\n"
-        "x = np.arange(6.0).reshape(2, 3); x.flags.writeable = False\n"
-        "p = packing.packed(matrix.host_matrix(x, 'float64'), 8)\n"
-        "np.testing.assert_array_equal(p.data.reshape(2, 8)[:, :4], [[0, 1, 2, 0], [3, 4, 5, 0]])\n"
-        f"c = rung({RUNGS[0]!r}).matmul(x, x.T)\n"
-        "np.testing.assert_allclose(c, x @ x.T)\n"
+        "from numba import cuda\n"
+        "from minidist.kernels.cuda import s2_coalesced, s3_shared_tile\n"
+        "a, b = np.ones((3, 5), np.float32), np.full((5, 4), 2, np.float32)\n"
+        "for made in (s2_coalesced.KERNEL, s3_shared_tile.kernel('float32')):\n"
+        "    c = np.zeros((3, 4), np.float32)\n"
+        "    cuda.jit(made.function)[1, made.threads](a, b, c)\n"
+        "    assert (c == 10).all(), c\n"
+        "try:\n"
+        "    s2_coalesced.RUNG.matmul(a, b)\n"
+        "except RuntimeError as error:\n"
+        "    assert 'for the ladder, unset it' in str(error)\n"
     )
     output_of(code, NUMBA_ENABLE_CUDASIM="1")

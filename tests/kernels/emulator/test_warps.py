@@ -1,8 +1,5 @@
 """Warps and atomics of the emulator, against loops over lanes that follow the manual's pseudocode."""
 
-import functools
-import operator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,34 +89,6 @@ def test_votes_and_matches(seed):
             assert same[warp, lane] == equal
             assert agree[warp, lane] == (equal == everyone)
             assert agreed[warp, lane] == (everyone if equal == everyone else 0)
-
-
-REDUCTIONS = {
-    "add": operator.add,
-    "min": min,
-    "max": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-}
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    seeds,
-    st.sampled_from(
-        ["add.s32", "min.s32", "max.s32", "add.u32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32"]
-    ),
-)
-def test_reductions(seed, name):
-    rng, active, members = warps(seed)
-    value = rng.integers(0, 2**32, active.shape).astype(np.uint32).view(DTYPES[name[-3:]])
-    result, _, _ = run(f"redux.sync.{name}", active, value, members)
-    for warp, lane in zip(*np.nonzero(active), strict=True):
-        there = present(active[warp], members[warp], lane)
-        if lane in there:
-            total = functools.reduce(REDUCTIONS[name[:-4]], [int(value[warp, j]) for j in there])
-            assert int(result[warp, lane]) % 2**32 == total % 2**32
 
 
 def test_awaited_lanes():

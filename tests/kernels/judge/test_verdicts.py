@@ -301,6 +301,33 @@ def test_scored_numbers_are_those_of_the_kernels_own_checksum(
     assert len({*map(str, seen)}) == len(seen) - 2  # other cases are fresh each time
 
 
+def copies(side: tuple[int, int]) -> str:
+    """A transpose without shared memory, a thread an element."""
+    text = "@cuda.jit\ndef k(a, out):\n    j, i = cuda.grid(2)\n    if i < a.shape[0] and j < a.shape[1]:\n"
+    text += "        out[j, i] = a[i, j]\ndef transpose(a, out):\n    m, n = a.shape\n"
+    return text + f"    launch(k, (-(-n // {side[0]}), -(-m // {side[1]})), {side}, a, out)"
+
+
+def test_few_threads_and_access_that_does_not_coalesce_are_dear(judge: Judge) -> None:
+    """A warp of 8 x 4 threads reads 4 lines and writes 8: ten more than the least."""
+    wide, small, large = (judge(HEAD + copies(side)) for side in ((32, 8), (8, 4), (8, 32)))
+    assert 1 <= wide.score < small.score < large.score < 100
+    for verdict, more in ((wide, 31), (small, 10), (large, 10)):
+        assert verdict.costs is not None
+        assert verdict.costs.conflicts == 2048 * more
+    one_warp = judge(HEAD + ADD.replace("256", "32")).costs
+    eight = judge(HEAD + ADD).costs
+    assert one_warp is not None
+    assert eight is not None
+    assert (one_warp.instructions, one_warp.registers) == (eight.instructions, 64)
+    assert one_warp.total > eight.total
+
+
+def test_what_is_right_has_a_point_at_least(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROBLEMS, "add", dataclasses.replace(PROBLEMS["add"], par=1))
+    assert judge(HEAD + ADD).score == 1
+
+
 SUM = """
 @cuda.jit
 def kernel(x, out):

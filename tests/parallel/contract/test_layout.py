@@ -13,11 +13,6 @@ import minidist as md
 from minidist.parallel.contract.recompute_policies import POLICIES
 
 
-def test_ranks_are_the_product() -> None:
-    assert md.Layout().ranks == 1
-    assert md.Layout(dp=2, tp=3, pp=4, cp=5).ranks == 120
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -30,10 +25,6 @@ def test_ranks_are_the_product() -> None:
 )
 def test_text_and_back(layout: md.Layout) -> None:
     assert md.Layout.parse(str(layout)) == layout
-
-
-def test_spaces_and_trailing_commas_do_not_matter() -> None:
-    assert md.Layout.parse(" dp = 2 , recompute=true, ") == md.Layout(dp=2, recompute=True)
 
 
 @pytest.mark.parametrize(

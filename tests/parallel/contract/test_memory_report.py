@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.model import GPT, MLP, config
+from minidist.model import MLP
 from minidist.parallel.contract.memory_report import Memory, Storages, memory_of, size
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.sharded import Sharded
-from minidist.parallel.training import activation_memory
 from tests.helpers.contract import with_fault
 
 Clusters = Callable[[int], md.Cluster]
@@ -28,16 +27,6 @@ def held(**parts: list[Tensor]) -> ResidentTensors:
 
 def numbers(memory: Memory) -> list[int]:
     return [memory.parameters, memory.gradients, memory.optimizer, memory.buffers]
-
-
-def test_views_and_tied_tensors_count_once() -> None:
-    x = torch.zeros(10, 4)
-    assert numbers(memory_of(held(parameters=[x, x, x[2:5], x.T, x.view(-1), x.detach()]))) == [160, 0, 0, 0]
-
-
-def test_a_gradient_in_a_bucket_counts_once() -> None:
-    bucket = torch.zeros(12)
-    assert memory_of(held(gradients=[bucket[:4], bucket[4:], bucket])).gradients == 48
 
 
 def test_what_serves_two_purposes_counts_for_the_first() -> None:
@@ -134,28 +123,6 @@ def test_activations_are_those_of_the_last_step() -> None:
     # For each row the first layer's output, of which the ReLU has the storage, and the log-softmax; the
     # inputs and targets are the caller's; then the loss's number of targets.
     assert found == [4 * rows * (5 + 3) + 4 for rows in (4, 8, 4)]
-
-
-def test_only_the_first_step_with_a_shape_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = []
-    enter = activation_memory.ActivationCounter.__enter__
-    monkeypatch.setattr(
-        activation_memory.ActivationCounter, "__enter__", lambda self: entered.append(1) or enter(self)
-    )
-    engine = md.prepare(MLP((6, 3)), SGD)
-    for rows in (4, 4, 8, 4, 8):
-        engine.step(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.int64))
-    assert len(entered) == 2
-
-
-def test_micro_batches_save_one_at_a_time() -> None:
-    found = []
-    for parts in (1, 4):
-        engine = md.prepare(GPT(config("byte-tiny")), SGD, md.Layout(micro_batches=parts))
-        tokens = torch.randint(0, 256, (8, 17))
-        engine.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        found.append(engine.memory().activations)
-    assert found[0] / found[1] == pytest.approx(4, rel=0.01)
 
 
 def test_a_step_that_fails_leaves_the_count_as_it_was() -> None:

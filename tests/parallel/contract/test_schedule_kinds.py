@@ -70,8 +70,3 @@ def test_the_pages_tables_are_what_the_records_make(page: str) -> None:
     assert len(found.splitlines()) > 4
     # The site adds the line of a new record.
     assert {*found.splitlines()} <= {*tables.TABLES[page][1]().splitlines()}, "run: python docs/tables.py"
-
-
-def test_an_unknown_schedule_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown schedule"):
-        md.Layout(pp=2, schedule="late_backward")

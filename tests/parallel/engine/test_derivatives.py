@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.parallel.context.ring_attention import ring_attention
-from minidist.parallel.sharding import unit_runtime
-from minidist.parallel.tensor import linear_layers, operators
-from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
+from minidist.parallel.context_parallel.attention_in_a_ring import ring_attention
+from minidist.parallel.sharding.units import unit_runtime
+from minidist.parallel.tensor_parallel import linear_layers, operators
+from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training import batch_norm
 from tests.helpers import contract
 

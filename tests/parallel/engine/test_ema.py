@@ -107,21 +107,6 @@ def test_a_training_continues_with_its_average(cluster_of: Clusters, zero: int, 
         contract.compare(found, wanted)
 
 
-def test_shares_are_averaged_and_masters_in_their_precision(cluster_of: Clusters) -> None:
-    def sizes() -> tuple[int, int, set[torch.dtype]]:
-        model = gpt(0, layers=1).float()
-        engine = md.prepare(model, SGD, md.Layout(dp=2, zero=3, precision="bf16"))
-        ema = md.EMA(engine)
-        kept = ema.averages.values()
-        whole = sum(p.numel() for p in model.parameters())
-        return sum(average.numel() for average in kept), whole, {average.dtype for average in kept}
-
-    (own, whole, dtypes), (other, _, _) = cluster_of(2).run(sizes)
-    assert own + other == whole
-    assert abs(own - other) < whole / 10
-    assert dtypes == {torch.float32}
-
-
 def test_mistakes_are_refused() -> None:
     engine = md.prepare(nn.Linear(2, 2), SGD)
     with pytest.raises(TypeError, match=r"engine is a Linear; give what md\.prepare returned"):

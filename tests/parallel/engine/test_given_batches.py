@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP
-from minidist.parallel.contract import batch as batches
 from tests.helpers.contract import own_rows, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
@@ -115,60 +113,6 @@ def test_batches_of_any_structure(cluster_of: Clusters, layout: str) -> None:
             torch.testing.assert_close(state, expected, **EXACT)
 
 
-def test_predictions_have_the_outputs_structure(cluster_of: Clusters) -> None:
-    def predict() -> tuple[Tensor, Pair]:
-        engine = md.prepare(Model(md.rank()), SGD, md.Layout(dp=2), loss)
-        x, scale = rows(5, 0)
-        mine = slice(0, 5) if md.rank() == 0 else slice(0, 0)  # the other has no rows
-        found: tuple[Tensor, Pair] = engine.predict({"nodes": x[mine], "scale": scale[mine]})
-        assert md.rank() == 1 or isinstance(found[1], Pair)
-        return found
-
-    with torch.no_grad():
-        expected = Model(0)(*rows(5, 0))
-    for found in cluster_of(2).run(predict):
-        assert found[1]._fields == ("left", "right")
-        torch.testing.assert_close(found, expected, **EXACT)
-
-
-class Molecules:
-    """As graph libraries join graphs: edges between nodes, and the graph of each node."""
-
-    def __init__(self, graphs: int, step: int) -> None:
-        nodes, _ = rows(3 * graphs, step)
-        self.nodes, self.of = nodes, torch.arange(graphs).repeat_interleave(3)
-        self.edges = torch.tensor([[0, 1], [1, 2]]) + 3 * torch.arange(graphs)[:, None, None]
-
-    def between(self, first: int, last: int) -> Molecules:
-        part = copy.copy(self)
-        part.nodes, part.of = self.nodes[3 * first : 3 * last], self.of[: 3 * (last - first)]
-        part.edges = self.edges[: last - first]
-        return part
-
-
-def test_an_object_goes_along_with_the_rows(cluster_of: Clusters) -> None:
-    def energy(model: Any, batch: tuple[Molecules, Tensor]) -> Tensor:
-        graphs, targets = batch
-        found, _ = model(graphs.nodes)
-        source, goal = graphs.edges.transpose(0, 1).flatten(1)
-        found = found.index_add(0, goal, torch.tanh(found[source]))
-        sums = torch.zeros(len(targets), 3, dtype=found.dtype).index_add(0, graphs.of, found)
-        return (sums - targets).square().mean()
-
-    targets = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-    def train(layout: str) -> tuple[list[float], dict[str, Tensor]]:
-        engine = md.prepare(Model(md.rank()), SGD, PARSE(layout), energy, check_loss=False)
-        first, last = (5 * (engine.data_rank + i) // engine.data_ranks for i in (0, 1))
-        own = [(Molecules(5, step).between(first, last), targets[first:last]) for step in range(3)]
-        return [engine.step(each) for each in own], engine.full_state_dict()
-
-    (expected,) = cluster_of(1).run(train, "dp=1")
-    for layout in ("dp=2", "dp=2,zero=3"):
-        for found in cluster_of(2).run(train, layout):
-            torch.testing.assert_close(found, expected, **EXACT)
-
-
 # What is refused.
 
 
@@ -218,13 +162,3 @@ def test_a_pipeline_takes_one_tensor(cluster_of: Clusters) -> None:
             "the inputs are a dict, and the model is a chain of layers, of which the first takes one tens"
             in told
         )
-
-
-def test_parts_without_tensors_stay_the_same_objects() -> None:
-    names = ["a", "b"]
-    given = {"x": X, "names": names, "graph": Graph(X, {}, "g")}
-    first, second = batches.split(given, 2)
-    assert first["names"] is names
-    assert [len(each["graph"].nodes) for each in (first, second)] == [2, 2]
-    assert batches.mapped(lambda x: x, given) is given
-    assert torch.equal(batches.joined([first, second])["x"], X)

@@ -14,13 +14,14 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.model import GPT, config
-from minidist.parallel.tensor_parallel import gather_sequence
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+
+
 IGNORED = -100
 
 
@@ -119,43 +120,6 @@ def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
     cluster_of(2).run(refused)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_batches_in_16_bits(cluster_of: Clusters, precision: str) -> None:
-    """Floating tensors of a batch are converted, outputs of any structure come back in float32."""
-
-    def of_model(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        outputs = model(**batch)
-        assert outputs["x"].dtype == torch.float32
-        assert model.weight.dtype != torch.float32  # the module's attributes
-        return outputs["x"].square().mean()
-
-    def train() -> float:
-        model = nn.Linear(6, 3)
-        model.register_forward_hook(lambda module, _, x: {"x": x})
-        layout = PARSE(f"dp=2,zero=1,precision={precision}")
-        return md.prepare(model, SGD, layout, of_model).step({"input": torch.ones(4, 6)})
-
-    assert all(loss > 0 for loss in cluster_of(2).run(train))
-
-
-def test_a_loss_that_keeps_state_of_rows_trains_on(cluster_of: Clusters, capfd: Any) -> None:
-    def carried(rehearse: bool) -> list[float]:
-        state: list[Tensor] = []
-
-        def loss(model: nn.Module, batch: Tensor) -> Tensor:
-            outputs: Tensor = model(batch + state[-1] if state else batch)
-            state.append(outputs.detach())
-            return outputs.square().mean()
-
-        torch.manual_seed(0)
-        engine = md.prepare(nn.Linear(6, 6), SGD, md.Layout(dp=2), loss, rehearse=rehearse)
-        return [engine.step(torch.ones(4, 6)) for _ in range(3)]
-
-    # In one process the state has other rows, so that steps 2 and on are not compared. They stay as they are.
-    assert cluster_of(2).run(carried, True) == cluster_of(2).run(carried, False)
-    assert "one process cannot take the step" in capfd.readouterr().err
-
-
 def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
     """A planted fault: each rank's mean counts by its rows."""
 
@@ -165,6 +129,12 @@ def test_a_weight_that_is_left_out_is_caught(cluster_of: Clusters) -> None:
     for found in cluster_of(2).run(rows_alone):
         with pytest.raises(AssertionError, match="not close"):
             compare(found, in_one_process())
+
+
+# A loss that compares rows with each other.
+
+
+# What is refused in the first step, on all ranks.
 
 
 def hits(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -207,66 +177,6 @@ def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
         torch.testing.assert_close(means, expected, **EXACT)
 
 
-# A loss that compares rows with each other.
-
-
-def contrastive(outputs: tuple[Tensor, Tensor], gathers: bool) -> Tensor:
-    """Each row's vectors find each other among those of all rows: Radford et al. 2021, "CLIP", figure 3."""
-    all_rows = [gather_sequence(x, 0) if gathers else x for x in outputs]
-    rows = len(outputs[0])
-    answers = torch.arange(rows) + (md.rank() * rows if gathers else 0)
-    there = functional.cross_entropy(outputs[0] @ all_rows[1].T, answers)
-    return there + functional.cross_entropy(outputs[1] @ all_rows[0].T, answers)
-
-
-class Towers(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.second = nn.Linear(6, 4), nn.Linear(5, 4)
-        self.double()
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first(x), self.second(y)
-
-
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
-def test_a_contrastive_loss_gathers_the_rows_of_all_ranks(cluster_of: Clusters, layout: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(3, 6, width, generator=generator, dtype=torch.float64) for width in (6, 5)]
-    batches = [((x, y), x) for x, y in zip(*drawn, strict=True)]
-
-    def train(gathers: bool) -> Trained:
-        def loss(outputs: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
-            return contrastive(outputs, gathers)
-
-        return steps(md.prepare(Towers(md.rank()), SGD, PARSE(layout), loss, rehearse=True), batches)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return contrastive(model(*batch[0]), False)
-
-    model = Towers(0)
-    expected = plain_steps(model, SGD(model.parameters()), batches, loss)
-    for found in cluster_of(2).run(train, True):
-        compare(found, expected)
-    if layout == "dp=2":
-        with pytest.raises(md.RankError, match="has to gather those of all ranks"):
-            cluster_of(2).run(train, False)
-
-
-# What is refused in the first step, on all ranks.
-
-
-def summed(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(
-        outputs["scores"].flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
-
-
-def without_weight(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return of_model(model, batch)[0]
-
-
 class Unknown(Tagger):
     """Not a model of transformers: its own loss counts by rows."""
 
@@ -275,14 +185,9 @@ class Unknown(Tagger):
         raise AttributeError
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout"),
-    [(summed, "dp=2"), (summed, "dp=2,zero=3"), (without_weight, "dp=2,zero=3"), (None, "dp=2,zero=1")],
-)
-def test_a_loss_that_is_no_mean_is_refused(cluster_of: Clusters, loss: Any, layout: str) -> None:
+def test_a_models_own_loss_that_is_no_mean_is_refused(cluster_of: Clusters) -> None:
     def refused() -> tuple[str, bool]:
-        model = Tagger() if loss else Unknown()
-        engine = md.prepare(model, SGD, PARSE(layout), loss, rehearse=True)
+        engine = md.prepare(Unknown(), SGD, PARSE("dp=2,zero=1"), None, rehearse=True)
         before = engine.full_state_dict()
         own = batch(1 + 3 * engine.data_rank, 3)
         with pytest.raises(ValueError, match="trains otherwise than one process") as caught:
@@ -294,18 +199,6 @@ def test_a_loss_that_is_no_mean_is_refused(cluster_of: Clusters, loss: Any, layo
         assert unchanged
         assert re.search(r"the loss is \d.* and not \d.*, and the gradient of", told)
         assert "or (mean, weight)" in told
-
-
-def test_random_losses_agree_and_those_of_one_rank_are_not_compared(cluster_of: Clusters) -> None:
-    def noisy(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        scores = model(batch["tokens"])["scores"]
-        return functional.mse_loss(scores, torch.randn_like(scores))
-
-    def diffuse() -> float:
-        return md.prepare(Tagger(), SGD, md.Layout(dp=2), noisy, rehearse=True).step(batch(4, 0))
-
-    cluster_of(2).run(diffuse)
-    md.prepare(Tagger(), SGD, None, summed).step(batch(4, 0))
 
 
 def test_a_pipeline_cannot_call_the_model() -> None:
@@ -330,43 +223,6 @@ def test_a_model_without_a_loss() -> None:
         TypeError, match="the model gave a dict without a loss of its own; pass what it needs"
     ):
         engine.step({"tokens": batch(2, 0)["tokens"]})
-
-
-class Keeps(nn.Module):
-    """Keeps state that begins as None, beside a sparse matrix, which is never compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.sparse, self.last = nn.Linear(3, 3).double(), torch.eye(3).to_sparse(), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x if self.last is None else x + self.last).tanh()
-        self.last = y.detach().mean(0)
-        return y
-
-
-class Criterion:
-    """A loss with a running mean of its own, given as a method."""
-
-    def __init__(self) -> None:
-        self.mean: Tensor | None = None
-
-    def of(self, model: Any, batch: Tensor) -> Tensor:
-        loss: Tensor = model(batch).square().mean()
-        self.mean = loss.detach() if self.mean is None else 0.5 * self.mean + 0.5 * loss.detach()
-        return loss
-
-
-def test_the_rehearsal_gives_back_state_that_begins_as_none(cluster_of: Clusters) -> None:
-    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def train(rehearse: bool) -> tuple[list[float], Tensor | None]:
-        criterion = Criterion()
-        engine = md.prepare(Keeps(), SGD, md.Layout(dp=2), criterion.of, rehearse=rehearse)
-        return [engine.step(x) for _ in range(3)], criterion.mean
-
-    assert cluster_of(2).run(train, True) == cluster_of(2).run(train, False)
 
 
 @pytest.mark.parametrize(
@@ -396,18 +252,3 @@ def test_a_detached_loss_is_refused(cluster_of: Clusters, layout: str) -> None:
         md.RankError, match="the loss has no gradient, and the outputs that it was given have"
     ):
         cluster_of(PARSE(layout).ranks).run(refused)
-
-
-def test_evaluation_takes_a_detached_loss() -> None:
-    engine = md.prepare(Chain(0), SGD, loss=detached)
-    tokens = torch.ones(4, 7, dtype=torch.int64)
-    assert engine.evaluate(tokens, tokens, metrics={"loss": None, "same": detached}).keys() == {
-        "loss",
-        "same",
-    }
-
-
-def test_a_step_in_inference_mode_is_refused() -> None:
-    engine = md.prepare(nn.Linear(3, 3), SGD, loss=functional.mse_loss)
-    with torch.inference_mode(), torch.enable_grad(), pytest.raises(RuntimeError, match="gradients are off"):
-        engine.step(torch.randn(4, 3), torch.randn(4, 3))

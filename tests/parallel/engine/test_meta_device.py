@@ -17,7 +17,7 @@ from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
 from tests.helpers import contract
-from tests.parallel.sharding.test_fully_shard import Live
+from tests.parallel.sharding.loops.test_fully_shard import Live
 from tests.parallel.test_layouts import CASE, SGD
 
 Clusters = Callable[[int], md.Cluster]

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist import comm
 from minidist.model import GPT, config
 from minidist.parallel.engine.partition_model import RemoteLayer
-from minidist.parallel.flat import joined_messages
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
 from tests.helpers import contract
@@ -40,33 +38,6 @@ def chain(seed: int) -> nn.Module:
     return model.double()
 
 
-CHAIN = replace(CASES["mlp"], model=chain)
-
-
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,zero=1", "pp=4,schedule=gpipe"])
-def test_a_chain_with_buffers(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(PARSE(layout).ranks), CHAIN, PARSE(layout))
-
-
-def test_stages_send_their_tensors_joined(cluster_of: Clusters) -> None:
-    def whole(most: int) -> tuple[dict[str, Tensor], int, int]:
-        engine = md.prepare(CASE.model(md.rank()), CASE.optimizer, PARSE("tp=2,pp=2"))
-        with pytest.MonkeyPatch.context() as patch, comm.ledger() as ledger:
-            patch.setattr(joined_messages, "TOGETHER_BYTES", most)
-            state = engine.full_state_dict()
-        sent = [call.bytes_sent for call in ledger.calls if call.name == "broadcast"]
-        return state, len(sent), sum(sent)
-
-    expected = CASE.model(0).state_dict()
-    # Each stage has one message, or each tensor has.
-    for most, messages in ((joined_messages.TOGETHER_BYTES, 2), (0, len(expected))):
-        found = cluster_of(4).run(whole, most)
-        for state, count, _ in found:
-            assert count == messages
-            torch.testing.assert_close(state, expected, rtol=0, atol=0)
-        assert sum(sent for *_, sent in found[::2]) == sum(value.nbytes for value in expected.values())
-
-
 def named(seed: int) -> nn.Module:
     """Layers with names, of which some have no parameters, and one writes to its input."""
     torch.manual_seed(seed)
@@ -78,29 +49,6 @@ def named(seed: int) -> nn.Module:
 
 
 NAMED = replace(CASES["mlp"], model=named, clip_norm=0.1)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp=2",
-        "pp=3,micro_batches=2",
-        "pp=3,zero=1,schedule=zero_bubble,micro_batches=3",
-        "pp=3,precision=fp16",
-    ],
-)
-def test_named_layers_and_a_stage_without_parameters(cluster_of: Clusters, layout: str) -> None:
-    if "fp16" not in layout:
-        contract.check(cluster_of(PARSE(layout).ranks), NAMED, PARSE(layout))
-        return
-
-    def train() -> list[float]:
-        engine = md.prepare(named(0).float(), NAMED.optimizer, PARSE(layout))
-        return [engine.step(x.float(), y) for x, y in NAMED.global_batches()]
-
-    expected = contract.train_in_one_process(NAMED).losses
-    for losses in cluster_of(3).run(train):
-        torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(("before", "after"), [("pp=3", "dp=1"), ("dp=1", "pp=3,zero=1"), ("pp=3", "dp=2")])

@@ -14,16 +14,6 @@ import minidist as md
 from minidist.parallel.training.precision import LossScale
 
 
-def test_one_process_needs_no_world_and_no_layout() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3)
-    engine = md.prepare(model, torch.optim.SGD)
-    inputs, targets = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
-    first = engine.step(inputs, targets)
-    assert engine.step(inputs, targets) < first
-    assert engine.model is model
-
-
 def meta() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(5, 3))
@@ -121,14 +111,6 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text
     defaults: dict[str, Any] = {"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD, "layout": None}
     with pytest.raises(error, match=text):
         md.prepare(**{**defaults, **arguments})
-
-
-def test_a_layout_for_another_world(cluster_of: Callable[[int], md.Cluster]) -> None:
-    def prepare() -> None:
-        md.prepare(nn.Linear(1, 1), torch.optim.SGD, md.Layout(dp=2))
-
-    with pytest.raises(md.RankError, match=r"needs 2 ranks .* and the world has 3; change the layout"):
-        cluster_of(3).run(prepare)
 
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -21,7 +21,7 @@ import torch
 
 import minidist as md
 from minidist.parallel.engine import step_executor, training_step
-from minidist.parallel.sharding import equal_start
+from minidist.parallel.sharding.sets import equal_start
 from tests.helpers.contract import with_fault
 from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Program, draw, play
 

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.checkpoint import saving
-from minidist.comm import ledgers
 from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
@@ -162,21 +161,6 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
         cluster_of(ranks).run(first_step, True)
 
 
-def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
-    def first_told() -> int:
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
-        own = slice(engine.data_rank, None, 2)
-        for step, (x, y) in enumerate(batches(12), 1):
-            y = y.clamp(min=-0.4) if step < 5 else y
-            try:
-                engine.step(x[own], y[own])
-            except ValueError:
-                return step
-        return 0
-
-    assert cluster_of(2).run(first_told) == [10, 10]
-
-
 def rehearsed(engine: md.Engine, steps: Iterable[Callable[[], Any]]) -> list[int]:
     """The numbers of the steps that are rehearsed."""
     assert engine.rehearsal is not None
@@ -210,56 +194,7 @@ def test_some_steps_are_rehearsed_and_others_are_not(cluster_of: Clusters) -> No
     assert cluster_of(2).run(steps, "first")[0] == [1]
 
 
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y if more is None else y + more
-
-
-def test_a_batch_of_a_new_structure_is_rehearsed_where_all_ranks_have_it(cluster_of: Clusters) -> None:
-    def steps() -> list[int]:
-        engine = md.prepare(Sum(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
-        given = enumerate(batches(9), 1)
-        return rehearsed(
-            engine, (partial(engine.step, (x, x) if n in (5, 7, 8) else x, y) for n, (x, y) in given)
-        )
-
-    assert cluster_of(1).run(steps)[0] == sorted({5, *(step for step in rehearsal.STEPS if step < 10)})
-
-
 # What was wrong without a word, and is right now.
-
-
-def frozen(seed: int) -> nn.Module:
-    model = net(seed)
-    model[0].requires_grad_(False)
-    return model
-
-
-def only_trained(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return SGD([p for p in parameters if p.requires_grad])
-
-
-def second_alone(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return SGD([p for name, p in named_parameters if name.startswith("2")])
-
-
-def undecayed(seed: int) -> nn.Module:
-    model = net(seed)
-    model[2].weight._no_weight_decay = True
-    return model
-
-
-def by_attribute(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    decays: list[list[nn.Parameter]] = [[], []]
-    for p in parameters:
-        decays[getattr(p, "_no_weight_decay", False)].append(p)
-    groups = [{"params": own, "weight_decay": w} for own, w in zip(decays, (0.9, 0.0), strict=True)]
-    return torch.optim.AdamW(groups, lr=0.05)
 
 
 class Shared(nn.Module):
@@ -284,44 +219,6 @@ class Shared(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-DECAYS = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-MENDED: dict[str, tuple[Any, Any, dict[str, Any], list[str]]] = {
-    "frozen, and not in the optimizer": (frozen, only_trained, {}, ["dp=2,zero=1", "dp=2,zero=2"]),
-    "attributes of parameters": (undecayed, by_attribute, {}, ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"]),
-    "clipped with parameters that no optimizer has": (
-        net,
-        second_alone,
-        {"clip_norm": 0.05},
-        ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"],
-    ),
-    "shared by stages, and unused": (Shared, DECAYS, {}, ["pp=2", "pp=2,zero=1"]),
-}
-
-
-@pytest.mark.parametrize("case", MENDED)
-def test_all_ranks_train_one_model(cluster_of: Clusters, case: str) -> None:
-    make, optimizer, options, layouts = MENDED[case]
-
-    def states(layout: str) -> dict[str, Tensor]:
-        given = {**options, **({"plan": {"0": "column", "2": "row"}} if "tp" in layout else {})}
-        engine = md.prepare(make(md.rank()), optimizer, PARSE(layout), functional.mse_loss, **given)
-        train(engine, batches(3))
-        return engine.full_state_dict()
-
-    model = make(0)
-    named = optimizer is second_alone
-    own = optimizer(model.named_parameters() if named else model.parameters())
-    for x, y in batches(3):
-        model.zero_grad()
-        functional.mse_loss(model(x), y).backward()
-        if options:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
-        own.step()
-    for layout in layouts:
-        for found in cluster_of(2).run(states, layout):
-            torch.testing.assert_close(found, model.state_dict(), rtol=1e-10, atol=1e-10)
 
 
 def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> None:
@@ -363,37 +260,6 @@ class Noisy(nn.Module):
         return y
 
 
-RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
-    "dp=2": (net, {}),
-    "dp=2,zero=2": (net, {"clip_norm": 0.1}),
-    "dp=2,zero=3": (Noisy, {}),
-    "dp=2,zero=1": (Noisy, {}),
-    "dp=2,recompute=true": (partial(Shared, 0), {}),
-    "tp=2": (net, {"plan": {"0": "column", "2": "row"}}),
-    "pp=2": (partial(Shared, 0), {"clip_norm": 0.1}),
-}
-
-
-@pytest.mark.parametrize("layout", RIGHT)
-def test_a_rehearsed_training_is_the_same_to_the_bit(cluster_of: Clusters, layout: str) -> None:
-    make, options = RIGHT[layout]
-
-    def trained(rehearse: bool) -> tuple[Any, ...]:
-        torch.manual_seed(md.rank())
-        model = make()
-        engine = md.prepare(model, ADAMW, PARSE(layout), functional.mse_loss, rehearse=rehearse, **options)
-        with md.comm.ledger() as ledger:
-            losses = train(engine, batches(4))
-        calls = [(call.name, call.shape, call.bytes_sent) for call in ledger.calls]
-        noisy = (model.times, model.history, float(model.calls)) if isinstance(model, Noisy) else ()
-        return losses, calls, noisy, engine.grad_norm, torch.get_rng_state(), engine.full_state_dict()
-
-    for a, b in zip(cluster_of(2).run(trained, True), cluster_of(2).run(trained, False), strict=True):
-        assert a[:4] == b[:4]
-        assert torch.equal(a[4], b[4])
-        assert all(torch.equal(a[5][name], b[5][name]) for name in b[5])
-
-
 class Halves(nn.Module):
     """Writes to its rows."""
 
@@ -421,34 +287,50 @@ def a_group_each(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return ADAMW([{"params": [p]} for p in parameters if p.requires_grad])
 
 
-UNCHANGED: dict[str, tuple[Any, Any, Any, str, dict[str, Any]]] = {
-    # model, the loss of a model if it is another, optimizer, layout, and options of `prepare`
-    "own statistics": (normed, None, SGD, "dp=2", {}),
-    "synchronized statistics": (normed, None, SGD, "dp=2", {"batch_norm": "synchronized"}),
-    "a penalty": (net, penalized, SGD, "dp=2", {}),
-    "writes": (Halves, None, SGD, "dp=2", {}),
-    "groups": (net, None, a_group_each, "dp=2", {}),
-    "groups of shares": (net, None, a_group_each, "dp=2,zero=1", {}),
+UNCHANGED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    # layout, model, and options of `prepare`
+    "plain": ("dp=2", net, {}),
+    "clipped": ("dp=2,zero=2", net, {"clip_norm": 0.1}),
+    "random numbers": ("dp=2,zero=3", Noisy, {}),
+    "random numbers, shares of the state": ("dp=2,zero=1", Noisy, {}),
+    "recomputed": ("dp=2,recompute=true", partial(Shared, 0), {}),
+    "cut": ("tp=2", net, {"plan": {"0": "column", "2": "row"}}),
+    "stages": ("pp=2", partial(Shared, 0), {"clip_norm": 0.1}),
+    "own statistics": ("dp=2", normed, {}),
+    "synchronized statistics": ("dp=2", normed, {"batch_norm": "synchronized"}),
+    "a penalty": ("dp=2", net, {"loss": penalized}),
+    "writes": ("dp=2", Halves, {}),
+    "groups": ("dp=2", net, {"optimizer": a_group_each}),
+    "groups of shares": ("dp=2,zero=1", net, {"optimizer": a_group_each}),
 }
 
 
 @pytest.mark.parametrize("case", UNCHANGED)
-def test_a_rehearsal_is_silent_and_changes_no_loss(
+def test_a_rehearsed_training_is_the_same_to_the_bit(
     cluster_of: Clusters, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
-    make, loss, optimizer, layout, options = UNCHANGED[case]
+    layout, make, options = UNCHANGED[case]
 
-    def losses(rehearse: bool) -> list[float]:
-        model = make()
+    def trained(rehearse: bool) -> tuple[Any, ...]:
         torch.manual_seed(md.rank())
-        given = loss(model) if loss else functional.mse_loss
-        engine = md.prepare(model, optimizer, PARSE(layout), given, rehearse=rehearse, **options)
-        found = train(engine, batches(1))
-        if "groups" in case:
-            engine.model[0].requires_grad_(False)
-        return found + train(engine, batches(4))
+        model = make()
+        given = {"optimizer": ADAMW, "loss": functional.mse_loss, **options}
+        if "loss" in options:
+            given["loss"] = penalized(model)
+        engine = md.prepare(model, layout=PARSE(layout), rehearse=rehearse, **given)
+        with md.comm.ledger() as ledger:
+            losses = train(engine, batches(1))
+            if "groups" in case:
+                engine.model[0].requires_grad_(False)
+            losses += train(engine, batches(4))
+        calls = [(call.name, call.shape, call.bytes_sent) for call in ledger.calls]
+        noisy = (model.times, model.history, float(model.calls)) if isinstance(model, Noisy) else ()
+        return losses, calls, noisy, engine.grad_norm, torch.get_rng_state(), engine.full_state_dict()
 
-    assert cluster_of(2).run(losses, True) == cluster_of(2).run(losses, False)
+    for a, b in zip(cluster_of(2).run(trained, True), cluster_of(2).run(trained, False), strict=True):
+        assert a[:4] == b[:4]
+        assert torch.equal(a[4], b[4])
+        assert all(torch.equal(a[5][name], b[5][name]) for name in b[5])
     assert "was not compared" not in capfd.readouterr().err
 
 
@@ -497,21 +379,6 @@ def test_a_model_made_on_the_meta_device_is_rehearsed(
     assert "was not compared" not in capfd.readouterr().err
 
 
-def test_half_precision_agrees_up_to_its_rounding(cluster_of: Clusters) -> None:
-    def losses(precision: str, factor: float = 1.0) -> list[float]:
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            return factor * functional.mse_loss(outputs, targets)
-
-        layout = PARSE(f"dp=2,zero=1,precision={precision}")
-        engine = md.prepare(net().float(), ADAMW, layout, loss, rehearse=True)
-        return train(engine, ((x.float(), y.float()) for x, y in batches(4)))
-
-    for precision in ("bf16", "fp16"):
-        assert all(loss > 0 for loss in cluster_of(2).run(losses, precision)[0])
-    # Gradients that underflow in 16 bits once the loss's scale is taken out.
-    assert all(loss > 0 for loss in cluster_of(2).run(losses, "fp16", 1e-6)[0])
-
-
 def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path) -> None:
     """The save's thread talks to the other ranks. A failed save tells `wait`, and not the step."""
 
@@ -552,34 +419,6 @@ def test_a_rank_is_not_alone_while_it_saves(cluster_of: Clusters, tmp_path: Path
         assert [told for *_, told in ranks] == ["full" if fails else ""] * 2
 
 
-class Counts:
-    """Counts the calls of the rank that it watches, as an open trace would."""
-
-    number = 0
-
-    def called(self, *_: Any) -> None:
-        self.number += 1
-
-    def waited(self, *_: Any) -> None:
-        pass
-
-
-def test_a_rank_may_be_watched_alone(cluster_of: Clusters) -> None:
-    """The others rehearse, and would wait for it."""
-
-    def calls(watched: bool) -> tuple[list[float], int]:
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
-        counts = Counts()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ledgers, "watchers", [counts] if watched and md.rank() else [])
-            return train(engine, batches(3)), counts.number
-
-    watched, plain = cluster_of(2).run(calls, True), cluster_of(2).run(calls, False)
-    assert [losses for losses, _ in watched] == [losses for losses, _ in plain]
-    assert watched[0][1] == 0
-    assert watched[1][1] > 0
-
-
 class Elsewhere:
     """A loss that has the model in an attribute."""
 
@@ -588,15 +427,6 @@ class Elsewhere:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.mse_loss(outputs, targets) + self.model[0][0].weight.square().sum()
-
-
-def test_one_rank_without_a_world_rehearses_micro_batches(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = md.prepare(net(), SGD, md.Layout(micro_batches=2), functional.mse_loss, rehearse=True)
-    assert all(loss > 0 for loss in train(engine, batches(3)))
-    refused = md.prepare(net(), SGD, md.Layout(micro_batches=2), summed, rehearse=True)
-    with pytest.raises(ValueError, match="is no mean over rows"):
-        train(refused, batches(1))
-    assert not capfd.readouterr().err
 
 
 # Where it does not run, a line says so.
@@ -747,32 +577,6 @@ def test_what_functions_count_is_left_alone(cluster_of: Clusters, which: str) ->
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_part_that_no_rank_uses_in_a_step_keeps_ranks_together(cluster_of: Clusters) -> None:
-    """In ZeRO 3 the optimizer's slices are then cut, on one rank alone perhaps."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.body = nn.Linear(8, 8).double()
-            self.heads = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.body(x)
-            for head in self.heads[: int(x[0, 0] > -9) + 1 if x.shape[1] else 3]:
-                y = y + head(y)
-            return y
-
-    def losses(layout: md.Layout | None) -> list[float]:
-        return train(
-            md.prepare(Heads(), ADAMW, layout, functional.mse_loss, rehearse=layout is not None), batches(9)
-        )
-
-    expected = cluster_of(1).run(losses, None)[0]
-    for found in cluster_of(2).run(losses, md.Layout(dp=2, zero=3)):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
 def test_objects_that_differ_between_ranks_are_no_false_alarm(cluster_of: Clusters) -> None:
     class Graph:
         def __init__(self, edges: Tensor) -> None:
@@ -851,6 +655,9 @@ def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clu
         cluster_of(2).run(run)
 
 
+# What ranks pad, cut and keep of a batch.
+
+
 @pytest.mark.parametrize(
     ("layout", "of_model"),
     [
@@ -882,9 +689,6 @@ def test_rows_without_a_label_do_not_make_weights_nan(
     expected = cluster_of(1).run(run, None)[0]
     for found in cluster_of(shape.ranks).run(run, shape):
         assert found == pytest.approx(expected, rel=1e-12)
-
-
-# What ranks pad, cut and keep of a batch.
 
 
 class Texts(nn.Module):
@@ -986,21 +790,3 @@ def test_a_contrastive_loss_of_texts_of_other_lengths_is_no_false_alarm(
     assert not line
     with pytest.raises(md.RankError, match=r"no mean over rows.*has to gather those of all ranks"):
         cluster_of(2).run(loss, False)
-
-
-def test_a_mean_over_tokens_of_rows_without_padding_is_told_as_unknown(
-    cluster_of: Clusters, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """All rows of a rank have one length, and those of the other another."""
-
-    def losses() -> list[float]:
-        generator = torch.Generator().manual_seed(md.rank())
-        engine = md.prepare(net(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
-        given = torch.randn(4, 2, 2, 3 + 2 * md.rank(), 8, **DOUBLE, generator=generator)
-        return [engine.step(x, y) for x, y in given]
-
-    assert all(loss > 0 for loss in cluster_of(2).run(losses)[0])
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.partition("whether")[2] for line in lines] == [
-        " the loss is a mean over rows is not known"
-    ] * 2

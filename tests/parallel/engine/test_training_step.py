@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -30,22 +29,6 @@ def test_every_stage_with_everything_else(
 ) -> None:
     layout = md.Layout(dp=ranks, zero=zero, micro_batches=3, recompute=True)
     contract.check(cluster_of(ranks), replace(GPT, optimizer=optimizer, clip_norm=0.3), layout)
-
-
-def test_evaluation_leaves_every_module_in_its_mode() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-    model[1].eval()  # frozen statistics
-    engine = md.prepare(model, torch.optim.SGD, loss=nn.functional.mse_loss)
-    x = torch.randn(3, 4)
-
-    def metric(outputs: Tensor, _: Tensor) -> Tensor:
-        assert not any(module.training for module in model.modules())
-        raise ArithmeticError
-
-    engine.evaluate(x, x)
-    with pytest.raises(ArithmeticError):
-        engine.evaluate(x, x, metric)
-    assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
 def test_a_loss_of_parameters_that_are_cut_is_refused(cluster_of: Clusters) -> None:
@@ -85,18 +68,3 @@ def test_an_optimizer_function_gets_names_if_it_asks(cluster_of: Clusters, layou
     parsed = md.Layout.parse(layout)
     for trained in cluster_of(parsed.ranks).run(contract.train_on_this_rank, case, parsed):
         contract.compare(trained, expected)
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_scheduler_after_the_step_does_not_warn(cluster_of: Clusters, zero: int) -> None:
-    def warned() -> list[str]:
-        model = nn.Linear(3, 2)
-        engine = md.prepare(model, torch.optim.SGD, md.Layout(dp=2, zero=zero))
-        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            engine.step(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))
-            scheduler.step()
-        return [str(each.message) for each in found]
-
-    assert cluster_of(2).run(warned) == [[], []]

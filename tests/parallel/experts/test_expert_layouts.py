@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import minidist as md
 from minidist.comm.mesh import Mesh
 from minidist.model import GPT, GPTConfig
 from minidist.parallel.engine import prepare, training_step
-from minidist.parallel.engine.partition_model import checked
-from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
+from minidist.parallel.experts.load_balance import balance_experts
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.sharding.parameter_set import ParameterSet
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from tests.helpers import contract
 from tests.helpers.models import tokens
 
@@ -93,55 +91,6 @@ def test_experts_learn_from_rows_of_ranks_whose_loaders_have_not_ended(
     for trained, predicted in cluster_of(chosen.ranks).run(with_unequal_loaders, chosen):
         contract.compare(trained, expected)
         torch.testing.assert_close(predicted, alone(CASE.global_batches()[0][0][:3]).detach())
-
-
-def with_one_block_twice(seed: int) -> GPT:
-    model = gpt(seed)
-    model.layers[2] = model.layers[1]
-    return model
-
-
-def with_tied_experts(seed: int) -> GPT:
-    model: Any = gpt(seed)
-    model.layers[2].mlp.experts.up = model.layers[1].mlp.experts.up
-    return model  # type: ignore[no-any-return]
-
-
-def without_memory(seed: int) -> GPT:
-    return GPT(TINY, seed=seed, dtype=torch.float64, device="meta" if md.size() > 1 else None)
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        (with_one_block_twice, "dp=2,ep=2"),
-        (with_tied_experts, "dp=2,ep=2"),
-        (without_memory, "dp=2,ep=2,zero=3"),
-    ],
-)
-def test_experts_that_are_tied_or_without_memory(
-    model: Callable[[int], GPT], layout: str, cluster_of: Clusters
-) -> None:
-    contract.check(cluster_of(2), replace(CASE, model=model), md.Layout.parse(layout))
-
-
-def test_an_optimizer_that_needs_whole_experts_is_refused() -> None:
-    make = checked(torch.optim.Adafactor, md.Layout(dp=2, ep=2))
-    with pytest.raises(ValueError, match=r"Adafactor, which needs whole .* ep=2, which cuts them"):
-        make(gpt(0).parameters())
-
-
-def biases_after_a_step(counted_before: int) -> list[Tensor]:
-    engine = md.prepare(gpt(0), SGD)
-    for router in balanced_routers(engine.model):
-        router.counts = torch.tensor([counted_before, 0, 0, 0])
-    engine.step(CASE.global_batches()[0])
-    return [router.bias for router in balanced_routers(engine.model)]
-
-
-def test_tokens_of_a_skipped_step_do_not_count() -> None:
-    for after_none, after_many in zip(biases_after_a_step(0), biases_after_a_step(1000), strict=True):
-        assert torch.equal(after_none, after_many)
 
 
 def compressed(layout: md.Layout) -> tuple[bool, bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -224,40 +223,6 @@ def test_layers_of_transformers_equal_one_process(name: str, cluster_of: Cluster
         parts = [each[1][key] for each in found]
         joined = torch.cat(parts) if ".experts." in f".{key}" else torch.stack(parts).sum(0)
         torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
-
-
-def next_token(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
-
-
-def evaluated(ranks: int) -> tuple[float, Tensor]:
-    """The loss and the logits of three rows, all on the first rank; this attention cannot take 0 rows."""
-    sgd: Any = partial(torch.optim.SGD, lr=0.1)
-    engine = md.prepare(of_transformers("Mixtral"), sgd, md.Layout(dp=ranks, ep=ranks), next_token)
-    text = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(1))[: 3 * (not md.rank())]
-    return engine.evaluate(text, text), engine.predict(text).logits
-
-
-def test_a_model_of_transformers_is_evaluated_where_a_rank_has_no_rows(cluster_of: Clusters) -> None:
-    loss, logits = evaluated(1)
-    for own_loss, own_logits in cluster_of(2).run(evaluated, 2):
-        assert own_loss == pytest.approx(loss, rel=1e-6)
-        torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-6)
-
-
-def without_guests() -> list[Tensor]:
-    """All tokens, which need no gradient, go to the first rank's experts; the gradients of this rank's."""
-    experts: Any = moe_of_transformers("Mixtral").experts
-    holder = nn.ModuleDict({"experts": experts})
-    share_experts(holder)
-    experts(tokens(3), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2).double()).sum().backward()
-    return [torch.zeros(0) if p.grad is None else p.grad for p in experts.parameters()]
-
-
-def test_experts_without_tokens_have_gradients_of_zero_as_in_one_process(cluster_of: Clusters) -> None:
-    found = cluster_of(2).run(without_guests)
-    assert [[grad.any().item() for grad in each] for each in found] == [[True, True], [False, False]]
-    assert all(grad.numel() for grad in found[1])
 
 
 def test_a_model_that_cannot_be_shared_is_refused() -> None:

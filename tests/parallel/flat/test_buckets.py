@@ -12,8 +12,7 @@ from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.parallel.flat.buckets import Bucket
-from minidist.parallel.flat.joined_messages import broadcast_together, deal_to_buckets, require_same
+from minidist.parallel.flat.joined_messages import broadcast_together, deal_to_buckets
 
 Clusters = Callable[[int], md.Cluster]
 DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -48,17 +47,6 @@ def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
     assert deal_to_buckets(tensors, reversed(range(6)), limit=10**6) == [[5, 4, 3, 2, 1, 0]]
     assert deal_to_buckets(tensors, range(6), limit=0) == [[i] for i in range(6)]
     assert deal_to_buckets([], [], limit=5) == []
-
-
-def test_gradients_lie_one_after_the_other() -> None:
-    tensors = [torch.empty(2, 3), torch.empty(()), torch.empty(0, 4), torch.empty(4)]
-    bucket = Bucket([3, 0, 2, 1], tensors)
-    bucket.hold(torch.arange(13.0))
-    assert bucket.elements == 11
-    assert [view.shape for view in bucket.views] == [(4,), (2, 3), (0, 4), ()]
-    assert bucket.views[0].tolist() == [0, 1, 2, 3]
-    assert bucket.views[1].tolist() == [[4, 5, 6], [7, 8, 9]]
-    assert bucket.views[3].item() == 10
 
 
 def test_rank_0s_tensors_reach_all_in_few_messages(cluster_of: Clusters) -> None:
@@ -98,12 +86,3 @@ def test_ranks_with_other_modules_are_named(cluster_of: Clusters, difference: st
 
     for text in cluster_of(3).run(build):
         assert text.startswith("the parameters and buffers of rank 1 in the group differ from rank 0's in")
-
-
-def test_equal_modules_agree(cluster_of: Clusters) -> None:
-    def agree() -> int:
-        with comm.ledger() as ledger:
-            require_same("parameters", nn.Linear(2, 3).named_parameters(), None)
-        return ledger.bytes_sent
-
-    assert cluster_of(3).run(agree) == [16] * 3

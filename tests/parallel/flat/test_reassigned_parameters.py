@@ -78,30 +78,6 @@ def test_the_next_step_refuses_it(cluster_of: Clusters, zero: int, how: str) -> 
     cluster_of(2).run(train)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_an_optimizer_says_which_of_its_parameters_it_is(stage: int) -> None:
-    model = net()
-    zero = md.ZeroOptimizer(model.parameters(), ADAMW, stage)
-    for step in range(2):
-        x, y = batch(step)
-        nn.functional.cross_entropy(model(x), y).backward()
-        if not step:
-            zero.step()
-            assign(model, "one")
-    with pytest.raises(ValueError, match=rf"the parameter number 2 of params, of shape \(3, 5\), {REFUSED}"):
-        zero.step()
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_a_checkpoint_refuses_it(zero: int, tmp_path: Any) -> None:
-    model = net(torch.float32)
-    engine = md.prepare(model, ADAMW, md.Layout(zero=zero, precision="bf16"))
-    engine.step(*batch(0, torch.float32))
-    assign(model, "one")
-    with pytest.raises(ValueError, match=f"the parameter 2.weight {REFUSED}"):
-        md.save(engine, tmp_path / "saved")
-
-
 @pytest.mark.parametrize("zero", range(3))
 def test_values_that_are_copied_in_are_what_training_goes_on_from(cluster_of: Clusters, zero: int) -> None:
     def train(layout: md.Layout | None = None) -> Any:
@@ -119,17 +95,6 @@ def test_values_that_are_copied_in_are_what_training_goes_on_from(cluster_of: Cl
     expected = train()
     for found in cluster_of(2).run(train, md.Layout(dp=2, zero=zero)):
         assert found == pytest.approx(expected, rel=1e-10)
-
-
-def test_data_parallelism_alone_leaves_parameters_where_they_are(cluster_of: Clusters) -> None:
-    def train() -> None:
-        model = net()
-        engine = md.prepare(model, ADAMW, md.Layout(dp=2))
-        for step in range(2):
-            assign(model, "one")
-            engine.step(*batch(step))
-
-    cluster_of(2).run(train)
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import minidist as md
-from tests.helpers.contract import of_outputs, plain_steps
 
 Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -33,21 +32,6 @@ def test_tables_that_renormalise_their_rows(cluster_of: Clusters, kind: type[nn.
         md.prepare(whole, SGD, md.Layout(dp=md.size()))
 
     cluster_of(2).run(check)
-
-
-def test_one_rank_renormalises_as_torch_does() -> None:
-    torch.manual_seed(0)
-    models = [nn.Embedding(5, 3, max_norm=0.5) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    batches = [(torch.arange(4), torch.tensor([0, 1, 2, 0]))] * 3
-    engine = md.prepare(models[0], SGD, md.Layout())
-    for batch in batches:
-        engine.step(batch)
-    plain_steps(models[1], SGD(models[1].parameters()), batches, of_outputs(nn.functional.cross_entropy))
-    torch.testing.assert_close(models[0].weight, models[1].weight)
-    for layout in (md.Layout(zero=3), md.Layout(precision="bf16")):
-        with pytest.raises(ValueError, match=r"the model is an Embedding with max_norm=0\.5"):
-            md.prepare(nn.Embedding(5, 3, max_norm=0.5), SGD, layout)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:

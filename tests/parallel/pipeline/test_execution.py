@@ -15,15 +15,14 @@ import minidist as md
 from minidist import comm
 from minidist.model import MLP
 from minidist.model.loss import accuracy, cross_entropy
+from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, round_robin
+from minidist.parallel.layerwise.layer_by_layer import cut
 from minidist.parallel.pipeline import execution as pipelines
-from minidist.parallel.pipeline import schedules, stage_messages
 from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
-from minidist.parallel.pipeline.instructions import Instruction
-from minidist.parallel.pipeline.layer_by_layer import cut
 from minidist.parallel.pipeline.split_backward import SplitBackward
+from minidist.parallel.schedules.instructions import Instruction
 from minidist.parallel.training.activation_memory import ActivationCounter
-from tests.helpers.clocks import HANG
 from tests.helpers.contract import with_fault
 from tests.helpers.models import gpt, tokens
 
@@ -126,21 +125,6 @@ def test_gradients_are_those_of_one_process(cluster_of: Clusters, form: str, ran
 def test_any_number_of_micro_batches(cluster_of: Clusters, micro_batches: int) -> None:
     for form in FORMS.values():
         check(cluster_of(2).run(train_here, *form, micro_batches, (8, 5)), (8, 5))
-
-
-def test_messages_in_lanes_of_their_own(cluster_of: Clusters) -> None:
-    """As on GPUs, where messages between two ranks would wait for each other."""
-
-    def lanes(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(stage_messages, "needs_lanes", lambda device: True)
-
-    check(cluster_of(2).run(with_fault, lanes, train_here, "interleaved", 2, 4, (8, 5)), (8, 5))
-
-
-def test_calls_are_the_same_where_they_are_checked() -> None:
-    with md.Cluster(2, timeout=HANG, check=True) as cluster:
-        for form in FORMS.values():
-            check(cluster.run(train_here, *form, 4, (8, 3, 13)), (8, 3, 13))
 
 
 def backward_as_soon_as_it_can(ranks: int, micro_batches: int) -> list[list[Instruction]]:
@@ -295,64 +279,6 @@ def test_1f1b_holds_fewer_activations(cluster_of: Clusters) -> None:
         assert all_live == 8 * (all_live // 8)
         assert few_live * 8 == all_live * live
         assert few_live > 0
-
-
-class Recording(nn.Module):
-    """Counts how often it runs in each mode; outputs are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[bool, bool]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append((self.training, torch.is_grad_enabled()))
-        return x
-
-
-def test_evaluation_neither_trains_nor_drops_out(cluster_of: Clusters) -> None:
-    def evaluate() -> tuple[int, list[tuple[bool, bool]], bool, bool, bool]:
-        stage, recording = own_stages(gpt(dropout=0.5, layers=6))[0], Recording()
-        frozen_mode = nn.Dropout().eval()
-        module = nn.Sequential(stage, recording, frozen_mode)
-        pipeline = Pipeline(module, micro_batches=3)
-        batch = tokens(torch.Generator().manual_seed(0), 5)
-        values = {pipeline.evaluate(*batch) for _ in range(3)}
-        nothing = pipeline.evaluate(batch[0][:0], batch[1][:0])
-        untouched = all(p.grad is None for p in module.parameters())
-        return (
-            len(values),
-            recording.seen[-1:],
-            untouched,
-            nothing != nothing,
-            module.training and not (frozen_mode.training),
-        )
-
-    assert cluster_of(2).run(evaluate) == [(1, [(False, False)], True, True, True)] * 2
-
-
-def test_a_loss_may_be_a_sum_or_of_ones_own(cluster_of: Clusters) -> None:
-    def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().sum()
-
-    def build() -> nn.Module:
-        return MLP((3, 4, 5, 2), dtype=torch.float64)
-
-    generator = torch.Generator().manual_seed(0)
-    x, t = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (3, 2))
-
-    def train() -> tuple[float, float, list[Tensor | None]]:
-        stage = own_stages(build())[0]
-        pipeline = Pipeline(stage, "1f1b", 3, loss=squares, reduction="sum")
-        return pipeline.step(x, t), pipeline.evaluate(x, t), [p.grad for p in stage.parameters()]
-
-    model = build()
-    loss = squares(model(x), t)
-    loss.backward()  # type: ignore[no-untyped-call]
-    results = cluster_of(2).run(train)
-    for found in results:
-        torch.testing.assert_close([*found[:2]], [loss.item()] * 2, **EXACT)
-    gradients = [gradient for found in results for gradient in found[2]]
-    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], **EXACT)
 
 
 class Doubling(nn.Module):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import minidist as md
 from minidist.model import GPT, MLP, config
 from minidist.parallel.pipeline.layer_chain import require_chain
-
-Clusters = Callable[[int], md.Cluster]
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Net(nn.Module):
@@ -98,35 +93,3 @@ def test_chains_are_taken() -> None:
     require_chain(Net(in_order, nn.ModuleList([shared, nn.ReLU(), shared])))
     with pytest.raises(ValueError, match="a Linear has no `layers`"):
         require_chain(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("forward", [in_order, with_relu])
-def test_the_model_is_left_as_it_was(forward: Callable[[Any, Any], Any]) -> None:
-    model, ran = Net(forward), []
-    for part in model.modules():
-        part.register_forward_hook(lambda *_: ran.append("hook"))
-        part.register_forward_pre_hook(lambda *_: ran.append("hook"))
-    model.layers[0].forward = model.layers[0].forward  # an attribute of its own, as recomputation sets it
-    before = [(part, dict(part.__dict__)) for part in model.modules()]
-    state = torch.get_rng_state()
-    try:
-        require_chain(model)
-    except ValueError:
-        assert forward is with_relu
-    assert [(part, dict(part.__dict__)) for part in model.modules()] == before
-    assert not ran
-    assert torch.equal(torch.get_rng_state(), state)
-    if forward is in_order:
-        assert model(torch.ones(2, 4)).shape == (2, 4)
-        assert len(ran) == 8
-
-
-def test_prepare_refuses_it_with_pp_alone(cluster_of: Clusters) -> None:
-    def prepare() -> str:
-        with pytest.raises(ValueError, match="is not the chain") as caught:
-            md.prepare(Net(with_relu), SGD, md.Layout(pp=2))
-        md.prepare(Net(with_relu), SGD, md.Layout(dp=2))
-        return str(caught.value)
-
-    first, second = cluster_of(2).run(prepare)
-    assert first == second

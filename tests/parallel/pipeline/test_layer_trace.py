@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP, cross_entropy
-from minidist.parallel.contract.schedule_kinds import SCHEDULES
 from minidist.parallel.pipeline.layer_chain import find_chain
-from minidist.parallel.pipeline.layer_trace import Sent, trace_layers
+from minidist.parallel.pipeline.layer_trace import trace_layers
 from tests.helpers import contract
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
-from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
 from tests.parallel.sharding.cases import CASES
 
 Clusters = Callable[[int], md.Cluster]
@@ -107,20 +105,6 @@ def test_a_name_that_no_list_has_and_a_missing_example_are_told() -> None:
         md.prepare(MLP((3, 4, 5)), torch.optim.SGD, layers="layers")
 
 
-def test_each_parameter_is_found_where_it_is_needed() -> None:
-    model = OwnGPT(0)
-    before = [(part, dict(part.__dict__)) for part in model.modules()]
-    state = torch.get_rng_state()
-    trace = trace_layers(model, "blocks", EXAMPLES["own"])
-    assert trace.before == {"token.weight", "positions"}
-    assert trace.after == {"token.weight", "head_norm.weight", "head_norm.bias"}
-    assert [each.beside for each in trace.calls] == [{"bias"}] * 6
-    assert trace.calls[1].received == {0: (0, 0)}
-    assert trace.calls[1].output == (Sent(0), None)  # the scores go nowhere
-    assert [(part, dict(part.__dict__)) for part in model.modules()] == before
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 class Passing(nn.Module):
     """Takes and gives a tuple: a hidden state, a sum over the layers so far, and a mask as it is."""
 
@@ -181,34 +165,6 @@ class Experts(nn.Module):
         return x + result.tanh()
 
 
-class Memory(nn.Module):
-    """A recurrent layer whose first state is made of the batch's size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros(x.shape[0], 8).to(x.dtype)
-        return x + self.out(self.cell(x, state))
-
-
-def net(layer: Callable[[], nn.Module], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Net(in_order, layer, 4).double()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("layer", [Experts, Memory])
-def test_layers_that_read_values_and_sizes_are_cut(
-    cluster_of: Clusters, layer: Callable[[], nn.Module], schedule: str
-) -> None:
-    case = replace(CASES["mlp"], model=partial(net, layer), rows=rows, loss=cross_entropy)
-    layout = md.Layout(pp=2, micro_batches=2, schedule=schedule, chunks=SCHEDULES[schedule].least_chunks)
-    example = torch.randn(5, 4, dtype=torch.float64)
-    contract.check(cluster_of(layout.pp), case, layout, example=example)
-
-
 def test_a_model_without_values_is_tried_without_them() -> None:
     with torch.device("meta"):
         model = Net(in_order)
@@ -218,16 +174,6 @@ def test_a_model_without_values_is_tried_without_them() -> None:
         ValueError, match=r"before blocks\.0|after blocks\.0 .* meta device, where tensors have"
     ):
         find_chain(experts, PP, None, ROWS)
-
-
-def balanced(layers: Any, x: Tensor) -> Tensor:
-    result = in_order(layers, x)
-    return result + sum(layer.balance for layer in layers)
-
-
-def test_what_a_layer_keeps_in_an_attribute_comes_from_it() -> None:
-    with pytest.raises(ValueError, match=r"its outputs are computed from what blocks\.0 gave, and not from"):
-        find_chain(Net(balanced, Experts), PP, None, ROWS)
 
 
 def with_forces(layers: Any, x: Tensor) -> Tensor:
@@ -245,16 +191,6 @@ def test_a_model_that_takes_a_gradient_is_refused() -> None:
 def test_a_layer_that_returns_its_input() -> None:
     net = Net(in_order, nn.Identity)
     assert trace_layers(net, "blocks", ROWS).after == {"after.weight", "after.bias"}
-
-
-def test_an_example_is_taken_in_the_precision_of_the_model(cluster_of: Clusters) -> None:
-    def train() -> float:
-        torch.manual_seed(0)
-        layout = md.Layout(pp=2, micro_batches=2, precision="bf16")
-        engine = md.prepare(Net(in_order), torch.optim.SGD, layout, example=ROWS)
-        return engine.step(torch.randn(4, 4), torch.randint(0, 4, (4,)))
-
-    assert all(loss > 0 for loss in cluster_of(2).run(train))
 
 
 def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,14 @@ from minidist.model import GPT, config
 from minidist.model.loss import cross_entropy
 from minidist.parallel import schedules
 from minidist.parallel.contract.schedule_kinds import SCHEDULES, ScheduleKind, StagePlacement
-from minidist.parallel.pipeline.instructions import placement_of
 from minidist.parallel.schedules import Instruction
+from minidist.parallel.schedules.instructions import placement_of
 from minidist.scale.dryrun import dryrun
 from minidist.scale.memory import estimate
 from minidist.scale.step_time import predict_step
 from tests.helpers import contract
 from tests.parallel.pipeline.test_execution import check, run, train_here
-from tests.parallel.test_layouts import CASE, tables
+from tests.parallel.test_layouts import CASE
 from tests.parallel.test_layouts import case as gpt_of
 
 Clusters = Callable[[int], md.Cluster]
@@ -141,18 +141,6 @@ def test_a_pipeline_executes_a_v(cluster_of: Clusters, name: str, ranks: int) ->
     check(run(cluster_of, ranks, with_records(train_here, name, 2, 4)))
 
 
-def test_the_playground_reads_and_writes_a_v(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs"))
-    import playground
-
-    for name in RECORDS:
-        schedule = schedules.by_name(name, 3, 4, 2)
-        for messages in (False, True):
-            text = playground.write(schedule, messages)
-            assert text.startswith("stages 0 5, 1 4, 2 3\nF0 ")
-            assert repr(playground.read(text)) == repr(schedule)
-
-
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("form", ["pp=2,micro_batches=4", "dp=2,pp=2,zero=1,micro_batches=2", "tp=2,pp=2"])
 def test_layouts_with_a_v_train_as_one_process(cluster_of: Clusters, name: str, form: str) -> None:
@@ -191,13 +179,6 @@ def test_checkpoints_metrics_and_predictions_of_a_v(cluster_of: Clusters, tmp_pa
     held = [{name.split(".")[1] for name in names} for _, _, names in both]
     assert held == [{"0", "3"}, {"1", "2"}]
     assert cluster_of(2).run(load) == [pytest.approx(expected, rel=1e-12)] * 2
-
-
-def test_tied_ends_on_one_rank_need_no_message(cluster_of: Clusters) -> None:
-    for name in RECORDS:
-        layout = md.Layout(pp=2, micro_batches=2, schedule=name, chunks=2)
-        first, second = cluster_of(2).run(with_records(tables, layout))
-        assert (len(first), len(second)) == (1, 0)  # the one table that both ends of the first rank use
 
 
 def counted(layout: md.Layout) -> Any:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP, cross_entropy
-from minidist.parallel.pipeline import schedules
+from minidist.parallel import schedules
+from minidist.parallel.layerwise.layer_by_layer import LayerByLayer, cut
 from minidist.parallel.pipeline.execution import Pipeline
-from minidist.parallel.pipeline.instructions import Instruction
-from minidist.parallel.pipeline.layer_by_layer import LayerByLayer, cut
+from minidist.parallel.schedules.instructions import Instruction
 
 Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse

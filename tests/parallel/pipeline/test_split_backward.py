@@ -140,33 +140,3 @@ def test_no_product_is_computed_twice() -> None:
     # Of each linear map one product for its input and one as large for its weight; attention has no weight.
     weights = sum(p.numel() for p in module.parameters() if p.dim() == 2)
     assert second == 2 * 3 * 6 * weights
-
-
-class Several(nn.Module):
-    """Two inputs and four outputs: one of both inputs, one of none, and one twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.beside = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        mixed = self.first(x).tanh() * self.second(y)
-        constant = self.beside(torch.ones_like(x)).tanh()
-        return mixed, constant, mixed, mixed.sum(-1)
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_several_outputs_and_inputs(at_once: bool) -> None:
-    module = Several().double()
-    xs = [torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    gradients = [torch.randn(shape, dtype=torch.float64) for shape in ((3, 8), (3, 8), (3, 8), (3,))]
-    torch.autograd.backward(module(*xs), gradients)
-    expected = [x.grad for x in xs], [p.grad for p in module.parameters()]
-    module.zero_grad()
-    split = SplitBackward([get_gradient_edge(each) for each in module(*xs)], xs, at_once)
-    with FlopCounterMode(display=False) as counter:
-        torch.testing.assert_close(split.input_gradients(gradients), expected[0], **EXACT)
-    assert (counter.get_total_flops() == 2 * 2 * 3 * 8 * 8) != at_once  # the inputs' products alone
-    assert all(p.grad is None for p in module.parameters())
-    split.weight_gradients()
-    torch.testing.assert_close([p.grad for p in module.parameters()], expected[1], **EXACT)

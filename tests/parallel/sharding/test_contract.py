@@ -21,14 +21,15 @@ from minidist import comm
 from minidist.model.loss import accuracy
 from minidist.parallel.flat import buckets
 from minidist.parallel.flat.buckets import Bucket, GradientComm
-from minidist.parallel.sharding import dealing, optimizer_slices, reducer, units
-from minidist.parallel.sharding.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.parameter_groups import FlatParameterGroups
-from minidist.parallel.sharding.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.optimizer import optimizer_slices
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.units import units
+from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.whole import dealing, reducer
 from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
 from tests.helpers import contract
-from tests.parallel.sharding import test_parameter_groups as grouped
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,
@@ -39,7 +40,8 @@ from tests.parallel.sharding.cases import (
     Mixed,
     seeded,
 )
-from tests.parallel.sharding.test_unit_runtime import Learned, made, repeating
+from tests.parallel.sharding.optimizer import test_parameter_groups as grouped
+from tests.parallel.sharding.units.test_unit_runtime import Learned, made, repeating
 
 Clusters = Callable[[int], md.Cluster]
 Patch = pytest.MonkeyPatch

@@ -12,7 +12,6 @@ from torch import nn
 import minidist as md
 from minidist.parallel.training import bf16_on_cpu
 from minidist.parallel.training.bf16_on_cpu import CURE, NAMES, VARIABLE, Outcome, avoid, outcome
-from minidist.scale.dry_run.run import dryrun
 
 NOTE = "import os; open(os.environ['MINIDIST_CACHE_DIR'] + '/tried', 'a').write('x'); "
 DIE = "os.kill(os.getpid(), {})"
@@ -119,19 +118,3 @@ def test_what_comes_from_outside_is_no_fault(
         tried(NOTE + program)
         assert avoid() is None
         assert tried() <= count  # and not remembered
-
-
-def test_where_nothing_can_be_kept_each_process_tries(
-    tried: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    tried(f"import os; os.environ.get('{VARIABLE}') or " + DIE.format(4))
-    monkeypatch.setenv("MINIDIST_CACHE_DIR", str(tmp_path / "file"))
-    assert avoid() == Outcome("SIGILL", cured=True)
-
-
-def test_nobody_else_pays(tried: Callable[..., int]) -> None:
-    assert prepared(md.Layout()) == torch.float32
-    assert prepared(md.Layout(precision="fp16")) == torch.float16
-    dryrun("byte-tiny", md.Layout(dp=2, precision="bf16"))
-    assert tried() == 0

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist import comm
 from minidist.parallel.training.clipping import clip_grad_norm, global_norm
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
@@ -96,28 +95,6 @@ def test_sparse_gradients_that_no_optimizer_uses_count(cluster_of: Clusters, zer
     for found, weight in cluster_of(2).run(train):
         assert found == pytest.approx(norm, rel=1e-12)
         torch.testing.assert_close(weight, expected.detach(), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_shares_are_clipped_by_the_norm_of_the_whole(cluster_of: Clusters, ranks: int) -> None:
-    whole = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def clip() -> tuple[float, Tensor, int]:
-        share = nn.Parameter(torch.zeros_like(whole.tensor_split(md.size())[md.rank()]))
-        share.grad = whole.tensor_split(md.size())[md.rank()].clone()
-        with comm.ledger() as ledger:
-            norm = clip_grad_norm([share, nn.Parameter(torch.zeros(3))], 0.5, sharded=True)
-        return norm, share.grad, ledger.bytes_sent
-
-    results = cluster_of(ranks).run(clip)
-    expected = nn.Parameter(torch.zeros_like(whole))
-    expected.grad = whole.clone()
-    norm = float(nn.utils.clip_grad_norm_([expected], 0.5))
-    assert [result[0] for result in results] == [pytest.approx(norm, rel=1e-12)] * ranks
-    torch.testing.assert_close(
-        torch.cat([result[1] for result in results]), expected.grad, rtol=1e-12, atol=0
-    )
-    assert [result[2] for result in results] == [2 * (ranks - 1) * 8 // ranks] * ranks
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])

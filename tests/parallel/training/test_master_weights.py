@@ -15,7 +15,7 @@ import minidist as md
 from minidist.model import MLP
 from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.residency import DATA_PARALLEL
-from minidist.parallel.sharding import zero
+from minidist.parallel.sharding.loops import zero
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import master_weights
 from minidist.parallel.training.precision import Precision
@@ -59,53 +59,6 @@ def test_an_optimizer_of_other_parameters() -> None:
     model = half()
     with pytest.raises(ValueError, match="did not use the parameters that it was called with"):
         shared(model, lambda _: torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-class Tied(nn.Module):
-    """Two layers that share one weight, and a statistic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.second(self.first(x)))
-        return out
-
-
-def prepared(seed: int) -> Any:
-    torch.manual_seed(seed)
-    return md.prepare(Tied(), partial(torch.optim.AdamW, lr=0.1), md.Layout(precision="bf16"))
-
-
-def test_boxes_are_the_masters_and_loading_rounds_them() -> None:
-    saved, loaded = prepared(0), prepared(1)
-    inputs, targets = torch.randn(8, 6), torch.arange(8) % 6
-    for _ in range(3):
-        saved.step(inputs, targets)
-    boxes = {box.name: box for box in saved.strategy.state_boxes()}
-    assert boxes["model.first.weight"].tensor.dtype == torch.float32
-    assert boxes["optimizer.first.weight.exp_avg"].tensor.dtype == torch.float32
-    assert torch.equal(boxes["model.first.weight"].tensor.bfloat16(), saved.model.first.weight)
-    assert not torch.equal(boxes["model.first.weight"].tensor, saved.model.first.weight.float())
-    assert "model.norm.running_mean" in boxes
-
-    state: dict[str, dict[str, Any]] = {}
-    for name, box in boxes.items():
-        if name.startswith("optimizer."):
-            parameter, key = name.removeprefix("optimizer.").rsplit(".", 1)
-            state.setdefault(parameter, {})[key] = (box.shape, box.tensor.dtype)
-    loaded.strategy.load_settings(saved.strategy.settings(), state)
-    for box in loaded.strategy.state_boxes():
-        with torch.no_grad():
-            box.tensor.copy_(boxes[box.name].tensor)
-    loaded.strategy.loaded()
-    for _ in range(2):
-        assert saved.step(inputs, targets) == loaded.step(inputs, targets)
-    for name, value in saved.full_state_dict().items():
-        assert torch.equal(value, loaded.full_state_dict()[name]), name
 
 
 def test_sixteen_bytes_a_parameter() -> None:

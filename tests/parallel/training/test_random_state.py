@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import GPT, config
-from minidist.parallel.tensor import parallelize as tensor_parallel
-from minidist.parallel.tensor.parallelize import parallelize
-from minidist.parallel.tensor.plans import plan_for
-from minidist.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
+from minidist.parallel.tensor_parallel import replace_layers as tensor_parallel
+from minidist.parallel.tensor_parallel.plans import plan_for
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training.recompute import recompute
 
 Clusters = Callable[[int], md.Cluster]
@@ -102,36 +101,3 @@ def test_copies_stay_equal_as_their_ranks_start_alike(cluster_of: Clusters, shar
 
     first, second = cluster_of(2).run(gradient)
     assert torch.equal(first, second) is shared
-
-
-class Draws(nn.Module):
-    """Keeps what it draws in a training step, and changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.drawn.append(float(torch.rand(())))
-        return x
-
-
-@pytest.mark.parametrize(
-    ("layout", "same"), [("dp=2", False), ("pp=2", False), ("cp=2", False), ("tp=2", True)]
-)
-def test_ranks_draw_alike_where_they_compute_the_same(cluster_of: Clusters, layout: str, same: bool) -> None:
-    def step() -> tuple[list[float], float]:
-        torch.manual_seed(5)
-        model = GPT(config("byte-tiny", vocabulary=VOCABULARY, context=TOKENS, layers=2, heads=4, width=16))
-        for place in (1, len(model.layers)):  # in the first stage, and in the last one
-            model.layers.insert(place, Draws())
-        engine = md.prepare(model, partial(torch.optim.SGD, lr=0.1), md.Layout.parse(layout))
-        torch.manual_seed(7)
-        engine.step(*batch())
-        drawn = [one for part in engine.model.modules() if isinstance(part, Draws) for one in part.drawn]
-        return drawn, float(torch.rand(()))
-
-    (first, after), (second, other) = cluster_of(2).run(step)
-    assert len(first) == len(second) == (1 if layout == "pp=2" else 2)
-    assert (first == second) is (layout == "tp=2")
-    assert after == other  # and they go on alike

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 
 import minidist as md
 from minidist.model import GPT, MLP, config
@@ -128,14 +127,6 @@ def test_the_peak_is_an_input_a_layer_and_the_activations_of_one() -> None:
     assert whole < parts < count("none")
 
 
-def test_nothing_is_kept_without_gradients() -> None:
-    model = recompute(gpt(0))
-    inputs, _ = tokens(torch.Generator().manual_seed(0), 2)
-    with torch.no_grad(), ActivationCounter(model) as counter:
-        assert not model(inputs).requires_grad
-    assert counter.peak == 0
-
-
 @pytest.mark.parametrize(
     ("model", "parts", "text"),
     [
@@ -207,52 +198,3 @@ def test_state_may_begin_to_change_in_any_call(late: int, elements: int, in_plac
     torch.testing.assert_close(
         trained(late, elements, in_place, True), trained(late, elements, in_place, False), rtol=0, atol=0
     )
-
-
-class Reparametrized(nn.Module):
-    """Layers whose weights are computed from other parameters, by hooks or parametrizations."""
-
-    def __init__(self, how: str, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
-        for layer in self.layers:
-            if how == "pruned":
-                mask = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) > 0.4
-                prune.custom_from_mask(layer, "weight", mask.double())
-            elif how == "normed":
-                parametrizations.weight_norm(layer)
-            else:
-                torch.nn.utils.weight_norm(layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 6, (count,), generator=generator)
-
-
-@pytest.mark.parametrize(
-    ("how", "layout"),
-    [
-        ("pruned", "dp=2"),
-        ("pruned", "dp=2,zero=3"),
-        ("pruned", "pp=2,micro_batches=2"),
-        ("normed", "dp=2,zero=1"),
-        ("normed by a hook", "dp=2"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_weights_that_are_computed_meet_the_contract(
-    cluster_of: Clusters, how: str, layout: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Also in a rehearsal, which copies the model."""
-    case, shape = contract.Case(partial(Reparametrized, how), vectors), md.Layout.parse(layout)
-    options = {"example": case.global_batches()[0][0]} if shape.pp > 1 else {}
-    shape = replace(shape, recompute=True)
-    contract.check(cluster_of(shape.ranks), case, shape, rehearse=True, **options)
-    assert "not compared" not in capfd.readouterr().err

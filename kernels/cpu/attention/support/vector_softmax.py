@@ -21,9 +21,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from ...support.vector_instructions import INT32, INT64, Value, Vectors
+from ...support.vector_instructions import INT32, INT64, Emitter, Value, Vectors, emitted
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 POWERS = (1.00000007, 0.69314695, 0.24022122, 0.055507426, 0.0096754597, 0.0013266970)  # of f, from f^0
@@ -81,74 +80,58 @@ class Rows(Vectors):
         return self.builder.extract_element(first, ir.Constant(INT32, 0))
 
 
-@intrinsic
-def largest(context: Any, row: Any, count: Any) -> Any:
+@emitted(REAL, POINTER, COUNT)
+def largest(at: Emitter, row: Value, count: Value) -> Any:
     """largest(row, count): the largest of so many numbers."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        v, (row, count) = Rows(builder, REAL), arguments
-        tops = [cgutils.alloca_once_value(builder, v.of(float("-inf"))) for _ in range(CHAINS)]
-        for at, chains in v.loop(count, CHAINS):
-            for chain in range(chains):
-                x = v.load(v.offset(v.offset(row, at), chain * v.lanes))
-                builder.store(v.larger(builder.load(tops[chain]), x), tops[chain])
-        return v.folded(tops, v.larger)
-
-    return REAL(POINTER, COUNT), generate
+    v = Rows(at.builder, REAL)
+    tops = [cgutils.alloca_once_value(at.builder, v.of(float("-inf"))) for _ in range(CHAINS)]
+    for start, chains in v.loop(count, CHAINS):
+        for chain in range(chains):
+            x = v.load(v.offset(v.offset(row, start), chain * v.lanes))
+            at.builder.store(v.larger(at.builder.load(tops[chain]), x), tops[chain])
+    return v.folded(tops, v.larger)
 
 
-@intrinsic
-def powers(context: Any, row: Any, count: Any, scale: Any, shift: Any) -> Any:
+@emitted(REAL, POINTER, COUNT, REAL, REAL)
+def powers(at: Emitter, row: Value, count: Value, scale: Value, shift: Value) -> Any:
     """powers(row, count, scale, shift): row = 2^(row * scale - shift), none above 1; returns their sum."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        v, (row, count) = Rows(builder, REAL), arguments[:2]
-        scale, minus = v.every(arguments[2]), v.every(builder.fneg(arguments[3]))
-        sums = [cgutils.alloca_once_value(builder, v.zero) for _ in range(CHAINS)]
-        for at, chains in v.loop(count, CHAINS):
-            for chain in range(chains):
-                place = v.offset(v.offset(row, at), chain * v.lanes)
-                power = v.power_of_2(v.multiply_add(v.load(place), scale, minus))
-                v.store(power, place)
-                builder.store(builder.fadd(builder.load(sums[chain]), power), sums[chain])
-        return v.folded(sums, builder.fadd)
-
-    return REAL(POINTER, COUNT, REAL, REAL), generate
+    v, builder = Rows(at.builder, REAL), at.builder
+    scales, minus = v.every(scale), v.every(builder.fneg(shift))
+    sums = [cgutils.alloca_once_value(builder, v.zero) for _ in range(CHAINS)]
+    for start, chains in v.loop(count, CHAINS):
+        for chain in range(chains):
+            place = v.offset(v.offset(row, start), chain * v.lanes)
+            power = v.power_of_2(v.multiply_add(v.load(place), scales, minus))
+            v.store(power, place)
+            builder.store(builder.fadd(builder.load(sums[chain]), power), sums[chain])
+    return v.folded(sums, builder.fadd)
 
 
-@intrinsic
-def scaled(context: Any, row: Any, count: Any, factor: Any) -> Any:
+@emitted(types.void, POINTER, COUNT, REAL)
+def scaled(at: Emitter, row: Value, count: Value, factor: Value) -> Any:
     """scaled(row, count, factor): row = row * factor."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        v, (row, count) = Rows(builder, REAL), arguments[:2]
-        factor = v.every(arguments[2])
-        for at, _ in v.loop(count, 1):
-            v.store(builder.fmul(v.load(v.offset(row, at)), factor), v.offset(row, at))
-        return context.get_dummy_value()
-
-    return types.void(POINTER, COUNT, REAL), generate
+    v = Rows(at.builder, REAL)
+    factors = v.every(factor)
+    for start, _ in v.loop(count, 1):
+        v.store(at.builder.fmul(v.load(v.offset(row, start)), factors), v.offset(row, start))
 
 
-@intrinsic
-def gradients(context: Any, scores: Any, slopes: Any, count: Any, scale: Any, shifts: Any, means: Any) -> Any:
+@emitted(types.void, POINTER, POINTER, COUNT, REAL, POINTER, POINTER)
+def gradients(
+    at: Emitter, scores: Value, slopes: Value, count: Value, scale: Value, shifts: Value, means: Value
+) -> Any:
     """gradients(scores, slopes, count, scale, shifts, means): what backward does with a row.
 
     scores becomes p = 2^(scores * scale - shifts), and slopes, the gradients of p, p (slopes - means): those
     of the scores but for the factor that multiplied them. `shifts` and `means` are rows, too.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Value:
-        v, (scores, slopes, count) = Rows(builder, REAL), arguments[:3]
-        scale = v.every(arguments[3])
-        for at, chains in v.loop(count, 2):
-            for chain in range(chains):
-                where = builder.add(at, ir.Constant(INT64, chain * v.lanes))
-                s, w, shift, mean = (v.offset(x, where) for x in (scores, slopes, *arguments[4:]))
-                y = v.multiply_add(v.load(s), scale, builder.fneg(v.load(shift)))
-                p = v.power_of_2(y)
-                v.store(p, s)
-                v.store(builder.fmul(p, builder.fsub(v.load(w), v.load(mean))), w)
-        return context.get_dummy_value()
-
-    return types.void(POINTER, POINTER, COUNT, REAL, POINTER, POINTER), generate
+    v, builder = Rows(at.builder, REAL), at.builder
+    scales = v.every(scale)
+    for start, chains in v.loop(count, 2):
+        for chain in range(chains):
+            where = builder.add(start, ir.Constant(INT64, chain * v.lanes))
+            s, w, shift, mean = (v.offset(x, where) for x in (scores, slopes, shifts, means))
+            y = v.multiply_add(v.load(s), scales, builder.fneg(v.load(shift)))
+            p = v.power_of_2(y)
+            v.store(p, s)
+            v.store(builder.fmul(p, builder.fsub(v.load(w), v.load(mean))), w)

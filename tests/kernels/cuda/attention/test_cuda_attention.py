@@ -33,17 +33,6 @@ every_dtype = pytest.mark.parametrize(
 # What stands before, queries, keys, width: a single number, ragged, past a tile each way, the usual width.
 SIZES = [((1,), 1, 1, 1), ((2, 3), 5, 3, 7), ((), 37, 150, 33), ((2,), 70, 70, 64), ((1,), 133, 133, 128)]
 HEAD = ((1,), 128, 128, 64)
-# The most registers of a thread, the blocks that share a multiprocessor's 65536, and bytes of shared memory.
-ROOM = {
-    "scores": (64, 4, 0),
-    "softmax": (64, 4, 0),
-    "values": (64, 4, 0),
-    "warp_rows": (72, 7, 0),
-    "shared_tiles": (128, 2, 4 * (64 * 64 + 32 * (65 + 64))),
-    # Tiles: queries, and two pairs; two of its own, two pairs, and twice 64 logs and deltas.
-    "tensor_core_attention": (184, 2, 5 * 64 * 128),
-    "backward": (255, 2, 6 * 64 * 128 + 2 * 64 * 8),
-}
 
 
 def test_the_ladder_holds_every_rung_file_in_order():
@@ -167,7 +156,7 @@ def test_the_emulator_is_fast_enough_for_tests_and_lessons(step):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_nothing_spills_and_blocks_fit(step, dtype, architecture, width):
     for kernel, types, dynamic in launches(step, dtype, 256, width):
-        registers, blocks, shared = ROOM[kernel.name]
+        registers, blocks, shared = step.room[kernel.name]
         compiled = kernel.compile(types, architecture)
         assert shortcomings(compiled, registers, {}) == [], compiled.report
         assert blocks * kernel.threads * -(-compiled.report.registers // 8) * 8 <= 65536

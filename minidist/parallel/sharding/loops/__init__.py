@@ -1,0 +1,9 @@
+"""Classes for a training loop of your own: each is a face of the mechanism that an engine uses.
+
+| File | Holds |
+|---|---|
+| data_parallel.py | `DataParallel`: gradients are averaged after each backward pass (`LoopMeans`) |
+| zero.py | `ZeroOptimizer`: an optimizer of this rank's share |
+| fully_shard.py | `FullyShard`: gather a unit, compute, free it; step on the shards |
+| loop_classes.py | `delegated`: what the three have in common, and what they refuse |
+"""

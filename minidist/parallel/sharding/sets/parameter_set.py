@@ -1,0 +1,323 @@
+"""A set of parameters: what each rank keeps of them, which ranks sum their gradients, and who owns a share.
+
+A model has one such set, or several: experts' gradients, say, are summed over fewer ranks than the rest. A
+set's gradients are summed in rounds: they come to its buckets, each bucket is reduced, and `Bucket.give_back`
+(flat/buckets.py) lets go of what the set's row does not keep (contract/residency.py). Two events complete a
+bucket: its last gradient has arrived (reducer.py), or, where parameters are not whole, the backward pass has
+left a unit (unit_runtime.py).
+
+| What a rank keeps | Where gradients lie | A bucket's reduction |
+|---|---|---|
+| gradients and state whole | in buckets; `grad` is a view | all-reduce, or its compressed form |
+| gradients whole, state 1/n | in buckets; the sums replace this rank's share | reduce-scatter |
+| gradients 1/n | whole only until `Bucket.give_back`; the share of the sums stays | reduce-scatter |
+
+A `ZeroOptimizer` of stage 1 leaves `grad` to the loop around it, so its buckets only carry copies.
+
+Sources: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3.2; Rajbhandari et al. 2020,
+"ZeRO" (see zero.py), sections 5.2 (buckets) and 7.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm.work import rank_in
+from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
+from minidist.parallel.contract.residency import Residency
+from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
+from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages
+from minidist.parallel.flat.joined_messages import deal_to_buckets, deal_whole
+from minidist.parallel.training.elementwise_optimizers import Work
+
+TRANSIENT = 2
+"""Buckets that have memory at a time where it is lent: one is filled while the one before it is sent."""
+TAIL_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of gradients among which counts of ranks, rows and a loss can be sent."""
+
+
+class ParameterSet:
+    """Parameters that the same ranks share in the same way, and the rounds of their gradients.
+
+    residency: what every rank keeps whole. gradient_comm: its `group` sums the gradients, and its
+    `share_group` are the owners of a share each. names: of the parameters; None for all that are in no other
+    set.
+
+    Attributes:
+        indices: of its parameters, among all of the model.
+        buckets: hold their gradients, in the order in which they are sent.
+        op: "mean" or "sum" over the ranks, of reductions to owners. scale: the factor of this rank's
+            gradients before they are summed. compression: of reductions to all ranks.
+        leaves_grad: `grad` stays as the backward pass left it. stay_in_buckets: gradients stay there
+            between backward passes.
+        total_count: how many numbers are summed along with a round.
+        unused: indices of the parameters without a gradient on this rank, in the round that runs.
+        users: on how many ranks each parameter had a gradient, over all rounds since `begin`.
+        totals, sums: weight and loss, added up since `begin`; every total of the last round alone.
+        tail, tail_in_bucket: for each parameter the number of ranks that used it, then the totals; whether
+            this is the end of the last bucket, or a message of its own.
+        sparse: parameters in no bucket, whose gradients come as rows.
+    """
+
+    op, scale = "sum", 1.0
+    compression: Compression | None = None
+    leaves_grad = stay_in_buckets = tail_in_bucket = False
+    total_count = 2
+
+    def __init__(
+        self, residency: Residency, gradient_comm: GradientComm, names: Collection[str] | None = None
+    ) -> None:
+        self.residency, self.gradient_comm, self.names = residency, gradient_comm, names
+        self.whole_tensors: WholeTensors | None = None  # deals parameters that no share may cut
+        self.users = torch.zeros(0, dtype=torch.float64)
+        self.totals = torch.zeros(2, dtype=torch.float64)
+        self.empty()
+
+    def configure(self, average: bool, compression: Compression | None, leaves_grad: bool) -> None:
+        """Say how gradients are reduced: to means or sums, compressed or not; see the attributes."""
+        is_sent = self.names is None or self.gradient_comm.ranks > 1  # experts may be on one rank alone
+        self.leaves_grad, self.compression = leaves_grad, compression if is_sent else None
+        if average and self.residency.state:
+            self.scale = 1 / self.gradient_comm.ranks
+        elif average:  # a reduction to owners takes the mean itself
+            self.op = "mean"
+        if not self.residency.state:
+            self.total_count = 3  # see `begin_final_backward`
+
+    def empty(self) -> None:
+        """Have no parameters and no buckets."""
+        self.indices: list[int] = []
+        self.unused: list[int] = []
+        self.buckets: list[Bucket] = []
+        self.memories: list[GradientMemory] = []
+        self.reductions: list[Reduction] = []  # of compression, for each bucket
+        self.sparse: list[nn.Parameter] = []
+        self.tail = self.sums = torch.zeros(0, dtype=torch.float64)
+        self._lies_in: dict[int, tuple[Bucket, int]] = {}
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank's part counts in a sum over all ranks in which each element counts once."""
+        owners = 1 if self.residency.state else self.gradient_comm.owners
+        return rank_in(self.gradient_comm.group) < owners
+
+    # Buckets, and memory for gradients.
+
+    def deal(
+        self,
+        parameters: Sequence[nn.Parameter],
+        order: Sequence[int],
+        limit: int,
+        work: Work | None,
+        name_of: Callable[[int], str],
+    ) -> list[Bucket]:
+        """Make buckets of up to `limit` bytes for the parameters at the indices in `order`. A collective.
+
+        Where the state is shared, a bucket also holds the parameters' values, cut into a share for each rank.
+        work: of the update of a whole parameter; None where shares may end inside one.
+        """
+        over = None if self.residency.state else self.gradient_comm
+        deal: Deal = evenly
+        if over is not None and work is not None and order:
+            deal = self.whole_tensors = self.whole_tensors or WholeTensors(work, over.owners)
+            sized = [p.new_empty(()).expand(whole_shape(p)) for p in parameters]
+            parts = deal_whole(sized, order, limit, deal)
+        else:
+            parts = deal_to_buckets(parameters, order, limit)
+        new = [Bucket(part, parameters, over, deal, name_of=name_of) for part in parts]
+        for bucket in new if over is not None else ():
+            bucket.keep_values()
+        self.buckets += new
+        return new
+
+    def make_room(self, parameters: Sequence[nn.Parameter], sparse: Collection[int] = ()) -> None:
+        """Make memory for a round of the parameters and buckets that there are now. A collective.
+
+        What the rounds before have summed stays. sparse: indices of parameters in no bucket.
+        """
+        over, device = self.gradient_comm, parameters[0].device if parameters else torch.device("cpu")
+        self.sparse = [parameters[index] for index in self.indices if index in sparse]
+        for bucket in self.buckets:
+            bucket.op, bucket.everyone = self.op, over if self.residency.state else None
+            for at, index in enumerate(bucket.param_indices):
+                self._lies_in[index] = bucket, at
+        self._number_of = {index: number for number, index in enumerate(self.indices)}
+        carries = self.residency.state and self.compression is None and bool(self.buckets)
+        self.tail_in_bucket = carries and self.buckets[-1].dtype in TAIL_DTYPES
+        tail_length = len(self.indices) + self.total_count
+        self.stay_in_buckets = self.residency.parameters and self.residency.gradients and not self.leaves_grad
+        if self.stay_in_buckets:
+            self._hold(tail_length)
+        else:
+            for bucket in self.buckets:
+                if bucket.reduced is None:
+                    bucket.reduced = torch.zeros_like(bucket.shard)
+            self.memories = lend_memory(self.buckets, over)
+        if not self.tail_in_bucket:
+            self.tail = over.zeros(tail_length, torch.float64, device)
+        if self.compression is not None:
+            self.reductions = []
+            for number, bucket in enumerate(self.buckets):
+                self.reductions.append(self.compression.reduction(bucket, over, number))
+                bucket.reduction = self.reductions[-1].run
+        before, self.users = self.users, torch.zeros(len(self.indices), dtype=torch.float64, device=device)
+        if not self.residency.state:
+            self.users[: len(before)] = before
+        self.totals = self.totals.to(device)
+        self.sums = torch.zeros(self.total_count, dtype=torch.float64, device=device)
+
+    def _hold(self, tail_length: int) -> None:
+        """Give each bucket memory of its own, since gradients stay there."""
+        for bucket in self.buckets:
+            if bucket.holds:
+                continue
+            length = bucket.length
+            if bucket is self.buckets[-1] and self.tail_in_bucket:
+                length += tail_length
+            if self.compression is not None:  # the bucket itself is not sent
+                flat = torch.zeros(length, dtype=bucket.dtype, device=bucket.device)
+            else:
+                flat = self.gradient_comm.zeros(length, bucket.dtype, bucket.device)
+            bucket.hold(flat)
+            self.tail = flat[bucket.length :]
+            if not self.residency.state:
+                bucket.reduced = flat[bucket.own_range]
+
+    # Before a bucket is reduced: its gradients come to it.
+
+    def view(self, param_index: int) -> Tensor | None:
+        """Where a parameter's gradient lies when its bucket is sent; None where it is sparse."""
+        found = self._lies_in.get(param_index)
+        if found is None:
+            return None
+        bucket, at = found
+        if not bucket.holds:
+            bucket.borrow()
+        return bucket.views[at]
+
+    def place(self, param_index: int, parameter: nn.Parameter, scale: float) -> None:
+        """Bring a gradient to its bucket, multiplied by `scale`; a sparse one that is in none stays."""
+        view, grad = self.view(param_index), parameter.grad
+        if view is None or grad is None:
+            return
+        if grad.requires_grad:  # of backward(create_graph=True)
+            grad = grad.detach()
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if scale != 1:
+            torch.mul(grad, scale, out=view)  # one pass instead of one to copy and one to divide
+        elif grad is not view:
+            view.copy_(grad)
+        if grad is not view and not self.leaves_grad:
+            parameter.grad = view if self.stay_in_buckets else None
+
+    # The end of a round: who used what, and the totals.
+
+    def fill_tail(self, totals: Sequence[float | Tensor] = ()) -> None:
+        """Note which parameters this rank used, and its totals, as many as are summed."""
+        count = len(self.indices)
+        self.tail[:count], self.tail[count:] = 1.0, 0.0
+        for index in self.unused:
+            self.tail[self._number_of[index]] = 0.0
+        for position, value in enumerate(totals[: self.total_count], count):
+            self.tail[position] = value
+
+    def send_tail(self) -> Messages:
+        """Launch the sum of the tail over the ranks, where no bucket carries it."""
+        return Messages(iter([self.gradient_comm.all_reduce(self.tail, blocking=True)]))
+
+    def summed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """React to a complete round."""
+        count, unused = len(self.indices), self.unused
+        self.sums, self.unused = self.tail[count:], []
+        if self.residency.state:
+            self._drop_unused(unused, parameters)
+            return
+        if self.residency.gradients:  # the sums of this round are all
+            self.begin()
+        self.users += self.tail[:count]
+        self.totals += self.tail[count : count + 2]
+
+    def _drop_unused(self, unused: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Set the gradient of parameters that no rank used to None, so that the optimizer skips them."""
+        if not unused:
+            return
+        users = self.tail.tolist()
+        for index in unused:
+            if not users[self._number_of[index]]:
+                parameters[index].grad = None
+            elif (view := self.view(index)) is not None:
+                parameters[index].grad = view
+
+    def begin(self) -> None:
+        """Forget the sums: the next round begins them anew."""
+        if not self.residency.state:
+            for bucket in self.buckets:
+                bucket.begun = False
+            self.users.zero_()
+            self.totals.zero_()
+
+    def clear(self) -> None:
+        """Drop the gradients, and what compression has kept back of them."""
+        for reduction in self.reductions:
+            reduction.forget()
+        for bucket in self.buckets:
+            if self.residency.state:
+                bucket.gradients.zero_()
+                continue
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self.begin()
+
+    def rescale(self, factor: float, kept: bool) -> None:
+        """Multiply the gradients in the buckets, and with `kept` what compression has kept back of them."""
+        for bucket in self.buckets:
+            bucket.gradients[: bucket.elements].mul_(factor)
+        for reduction in self.reductions if kept else ():
+            reduction.rescale(factor)
+        for parameter in self.sparse:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    # What it holds and sends.
+
+    def tensors(self) -> list[Tensor]:
+        """All memory for gradients."""
+        param_set = [bucket.gradients for bucket in self.buckets if bucket.holds]
+        reduced = [bucket.reduced for bucket in self.buckets if bucket.reduced is not None]
+        return [*(memory.flat for memory in self.memories), *param_set, *reduced]
+
+    def bytes_sent(self) -> int:
+        """Bytes that a rank sends in a round, without sparse gradients."""
+        ranks = self.gradient_comm.ranks
+        if ranks == 1:
+            return 0
+        tail_bytes = 8 * (len(self.indices) + self.total_count)
+        sent = 0 if self.tail_in_bucket else all_reduce_bytes(tail_bytes, ranks)
+        if not self.residency.state:
+            return sum(bucket.reduce_bytes() for bucket in self.buckets) + sent
+        for bucket in self.buckets:
+            if self.compression is None:
+                sent += all_reduce_bytes(bucket.gradients.nbytes, ranks)
+            else:
+                sent += self.compression.bytes_sent(bucket.parameters, ranks)
+        return sent
+
+
+def lend_memory(buckets: Iterable[Bucket], gradient_comm: GradientComm) -> list[GradientMemory]:
+    """Have the buckets take turns in memory for two of each dtype and device. A collective."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Bucket]] = {}
+    for bucket in buckets:
+        kinds.setdefault((bucket.dtype, bucket.device), []).append(bucket)
+    made = []
+    for (dtype, device), those in kinds.items():
+        longest = max(bucket.length for bucket in those)
+        count = min(TRANSIENT, len(those))
+        memories = [GradientMemory(gradient_comm.zeros(longest, dtype, device)) for _ in range(count)]
+        for number, bucket in enumerate(those):
+            bucket.lend(memories[number % len(memories)])
+        made += memories
+    return made

@@ -1,0 +1,399 @@
+"""Each rank keeps an n-th of every parameter. Units are gathered to compute, and their gradients reduced.
+
+The model is cut into units (cut_into_units.py), such as transformer blocks, and a unit's parameters are whole
+only while it is used (unit_runtime.py). When the backward pass leaves a unit, its gradients are reduced; they
+are complete once all ranks know which parameters were used. In half precision, units are gathered from
+rounded copies of the masters. A loop may call the optimizer's own `step` and `zero_grad`: hooks on them
+complete the gradients before a step, and publish after it.
+
+Source: Rajbhandari et al. 2020, "ZeRO", section 5.3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from minidist.comm import groups as process_groups
+from minidist.comm.collectives import choose
+from minidist.comm.errors import CollectiveError
+from minidist.parallel.compression.compressor import all_reduce_bytes
+from minidist.parallel.contract.user_functions import MakeOptimizer
+from minidist.parallel.flat.buckets import Bucket, Messages
+from minidist.parallel.flat.joined_messages import broadcast_together
+from minidist.parallel.guards.claims import BY_FULLY_SHARD, claim
+from minidist.parallel.sharding.optimizer.all_parameters import AllParameters
+from minidist.parallel.sharding.optimizer.memory_source import MemorySource
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
+from minidist.parallel.sharding.sets.equal_start import set_for, shared_tensors
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.units.cut_into_units import Units, build
+from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
+from minidist.parallel.sharding.units.units import Unit, weakly
+from minidist.parallel.training.clipping import guard
+from minidist.parallel.training.elementwise_optimizers import is_elementwise, refuse_unshareable, work_of
+from minidist.parallel.training.master_weights import follow_own_methods
+
+
+class ShardedParameters(AllParameters):
+    """This rank's shards of a model's parameters, and the optimizer that updates them.
+
+    Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
+    shared. The other arguments are those of `FullyShard`. average: gradients become means over the ranks, and
+    not sums.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: type[torch.optim.Optimizer] | MakeOptimizer,
+        sets: Sequence[ParameterSet],
+        memory: MemorySource,
+        *,
+        units: Units = None,
+        initialize: Callable[[nn.Module], object] | None = None,
+        prefetch: bool | None = None,
+        master: torch.dtype | None = None,
+        average: bool = True,
+        **defaults: Any,
+    ) -> None:
+        self.sets, (first, *_) = [*sets], sets
+        if any(param_set.residency != first.residency for param_set in sets):
+            raise ValueError(
+                f"sets have {[each.residency for each in sets]}; parameters that are not whole are gathered "
+                "and reduced with their units, so give all sets one residency"
+            )
+        self.group, self.parameters = first.gradient_comm.group, [*module.parameters()]
+        self._names = [name for name, _ in module.named_parameters()]
+        for index, name in enumerate(self._names):
+            set_for(name, sets).indices.append(index)
+        shared_tensors(module, sets)
+        self.set_of = {self.parameters[index]: param_set for param_set in sets for index in param_set.indices}
+        self.groups = FlatParameterGroups(make_optimizer, module, defaults)
+        refuse_unshareable(type(self.groups.optimizer))
+        groups = self.groups.optimizer.param_groups
+        self._whole = {  # which no share of the optimizer's may cut
+            index
+            for index, number in self.groups.of.items()
+            if not is_elementwise(type(self.groups.optimizer), groups[number])
+        }
+        comms = [self.set_of[parameter].gradient_comm for parameter in self.parameters]
+        self.units = build(module, units, comms, initialize, memory, master, self._whole)
+        claim(self, BY_FULLY_SHARD, module.parameters(), takes_values=True)
+        for parameter in module.parameters():
+            parameter.grad = None  # the first step would add to an old one
+        broadcast_together([*module.buffers()], self.group)
+        self.parameters = [*module.parameters()]  # others, if they were on the meta device
+        self.set_of = {self.parameters[index]: param_set for param_set in sets for index in param_set.indices}
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
+        self.on_owners: list[WholeOnOwners] = []
+        self._add_slices([bucket for bucket in self.buckets if not bucket.frozen])
+        self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
+        self.optimizer: torch.optim.Optimizer = self.slices.optimizer
+        if prefetch is None:
+            values = (bucket.values for bucket in self.buckets)
+            over = first.gradient_comm.share_group
+            how = {choose("all_gather", "auto", over, each) for each in values}
+            prefetch = how != {"shared_memory"}
+        self.undealt, self.undealt_masters, self.orders = [], {}, None
+        for param_set in sets:
+            param_set.op = "mean" if average else "sum"
+        self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
+        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._accumulates = False  # whole gradients add up on this rank, in `grad`
+        self.had_gradient = bytearray(len(self.parameters))  # on this rank, since `forget`
+        self.is_complete = False  # the slices have the sums, and no backward pass has come since
+        self._make_room()
+        called = weakly(self.reduce), weakly(self.wait), weakly(self.follow_changes)
+        self.runtime = UnitRuntime(self.units, *called, self.group, prefetch)
+        self._watch(self.optimizer)
+        self.slices.guarded_by(weakly(self._why_not_clipped))
+        guard(self.parameters, weakly(self._why_hidden))
+        hook = register_optimizer_step_pre_hook(weakly(self._refuse_other_optimizer))
+        weakref.finalize(self, hook.remove).atexit = False
+
+    def _add_slices(self, buckets: Sequence[Bucket]) -> None:
+        """Make the slices of buckets, and of parameters in them that the optimizer needs whole.
+
+        A collective where there are some.
+        """
+        homes: dict[Any, list[tuple[Bucket, int]]] = {}
+        self.slices.add(buckets, self.groups.of)
+        for bucket in buckets:
+            for at, index in enumerate(bucket.param_indices):
+                if index in self._whole:
+                    homes.setdefault((bucket.dtype, bucket.gradient_comm), []).append((bucket, at))
+        work, memory = work_of(type(self.groups.optimizer)), self.slices.memory
+        for those in homes.values():
+            self.on_owners.append(WholeOnOwners(those, self.parameters, memory, work))
+            self.slices.add(self.on_owners[-1:], self.groups.of)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer's own methods complete the gradients before, and publish after."""
+        optimizer.register_step_pre_hook(weakly(self._before_step))
+        optimizer.register_step_post_hook(weakly(self._after_step))
+        optimizer.zero_grad = weakly(self.forget)  # type: ignore[method-assign]
+        follow_own_methods(optimizer, weakly(self.after_own_method))
+
+    def pieces(self) -> list[nn.Parameter]:
+        """This rank's shards as the optimizer takes them, including those that it leaves out."""
+        return [each.tensor for each in self.slices.all]
+
+    def value_buckets(self) -> list[Bucket]:
+        """All buckets."""
+        return self.buckets
+
+    def name_of(self, param_index: int) -> str:
+        """A parameter's name in the module."""
+        return self._names[param_index]
+
+    # The runtime calls these: before a pass, and as the backward pass leaves units.
+
+    def follow_changes(self) -> None:
+        """Begin with gradients of parameters that were frozen when this was made."""
+        if process_groups.is_alone:
+            raise RuntimeError(
+                "it calls a ZeRO-3 model inside a step that one process takes alone, without the other "
+                "ranks' shards; give prepare(rehearse=False)"
+            )
+        frozen = [bucket for bucket in self.buckets if bucket.frozen]
+        self.thaw([bucket for bucket in frozen if any(p.requires_grad for p in bucket.parameters)])
+
+    def thaw(self, buckets: Sequence[Bucket]) -> None:
+        """Make room for the gradients and the optimizer state of frozen buckets. A collective."""
+        if buckets:
+            for bucket in buckets:
+                dtype, device = self.slices.master or bucket.dtype, bucket.shard.device
+                bucket.frozen, bucket.reduced = False, self.slices.memory.zeros(bucket.share, dtype, device)
+            self._add_slices(buckets)
+            self.groups.begin((each.group, each.tensor) for each in self.slices.all)
+            self.wait()
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Make memory for the gradients of the buckets that are not frozen. A collective."""
+        for param_set in self.sets:
+            indices = set(param_set.indices)
+            trained = [bucket for bucket in self.buckets if not bucket.frozen]
+            param_set.buckets = [bucket for bucket in trained if bucket.param_indices[0] in indices]
+            param_set.make_room(self.parameters)
+
+    def reduce(self, unit: Unit, ahead: bool) -> None:
+        """Launch the round of a unit's buckets, which are complete. ahead: while something else computes."""
+        if self._accumulates:
+            return
+        self.is_complete = False
+        for bucket in unit.buckets:
+            if bucket.frozen:
+                continue
+            self._fill(bucket)
+            messages = bucket.reduce(blocking=not ahead)
+            if bucket.gradient_comm.hybrid is not None:  # do not wait for the sum over copies
+                (self._last if ahead else messages).advance()
+                self._last = messages
+            elif not ahead:
+                messages.complete()
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Move the gradients of the parameters to the bucket."""
+        bucket.complete()
+        bucket.borrow()
+        views, grads = [], []
+        for view, parameter, index in zip(bucket.views, bucket.parameters, bucket.param_indices, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                view.zero_()
+                continue
+            views.append(view)
+            grads.append(grad.to_dense() if grad.is_sparse else grad.detach())
+            self.had_gradient[index] |= bucket.gradient_comm.counts
+            parameter.grad = None
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def wait(self) -> None:
+        """Wait for all reductions."""
+        for bucket in self.buckets:
+            bucket.complete()
+
+    # A step.
+
+    def ready(self) -> None:
+        """Do nothing: each unit gathers its parameters when it is called."""
+
+    def clear(self) -> None:
+        """Do nothing: no compression keeps a part of the gradients back."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs for this rank's rows; units are gathered as they are called."""
+        try:
+            return self.runtime.root.module(*args, **kwargs)
+        except BaseException:
+            with suppress(CollectiveError):  # if a peer is gone, the first error says so
+                self.runtime.abandon()
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on this rank if the residency keeps them whole.
+
+        ZeRO 3 does not: this changes nothing there, since whole gradients would take n times the memory.
+        """
+        self._accumulates = self.sets[0].residency.gradients
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
+        """Keep the totals for `synchronize`, which sums them."""
+        self._own = totals
+
+    def synchronize(self) -> tuple[float, float]:
+        """Complete the gradients; returns the totals, summed over the ranks."""
+        weight, loss = self.sum_over_ranks(*self._own)
+        return weight, loss
+
+    def sum_over_ranks(self, *totals: float | Tensor) -> list[float]:
+        """Complete the gradients: settle which parameters any rank used. `step` does it if nobody has.
+
+        Returns the sums over the ranks of up to two numbers. Sends 2 (n - 1) / n 8 (P + 2) bytes for P
+        parameters.
+        """
+        self.runtime.finish()
+        users: dict[int, float] = {}
+        for param_set in self.sets:
+            param_set.unused = [index for index in param_set.indices if not self.had_gradient[index]]
+            param_set.fill_tail(totals)
+            param_set.send_tail().complete()
+            users.update(zip(param_set.indices, param_set.tail.tolist(), strict=False))
+        for whole in self.on_owners:
+            whole.take_gradients()
+        self.slices.give_gradients(users)
+        self.is_complete = True
+        sums: list[float] = self.sets[0].tail[-2:].tolist()
+        return sums
+
+    def complete(self) -> None:
+        """Sum the gradients, unless no backward pass has come since they were. A collective."""
+        if not self.is_complete:
+            self.sum_over_ranks()
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums."""
+        return self.slices.gradients()
+
+    def rescale(self, factor: float, kept: bool = True) -> None:
+        """Multiply the gradients."""
+        for gradient in self.gradients():
+            gradient.mul_(factor)
+
+    def publish(self) -> None:
+        """Round masters to the shards, which the next pass gathers."""
+        self.slices.round_masters()
+        for whole in self.on_owners:
+            whole.give_values()
+        self.runtime.changed()
+
+    def update(self, closure: Callable[[], Any] | None = None) -> None:
+        """The optimizer's step on this rank's shards; the next pass gathers the result.
+
+        closure: computes the gradients anew, for an optimizer that requires one.
+        """
+        self.slices.update(self.complete, self.publish, closure)
+
+    def forget(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; the next ones are the first."""
+        self.wait()
+        for param_set in self.sets:
+            param_set.begin()
+        self.had_gradient, self.is_complete = bytearray(len(self.parameters)), False
+        self.runtime.forget_copies()
+        self.slices.drop_gradients()
+        for whole in self.on_owners:
+            whole.reduced = None
+
+    def resident(self) -> list[Tensor]:
+        """The shards, the whole parameters that this rank owns, and what is gathered now."""
+        parts = ((bucket.shard, bucket.values, bucket.secondary) for bucket in self.buckets)
+        found = [tensor for part in parts for tensor in part if tensor is not None]
+        return found + [whole.shard for whole in self.on_owners]
+
+    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
+        """Make room for the state of parameters that are frozen."""
+        frozen = [bucket for bucket in self.buckets if bucket.frozen]
+        self.thaw([b for b in frozen if any(self.name_of(i) in saved for i in b.param_indices)])
+
+    def bytes_per_step(self, passes: int = 1) -> int:
+        """Bytes that this rank sends in a step of so many forward and backward passes, by the formula.
+
+        An all-gather forward, one backward and a reduce-scatter: 3 (n - 1) / n of the padded bytes of the
+        parameters, each flat tensor padded to a multiple of n. The root unit is gathered once and frozen
+        parameters are not reduced: a third less for each. With hybrid sharding n is the number of owners, and
+        the sums over m copies of a share send 2 (m - 1) / m of it. With k secondary shares the gathers after
+        a step's first send (k - 1) / k. The counts of ranks that used each parameter, with two totals, send
+        2 (n - 1) / n 8 (P + 2) for all n ranks. The first pass, which settles the order, sends 48 (n - 1) / n
+        a unit more; one more call of a unit than was settled sends 32 (n - 1) / n and gathers it again.
+        """
+        sent = sum(whole.bytes_sent() for whole in self.on_owners)
+        for unit in self.units:
+            for bucket in unit.buckets:
+                again = passes * (2 - (unit is self.units[0])) - 1
+                near = bucket.gather_bytes()
+                if bucket.secondary is not None:
+                    near = (bucket.length - len(bucket.secondary)) * bucket.dtype.itemsize
+                sent += bucket.gather_bytes() + again * near
+                rounds = 0 if bucket.frozen else self.sets[0].residency.reductions(passes)
+                sent += rounds * bucket.reduce_bytes()
+        return sent + sum(
+            all_reduce_bytes(8 * len(param_set.tail), param_set.gradient_comm.ranks)
+            for param_set in self.sets
+        )
+
+    # What a loop around the optimizer may do with it.
+
+    def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise RuntimeError before another optimizer would step on the pieces."""
+        if optimizer is self.optimizer:
+            return
+        own = set(map(id, self.pieces()))
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was to step on the shards of a FullyShard, whose gradients only "
+                "its own methods complete and forget; give the optimizer's class to FullyShard, and call its "
+                "step() and zero_grad()"
+            )
+
+    def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.slices.updating:
+            return
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise RuntimeError("the optimizer of shards takes no closure; give it to the FullyShard's step()")
+        if self.slices.memory.longest is not None:
+            raise RuntimeError(
+                "the optimizer's state lies on disk, and its own step() would bring all of it to memory; "
+                "call the FullyShard's step()"
+            )
+        self.complete()
+
+    def _after_step(self, *_: Any) -> None:
+        if not self.slices.updating:
+            self.publish()
+
+    def _why_not_clipped(self, whole: bool) -> str | None:
+        """Why `clip_grad_norm` must not shorten the pieces' gradients; whole: as if this rank had all."""
+        if not self.is_complete:
+            return "parameters has shards of a FullyShard, whose gradients are not complete"
+        return "parameters has shards of a FullyShard, and sharded is False" if whole else None
+
+    def _why_hidden(self, whole: bool) -> str:
+        return "parameters has a module's inside a FullyShard, which get no gradients"

@@ -1,0 +1,268 @@
+"""The reducer: sums gradients over the ranks, bucket by bucket, while the backward pass still computes.
+
+A hook on each parameter moves its gradient into a bucket as soon as autograd has accumulated it. A full
+bucket is sent at once, after those before it; the end of the backward pass sends the rest and waits. That is
+a round: every rank sends every bucket once, in the same order, whichever parameters it used, and for each
+parameter the ranks that used it are counted.
+
+| Event | What follows |
+|---|---|
+| a gradient has arrived | it goes to its bucket (`arrived`) |
+| a bucket's last one has | the bucket is reduced, after those before it (`_reduce_next`) |
+| the backward pass has ended | the round is finished (`finish_round`), unless `waits` is False |
+| `finish_round` is called | the same, if gradients have come that no round has summed |
+| an optimizer steps | an error, if gradients wait that `finish_round` should have summed |
+| the backward pass has raised | the next pass finishes the round, since other ranks may wait (`recover`) |
+
+Source: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), sections 3.2.3 and 4.2.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from minidist.parallel.compression.sparse_gradients import gather_sparse
+from minidist.parallel.flat.buckets import Bucket, Messages
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+
+
+class Came(Enum):
+    """What has come since the last `finish_round`."""
+
+    NOTHING = "no gradient"
+    KEPT = "gradients that add up on this rank, as they should"
+    UNSENT = "gradients that wait for `finish_round`; a step on them would come too early"
+    SENDING = "gradients that a backward pass sends as buckets become full"
+    SUMMED = "gradients that a backward pass has sent and summed"
+
+
+class Reducer:
+    """Turns the gradients of some sets of parameters into sums over the ranks.
+
+    The sets reduce their gradients equally often. Their buckets are sent in one order, which is the same on
+    all ranks, so that no two ranks wait for each other in different groups.
+
+    Args:
+        named: all parameters that get gradients or did, with names, by index. sets: those whose parameters it
+        reduces; the first has the most ranks. overlap: reduce while backward runs; otherwise in
+        `finish_round`. deal: deals their parameters to buckets, at the end of the first round, from their
+        indices in the order in which the first backward pass brought their gradients; returns all buckets
+        with their sets, as they are sent. A collective.
+
+    Attributes:
+        syncing: False while gradients only accumulate on this rank.
+        waits: whether a backward pass finishes its round at its end.
+        totals: this rank's numbers that the next round also sums.
+        buckets: None before the first round.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        sets: Sequence[ParameterSet],
+        overlap: bool,
+        deal: Callable[[Iterable[int]], list[tuple[ParameterSet, Bucket]]],
+    ) -> None:
+        self.named, self.parameters = named, [parameter for _, parameter in named]
+        self.sets, self.overlap, self._deal = sets, overlap, deal
+        self.buckets: list[tuple[ParameterSet, Bucket]] | None = None
+        self.syncing, self.waits = True, True
+        self.totals: Sequence[float | Tensor] = ()
+        self._came = Came.NOTHING
+        self._order: dict[int, None] = {}  # parameter indices, as the first backward pass brings them
+        self._next = 0  # the bucket to be sent next
+        self._set_of = {index: param_set for param_set in sets for index in param_set.indices}
+        self._ready = bytearray(len(named))  # whose gradient lies in its bucket, scaled
+        self._rows = bytearray(len(named))  # gradients came 1: of rows that count; 2: of padding; 3: of both
+        self._number_of: dict[int, int] = {}  # of each parameter's bucket; -1 for none
+        self._expected: list[int] = []  # for each bucket, and last for none, its gradients in a round
+        self._lacking: list[int] = []  # those that it still lacks
+        self._running: list[Messages] = []
+        itself = weakref.ref(self)  # the parameters outlive the wrapper; it must not live on in their hooks
+        hooks: list[Any] = [
+            self.parameters[index].register_post_accumulate_grad_hook(_hook(itself, index))  # type: ignore[no-untyped-call]
+            for index in self._set_of
+            if self.parameters[index].requires_grad
+        ]
+        hooks.append(register_optimizer_step_pre_hook(_before_step(itself)))
+        self._removal = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self._removal.atexit = False
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters; their gradients stay as they are."""
+        self._removal()
+
+    # Backward: gradients come, and complete buckets go.
+
+    def arrived(self, param_index: int) -> None:
+        """React to a gradient that autograd has accumulated."""
+        param_set, parameter = self._set_of[param_index], self.parameters[param_index]
+        self._rows[param_index] |= 1 if param_set.gradient_comm.counts else 2
+        reducing = self.syncing and self.overlap
+        if not reducing:
+            if self._came not in (Came.UNSENT, Came.SENDING):
+                self._came = Came.UNSENT if self.syncing else Came.KEPT
+        elif self._came is not Came.SENDING:
+            self._came = Came.SENDING
+            if self.waits:
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        if self.buckets is None:
+            self._order.setdefault(param_index)
+            return
+        if not reducing:  # the gradient waits in its bucket for a later round
+            if param_set.stay_in_buckets:
+                param_set.place(param_index, parameter, 1.0)
+            return
+        if self._ready[param_index]:
+            raise RuntimeError(
+                f"the gradient of {self.named[param_index][0]} came twice in one backward pass, as where a "
+                "checkpointed part runs a backward pass of its own; checkpoint with use_reentrant=False"
+            )
+        param_set.place(param_index, parameter, param_set.scale)
+        self._ready[param_index] = True
+        self._lacking[self._number_of[param_index]] -= 1
+        while self._next < len(self.buckets) and not self._lacking[self._next]:
+            self._reduce_next(self.buckets, blocking=False)
+
+    def _reduce_next(self, buckets: Sequence[tuple[ParameterSet, Bucket]], blocking: bool) -> None:
+        """Reduce the next bucket, which is complete. blocking: nothing is left to compute meanwhile."""
+        param_set, bucket = buckets[self._next]
+        self._next += 1
+        if param_set.tail_in_bucket and bucket is param_set.buckets[-1]:
+            self._fill_tail(param_set)
+        over = param_set.gradient_comm
+        if over.hybrid is not None and self._running and not over.meets:
+            self._running[-1].advance()  # the sum over copies of the bucket before
+        self._running.append(bucket.reduce(blocking=blocking or self._next == len(buckets)))
+
+    def _fill_tail(self, param_set: ParameterSet) -> None:
+        for index in param_set.indices:
+            if self._rows[index] == 2:
+                param_set.unused.append(index)
+                if (grad := self.parameters[index].grad) is not None and grad.is_sparse:
+                    self.parameters[index].grad = None  # no optimizer may see its rows
+        param_set.fill_tail(self.totals)
+
+    # The end of backward, or a call, finishes the round: launch the rest, wait.
+
+    def _backward_ended(self) -> None:
+        self.finish_round()
+        self._came = Came.SUMMED
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients came since the last `finish_round`."""
+        return self._came is not Came.NOTHING
+
+    @property
+    def steps_too_early(self) -> bool:
+        """Whether an optimizer would step on gradients of this rank alone."""
+        return self._came is Came.UNSENT
+
+    def finish_round(self) -> None:
+        """Make sure that a round has summed the gradients that came since the last call.
+
+        A rank that has no gradients takes part too.
+        """
+        buckets = self.settle()
+        if self._came is Came.SUMMED:
+            self._came = Came.NOTHING
+            return
+
+        # Launch what the backward pass has not, bucket by bucket, so that few are full at once.
+        missing: list[list[int]] = [[] for _ in (*buckets, None)]  # the last: of no bucket
+        for index, number in self._number_of.items():
+            if not self._ready[index]:
+                missing[number].append(index)
+        for number, indices in enumerate(missing):
+            for index in indices:
+                self._fill_missing(index)
+            if number == self._next < len(buckets):
+                self._reduce_next(buckets, blocking=True)
+        for param_set in self.sets:
+            if not param_set.tail_in_bucket:
+                self._fill_tail(param_set)
+                self._running.append(param_set.send_tail())
+            if param_set.sparse:
+                self._running.append(
+                    Messages(gather_sparse(param_set.gradient_comm, param_set.sparse, param_set.scale))
+                )
+
+        # Wait. A reduction of several messages sends its next one as soon as the last is complete.
+        while self._running:
+            for messages in self._running:
+                messages.advance()
+            self._running = [messages for messages in self._running if messages.message is not None]
+
+        for param_set in self.sets:
+            param_set.summed(self.parameters)
+        self.totals, self.waits, self._next, self._came = (), True, 0, Came.NOTHING
+        self._ready, self._rows = bytearray(len(self.named)), bytearray(len(self.named))
+        self._lacking = [*self._expected]
+
+    def settle(self) -> list[tuple[ParameterSet, Bucket]]:
+        """The buckets. The first call deals the parameters to them, which is a collective."""
+        if self.buckets is None:
+            self.buckets = self._deal(self._order)
+            self._number_of = dict.fromkeys(self._set_of, -1)
+            last: dict[int, int] = {}  # for each set; its sparse gradients wait for this bucket
+            for number, (param_set, bucket) in enumerate(self.buckets):
+                self._number_of |= dict.fromkeys(bucket.param_indices, number)
+                last[id(param_set)] = number
+            for index, param_set in self._set_of.items():
+                if self._number_of[index] < 0:
+                    self._number_of[index] = last.get(id(param_set), -1)
+            self._expected = [0] * (len(self.buckets) + 1)
+            for number in self._number_of.values():
+                self._expected[number] += 1
+            self._lacking = [*self._expected]
+        return self.buckets
+
+    def _fill_missing(self, param_index: int) -> None:
+        """Use the gradient from an earlier backward pass when the running one did not produce any."""
+        param_set, parameter = self._set_of[param_index], self.parameters[param_index]
+        if parameter.grad is not None:
+            param_set.place(param_index, parameter, param_set.scale)
+            return
+        param_set.unused.append(param_index)
+        if (view := param_set.view(param_index)) is not None:
+            view.zero_()
+
+    def recover(self) -> None:
+        """After a backward pass that raised: finish its round, since other ranks may wait, and drop it."""
+        if self._came is Came.SENDING:
+            self.finish_round()
+            for param_set in self.sets:
+                param_set.clear()
+
+
+def _hook(owner: weakref.ref[Reducer], param_index: int) -> Callable[[Tensor], None]:
+    def arrived(_: Tensor) -> None:
+        if (reducer := owner()) is not None:
+            reducer.arrived(param_index)
+
+    return arrived
+
+
+def _before_step(owner: weakref.ref[Reducer]) -> Callable[..., None]:
+    """A hook that raises before an optimizer steps on gradients of this rank alone."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        reducer = owner()
+        if reducer is None or not reducer.steps_too_early:
+            return
+        own = {id(parameter) for parameter in reducer.parameters}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "the optimizer was to step on gradients of this rank alone; call the DataParallel's "
+                "synchronize() after backward() and before step()"
+            )
+
+    return check

@@ -1,0 +1,410 @@
+"""Parameters that are whole on every rank: their gradients are reduced as they arrive.
+
+The first backward pass shows the order in which gradients come, and in this order parameters are dealt to
+flat buckets (dealing.py). From then on a full bucket is sent while backward computes the rest (reducer.py).
+
+Source: Li et al. 2020, "PyTorch Distributed" (see data_parallel.py), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minidist.parallel.compression.compressor import Compression
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.flat.joined_messages import MB, broadcast_together
+from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, trainers
+from minidist.parallel.guards.refusals import refuse_added
+from minidist.parallel.sharding.optimizer.all_parameters import AllParameters
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.sets.equal_start import named_in, set_for, start_new_equal
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.units.units import weakly
+from minidist.parallel.sharding.whole.dealing import Dealer
+from minidist.parallel.sharding.whole.reducer import Reducer
+from minidist.parallel.training.clipping import guard
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+class Gradients(Enum):
+    """How far the gradients of a step have come on this rank."""
+
+    OWN = "of this rank's own rows; backward passes may add to them"
+    SUMMED = "sums over the ranks"
+    GIVEN = "sums, and the optimizer's slices have this rank's part"
+
+
+class WholeParameters(AllParameters):
+    """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
+
+    named: gives the parameters with their names, the same on all ranks; called again when they may have
+    changed. sets: how they are shared. slices, groups: this rank's part of the optimizer, and its groups of
+    whole parameters; none for a loop of data parallelism, which has an optimizer of its own. module: is
+    watched for parameters that are added to its parts. average: gradients become means over the ranks, and
+    not sums. leaves_grad: see `ParameterSet`. broadcast_buffers: send rank 0's buffers of the module to all
+    before each pass that sends gradients.
+    """
+
+    def __init__(
+        self,
+        named: Callable[[], Named],
+        sets: Sequence[ParameterSet],
+        slices: OptimizerSlices | None = None,
+        *,
+        groups: Sequence[dict[str, Any]] = (),
+        module: nn.Module | None = None,
+        bucket_mb: float = 25,
+        overlap: bool = True,
+        compression: Compression | None = None,
+        average: bool = True,
+        leaves_grad: bool = False,
+        broadcast_buffers: bool = False,
+    ) -> None:
+        self._named, self.sets, self.groups = named, [*sets], groups
+        self.slices = OptimizerSlices.none() if slices is None else slices
+        self._overlap, self._leaves_grad = overlap, leaves_grad
+        self._module, self._broadcast_buffers = module, broadcast_buffers
+        for each in self.sets:
+            each.configure(average, compression, leaves_grad)
+        self._state_shared = [each for each in self.sets if not each.residency.state]
+        self._state_whole = [each for each in self.sets if each.residency.state]
+        limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
+        self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of)
+        self.parameters, self.undealt_masters = self._dealer.parameters, self._dealer.undealt_masters
+        self.on_owners, self._is_alone = [], False
+        self.gradients_are = Gradients.OWN
+        self.replaced = False  # another object has taken the same parameters
+        self.reducers: list[Reducer] = []  # none where this rank is alone
+        self._accumulates = False  # inside `no_sync`
+        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
+        self._attach()
+
+    @classmethod
+    def of_groups(
+        cls,
+        groups: list[dict[str, Any]],
+        param_set: ParameterSet,
+        slices: OptimizerSlices,
+        bucket_mb: float,
+    ) -> WholeParameters:
+        """Share the parameters in an optimizer's groups, in a loop, from rank 0's values on."""
+        start_new_equal(named_in(groups), param_set)
+        named = partial(named_in, groups)  # no method of a face: hooks would keep it alive
+        leaves_grad = param_set.residency.gradients
+        return cls(named, [param_set], slices, groups=groups, bucket_mb=bucket_mb, leaves_grad=leaves_grad)
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Share parameters that the last group now has, too, from rank 0's values on. A collective."""
+        start_new_equal(named_in(self.groups)[-len(parameters) :], self.sets[0])
+        self.reattach()
+
+    # Hooks, on the parameters that get gradients.
+
+    def _attach(self) -> None:
+        """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
+        named = [*self._named()]
+        self._names: dict[Tensor, str] = {p: name for name, p in reversed(named)}
+        self.set_of = {p: set_for(name, self.sets) for p, name in self._names.items()}
+        self._all = [p for _, p in named]
+        trained = [p for p in self._all if p.requires_grad]
+        self._parts = [] if self._module is None else [*self._module.modules()]
+        self._known, self._trained = set(map(id, self._all)), self._trained_now()
+        for param_set in self._state_whole:
+            param_set.empty()
+        if self._state_shared:
+            values = [p for p in self._all if self.set_of[p] in self._state_shared]
+            self._hooked = set(map(id, trained))
+            guard(values, weakly(self._why_not_clipped))
+            for other in trainers(values, BY_ZERO):
+                if other is not self:
+                    other.detach()
+                    other.replaced = True
+            claim(self, BY_ZERO, values)
+        else:
+            self._dealer.parameters.clear()
+            self._dealer.orders.clear()
+        claim(self, BY_DATA_PARALLEL, [p for p in trained if self.set_of[p] in self._state_whole])
+        self._dealer.number(trained, self.set_of)
+        self._is_alone = all(each.residency.state and each.gradient_comm.ranks == 1 for each in self.sets)
+        if self._is_alone:
+            return
+        listed = [(self.name_of(index), p) for index, p in enumerate(self.parameters)]
+        in_shares = [each for each in self.sets if not each.residency.gradients]
+        whole = [each for each in self.sets if each.residency.gradients]
+        for sets in (in_shares, whole):
+            # Sums of every pass come first. Whole gradients wait for them, so that all ranks keep one order.
+            overlap = self._overlap and (sets is in_shares or not in_shares)
+            if sets:
+                deal = partial(self._dealer.first_round, sets)
+                self.reducers.append(Reducer(listed, sets, overlap, deal))
+        self._accumulate(self._accumulates)
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters; their gradients stay as they are."""
+        for reducer in self.reducers:
+            reducer.detach()
+        self.reducers = []
+
+    def _why_not_clipped(self, whole: bool) -> str:
+        """Why `clip_grad_norm` refuses the gradients on this rank."""
+        return "parameters has some of a ZeroOptimizer, whose gradients here are not the sums it will use"
+
+    def _trained_now(self) -> list[Any]:
+        """Values that change where a module or parameter is added, thawed, or converted to another dtype."""
+        # module.parameters() would take 0.1 ms for a small transformer, and every step looks here.
+        parameters = [p for part in self._parts for p in part._parameters.values() if p is not None]
+        children = [id(child) for part in self._parts for child in part._modules.values()]
+        return [(id(p), p.dtype, p.device) for p in parameters if p.requires_grad] + children
+
+    def follow_changes(self) -> None:
+        """Make hooks and buckets for parameters that get gradients from now on; refuse reassigned data."""
+        for bucket in self.value_buckets():
+            bucket.refuse_reassigned()
+        if self._state_whole:
+            if self._trained_now() != self._trained:
+                refuse_added(self._named(), self._known)
+                self.reattach()
+        elif any(p.requires_grad and id(p) not in self._hooked for p in self._all):
+            self.reattach()
+
+    def reattach(self) -> None:
+        """Make hooks for the parameters that get gradients now; a backward pass deals them to buckets."""
+        self.detach()
+        self._attach()
+
+    def name_of(self, param_index: int) -> str:
+        """A parameter's name, for messages; in a loop without a module its number."""
+        parameter = self.parameters[param_index]
+        name = self._names[parameter]
+        if self._module is None:
+            return f"number {name} of params, of shape {tuple(parameter.shape)},"
+        return name
+
+    # Buckets.
+
+    @property
+    def buckets(self) -> list[Bucket]:  # type: ignore[override]
+        """The buckets of all sets."""
+        return [bucket for each in self.sets for bucket in each.buckets]
+
+    def value_buckets(self) -> list[Bucket]:
+        """Those that hold parameters' values."""
+        return [bucket for each in self._state_shared for bucket in each.buckets]
+
+    @property
+    def orders(self) -> list[list[int]] | None:  # type: ignore[override]
+        """The orders in which parameters were dealt; None where none are."""
+        return None if self._is_alone else self._dealer.orders
+
+    @property
+    def undealt(self) -> list[int]:  # type: ignore[override]
+        """The indices of parameters that are in no bucket yet, where buckets have the state."""
+        return self._dealer.undealt(self._state_shared)
+
+    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
+        """Make the buckets in the saved order, if there are none; saved: names with optimizer state."""
+        if not self._state_shared:
+            return
+        self.follow_changes()
+        had = {*saved, *(name for each in order or () for name in each)}
+        frozen = [p for name, p in self._named() if name in had and self.set_of[p] in self._state_shared]
+        if self._dealer.number(frozen, self.set_of):  # the optimizer has state of them
+            self.reattach()
+        if self.value_buckets():
+            return
+        self._dealer.deal_saved(self._state_shared, order)
+        if self.value_buckets() and not self.undealt:
+            for reducer in self.reducers:
+                if not {*reducer.sets} & {*self._state_whole}:
+                    reducer.settle()
+
+    # A step: passes, gradients, and the parameters to all ranks.
+
+    def ready(self) -> None:
+        """Prepare a pass as `forward` does, for loops that call parts of the module themselves.
+
+        It finishes a round that an error has interrupted, and follows changes of the module.
+        """
+        if self.reducers and torch.is_grad_enabled():
+            for reducer in self.reducers:
+                reducer.recover()
+            self.follow_changes()
+            module = self._module
+            if module is not None and self._broadcast_buffers and module.training and not self._accumulates:
+                broadcast_together([*module.buffers()], self.sets[0].gradient_comm.group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs for this rank's rows."""
+        assert self._module is not None
+        self.ready()
+        return self._module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, whole gradients add up on this rank: for all micro-batches but the last.
+
+        Gradients of which a rank keeps its share are sent all the same.
+        """
+        before = self._accumulates
+        try:
+            self._accumulate(True)
+            yield
+        finally:
+            self._accumulate(before)
+
+    def _accumulate(self, accumulates: bool) -> None:
+        self._accumulates = accumulates
+        for reducer in self.reducers:
+            is_kept = reducer.sets[0].residency.gradients
+            reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
+
+    def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
+        """Have the next backward pass complete the round, which also sums `totals` over the ranks.
+
+        Where the state is shared, a third total counts the ranks for which this is the step's last pass.
+        """
+        self._own = totals
+        for reducer in self.reducers:
+            reducer.totals, reducer.waits = (*totals, 1.0), waits
+
+    def synchronize(self) -> tuple[float, float]:
+        """Sum the gradients; returns the totals, summed over the ranks.
+
+        Where every backward pass is a round, ranks may have had different numbers of them: each takes part in
+        the others' until it was the last one for all.
+        """
+        self.sum_over_ranks(of_all_passes=True)
+        if not self.reducers:
+            weight, loss = map(float, self._own)
+            return weight, loss
+        first = self.sets[0]
+        weight, loss = (first.sums if first.residency.state else first.totals).tolist()
+        return weight, loss
+
+    def sum_over_ranks(self, of_all_passes: bool = False) -> None:
+        """Make sure that rounds have summed the gradients that came. A collective.
+
+        of_all_passes: take part until it was the last pass for all ranks.
+        """
+        if self.replaced:
+            raise RuntimeError(
+                "this ZeroOptimizer's parameters have been given to another since; step with that one"
+            )
+        if self._state_shared:
+            self.follow_changes()
+        for reducer in self.reducers:
+            reducer.finish_round()
+            first = reducer.sets[0]
+            is_counted = of_all_passes and not first.residency.gradients
+            while is_counted and first.sums[2] < first.gradient_comm.ranks:
+                reducer.totals = (0.0, 0.0, 1.0)
+                reducer.finish_round()
+        self.gradients_are = Gradients.SUMMED
+
+    def complete(self) -> None:
+        """Sum the gradients and give the slices their part, unless that is done. A collective."""
+        if self.gradients_are is Gradients.OWN:
+            self.sum_over_ranks()
+        elif any(reducer.pending for reducer in self.reducers):
+            raise RuntimeError("gradients came after clip_grad_norm; call it after the last backward()")
+        self.gradients()
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums, which the slices get now if they have not."""
+        if self.gradients_are is Gradients.SUMMED:
+            users: dict[int, float] = {}
+            for param_set in self._state_shared:
+                users.update(zip(param_set.indices, param_set.users.tolist(), strict=True))
+            self.slices.give_gradients(users)
+            self.gradients_are = Gradients.GIVEN
+        return self.slices.gradients()
+
+    def update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's slices and publish them; forget the sums that this has used."""
+
+        def use_gradients() -> None:
+            self.complete()
+            self.gradients_are = Gradients.OWN
+
+        loss = self.slices.update(use_gradients, self.publish, closure, **options)
+        self.slices.drop_gradients()
+        for param_set in self._state_shared:
+            param_set.begin()
+            for index in param_set.indices if not self._leaves_grad else ():
+                self.parameters[index].grad = None  # sums in one part, its own gradients in the others
+        return loss
+
+    def forget(self) -> None:
+        """Forget the gradients of a step, and their sums."""
+        self.forget_sums()
+        for parameter in self._all:
+            parameter.grad = None
+
+    def forget_sums(self) -> None:
+        """Forget the sums of a step's gradients."""
+        self.gradients_are = Gradients.OWN
+        self.slices.drop_gradients()
+        for reducer in self.reducers if self._state_shared else ():
+            reducer.recover()
+        for param_set in self._state_shared:
+            param_set.begin()
+
+    def rescale(self, factor: float, kept: bool = True) -> None:
+        """Multiply the gradients; with `kept` also what compression has kept back of them."""
+        exact = not kept and self.slices.master is not None  # in the masters' precision
+        if not exact:
+            for param_set in self._state_whole:
+                param_set.rescale(factor, kept)
+            for parameter in self._all if not self.reducers else ():  # which are in no bucket
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            if self.gradients_are is Gradients.GIVEN:
+                self.slices.give_whole_gradients()  # masters take theirs anew
+        if exact or self._state_shared:
+            self.gradients()
+        given = [each.tensor.grad for each in self.slices.all if exact or each.bucket is not None]
+        for gradient in given:
+            if gradient is not None:
+                gradient.mul_(factor)
+
+    def clear(self) -> None:
+        """Drop the gradients in the buckets, and what compression has kept back of them."""
+        for param_set in self.sets:
+            param_set.clear()
+
+    def publish(self) -> None:
+        """Bring everyone's share of the parameters to all ranks: an all-gather of each bucket."""
+        self.slices.round_masters()
+        buckets = self.value_buckets()
+        for bucket in buckets:  # launch
+            bucket.gather(blocking=bucket is buckets[-1])
+        for bucket in buckets:  # wait
+            bucket.wait()
+
+    def resident(self) -> list[Tensor]:
+        """The parameters, whole."""
+        return [*self._all]
+
+    def bytes_per_step(self, passes: int = 1) -> int:
+        """Bytes that this rank sends in a step of so many passes, once a first one has made the buckets.
+
+        Data parallelism sends 2 (n - 1) / n of the bytes of each bucket, compressed or not, and of P + 2
+        counts for P parameters. ZeRO sends (n - 1) / n twice, by a reduce-scatter and an all-gather of every
+        bucket, padded so that n divides it; and for the counts of ranks that used each parameter, and totals,
+        2 (n - 1) / n of 8 (P + 3) bytes. With ZeRO 2 each further backward pass sends all but the all-gather.
+        Sparse gradients, rows and buffers come on top.
+        """
+        if any(reducer.buckets is None for reducer in self.reducers):
+            raise RuntimeError("the buckets follow from the first backward pass; train a step first")
+        sent = sum(bucket.gather_bytes() for bucket in self.value_buckets())
+        for param_set in self.sets if self.reducers else ():
+            sent += param_set.residency.reductions(passes) * param_set.bytes_sent()
+        return sent

@@ -1,0 +1,100 @@
+"""torch's encoder layers with a cut MLP: training and evaluation as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minidist as md
+from minidist.model.loss import cross_entropy
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.helpers import contract
+
+Clusters = Callable[[int], md.Cluster]
+PLAN = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
+SECOND = {"encoder.layers.1.linear1": "column", "encoder.layers.1.linear2": "row"}
+
+
+class Classifier(nn.Module):
+    """An encoder of rows whose last two tokens may be padding, which the result does not depend on."""
+
+    def __init__(self, seed: int, padded: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        layer = nn.TransformerEncoderLayer(8, 2, 14, dropout=0.0, activation="gelu", batch_first=True)
+        self.encoder, self.head, self.padded = nn.TransformerEncoder(layer, 2), nn.Linear(8, 4), padded
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 5, 8) -> (B, 4)
+        mask = (torch.arange(5) > 2).expand(len(x), -1) if self.padded else None
+        y: Tensor = self.head(self.encoder(x, src_key_padding_mask=mask)[:, :3].mean(1))
+        return y
+
+
+def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, 5, 8, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 4, (count,), generator=generator)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("plan", "padded", "layout"),
+    [
+        (PLAN, False, "dp=2,tp=2,zero=1"),
+        (PLAN, True, "tp=2"),
+        (SECOND, False, "tp=2"),
+        (None, False, "tp=2"),  # which finds the plan
+        (SECOND, True, "dp=2,tp=2,zero=1"),
+    ],
+    ids=str,
+)
+def test_evaluation_and_training_are_those_of_one_process(
+    cluster_of: Clusters, layout: str, padded: bool, plan: dict[str, str] | None
+) -> None:
+    parsed = md.Layout.parse(layout)
+
+    def train() -> list[float]:
+        model = Classifier(md.rank(), padded)
+        engine = md.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1), parsed, plan=plan)
+        generator, found = torch.Generator().manual_seed(1), []
+        for _ in range(3):
+            share = [x[engine.data_rank :: engine.data_ranks] for x in rows(generator, 4)]
+            found += [engine.evaluate(*share), engine.step(*share)]
+        return found
+
+    model, generator, expected = Classifier(0, padded), torch.Generator().manual_seed(1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        inputs, targets = rows(generator, 4)
+        with torch.no_grad():
+            model.eval()
+            expected.append(cross_entropy(model(inputs), targets).item())
+        model.train()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for found in cluster_of(parsed.ranks).run(train):
+        torch.testing.assert_close(found, expected, rtol=contract.TOLERANCE, atol=contract.TOLERANCE)
+
+
+def test_a_model_that_is_not_cut_keeps_its_fast_path(cluster_of: Clusters) -> None:
+    def look() -> tuple[list[int], list[bool]]:
+        model = Classifier(0)
+        parallelize(model, SECOND)
+        layers = [layer.activation_relu_or_gelu for layer in model.encoder.layers]
+        with pytest.raises(
+            TypeError, match=r"out_proj with style 'row': .* reads its out_proj's weight itself"
+        ):
+            md.prepare(model_again := Classifier(0), torch.optim.SGD, md.Layout(tp=2), plan=OUT)
+        return layers, [model.encoder.use_nested_tensor, model_again.encoder.use_nested_tensor]
+
+    fast = Classifier(0).encoder.layers[0].activation_relu_or_gelu
+    assert cluster_of(2).run(look) == [([fast, 0], [False, True])] * 2
+
+
+OUT = {"encoder.layers.*.self_attn.out_proj": "row"}

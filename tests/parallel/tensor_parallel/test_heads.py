@@ -1,0 +1,136 @@
+"""Attention that counts its heads: the weights of one process, dropout, and what an error puts back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import minidist as md
+from minidist.parallel.tensor_parallel.plans import plan_for
+from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.helpers import contract
+from tests.helpers.models import FusedAttention
+
+Clusters = Callable[[int], md.Cluster]
+
+
+class SplitAttention(nn.Module):
+    """The same as in many a small GPT: the matrix is split by the width of the model."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, width
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.size()
+        parts = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (y.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for y in parts)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.c_proj(mixed.transpose(1, 2).contiguous().view(rows, length, width))
+        return y
+
+
+class Block(nn.Module):
+    """Attention and an MLP."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(12), attention
+        self.mlp = nn.Sequential(nn.Linear(12, 7), nn.GELU(), nn.Dropout(0.0), nn.Linear(7, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+class Blocks(nn.Module):
+    """Patches of an image, blocks with one of these, and classes."""
+
+    def __init__(self, attention: Callable[[int, int], nn.Module], seed: int, heads: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.Sequential(*(Block(attention(12, heads)) for _ in range(2)))
+        self.head = nn.Linear(12, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 12) -> (B, 4)
+        y: Tensor = self.head(self.blocks(x).mean(1))
+        return y
+
+
+def patches(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, 5, 12, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 4, (count,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("attention", "layout"),
+    [
+        (FusedAttention, "tp=3"),
+        (SplitAttention, "tp=3"),
+        (FusedAttention, "tp=2,recompute=True"),
+        (SplitAttention, "dp=2,tp=2,zero=3"),
+    ],
+)
+def test_models_that_count_heads_train_to_the_weights_of_one_process(
+    cluster_of: Clusters, attention: Callable[[int, int], nn.Module], layout: str
+) -> None:
+    case = contract.Case(partial(Blocks, attention), patches, batches=(4, 3, 5))
+    contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout))
+
+
+def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> None:
+    class Other(FusedAttention):
+        """Queries, keys and values of one head after another, under the same names."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows, length, width = x.shape
+            qkv = self.qkv(x).reshape(rows, length, self.num_heads, 3, self.head_dim)
+            mixed = functional.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
+            y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
+            return y
+
+    def train() -> float:
+        engine = md.prepare(Blocks(Other, 0), torch.optim.AdamW, md.Layout(tp=2), rehearse=True)
+        return engine.step(*patches(torch.Generator().manual_seed(0), 4))
+
+    with pytest.raises(md.RankError, match=r"makes another model: the output of blocks.0.attn.proj differs"):
+        cluster_of(2).run(train)
+
+
+class Dropping(SplitAttention):
+    """Drops attention's results of each head, and then the module's."""
+
+    def __init__(self, width: int, heads: int, inside: float) -> None:
+        super().__init__(width, heads)
+        self.inside, self.after = nn.Dropout(inside), nn.Dropout(0.5)
+        for parameter in self.c_attn.parameters():
+            nn.init.constant_(parameter, 0.1)  # the same in all heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.size()
+        parts = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (y.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for y in parts)
+        self.mixed = self.inside(functional.scaled_dot_product_attention(q, k, v))
+        y: Tensor = self.after(self.c_proj(self.mixed.transpose(1, 2).reshape(rows, length, width)))
+        return y
+
+
+@pytest.mark.parametrize("inside", [0.5, 0.0])
+def test_dropout_differs_in_the_heads_of_ranks_and_nowhere_else(cluster_of: Clusters, inside: float) -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        model = Blocks(partial(Dropping, inside=inside), 0, heads=4)
+        parallelize(model, plan_for(model))
+        outputs = model(torch.arange(60, dtype=torch.float64).sin().view(1, 5, 12))
+        return outputs.detach(), model.blocks[0].attn.mixed.detach()
+
+    (first, one), (second, other) = cluster_of(2).run(run)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert torch.equal(one, other) == (inside == 0)
