@@ -276,14 +276,14 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path):
 def test_the_command_on_the_emulator(tmp_path):
     """From collection to the table, with real rungs; only the clock and the memory are not a GPU's."""
     out = tmp_path / "out.json"
-    some = "s2_coalesced or (s9_tensor_core and tf32 and not transposed) or s10_hopper"
+    some = "s2_coalesced or (s3_shared_tile and test_rung) or s10_hopper"
     done = minidist([str(TESTS / "helpers/emulated_gpu.py")], "--out", str(out), "-k", some)
     assert done.returncode == 0, done.stderr
     found = results.load(out)
     names = [entry["name"] for entry in found["benchmarks"]]
     assert names == [  # the best rung first
-        "test_rung[s9_tensor_core-tf32-32]",
-        "test_rung[s9_tensor_core-tf32-40]",
+        "test_rung[s3_shared_tile-float32-32]",
+        "test_rung[s3_shared_tile-float32-40]",
         "test_rung[s2_coalesced-float32-32]",
         "test_rung[s2_coalesced-float32-40]",
         "test_transposed[s2_coalesced-float32-nt]",
@@ -291,11 +291,11 @@ def test_the_command_on_the_emulator(tmp_path):
         "test_launch[s2_coalesced]",
     ]
     climbed = ladders.cuda_ladder("out", found)
-    assert [row.rung for row in climbed.rows if row.entries] == ["s2_coalesced", "s9_tensor_core"]
+    assert [row.rung for row in climbed.rows if row.entries] == ["s2_coalesced", "s3_shared_tile"]
     assert climbed.sizes == [32, 40]
     assert "rung s10_hopper needs another GPU" in " ".join(done.stdout.split())
     table = done.stdout[done.stdout.index("The CUDA ladder against torch.matmul") :]
-    assert "s9_tensor_core      TF32" in table
+    assert "s3_shared_tile      float32" in table
     assert "s8_warp_tile        not measured" in table
     assert found["suites"]["bench_cuda"].startswith("The CUDA ladders on a GPU")
 

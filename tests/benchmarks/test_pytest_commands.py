@@ -110,12 +110,6 @@ def test_timings_can_still_be_switched_off():
     assert "Median" not in told
 
 
-def test_pytest_in_the_root_collects_tests_alone():
-    settings = (ROOT / "pyproject.toml").read_text()
-    assert 'testpaths = ["tests"]' in settings
-    assert list((ROOT / "tests").rglob("bench_*.py")) == []
-
-
 def test_a_project_of_its_own_benchmarks_a_strategy(tmp_path):
     example = ROOT / "examples" / "bench_own_strategy.py"
     assert len(example.read_text().splitlines()) <= 45
@@ -125,16 +119,3 @@ def test_a_project_of_its_own_benchmarks_a_strategy(tmp_path):
         "-p", "no:cacheprovider", tmp_path / example.name, "--benchmark-only",
     )  # fmt: skip
     assert re.search(r"test_one_message +[\d.]+ \([\d.–]+\).* minidist's dp=2", told)
-
-
-def test_the_guide_lists_every_command():
-    guide = (ROOT / "docs" / "guide" / "benchmarks.md").read_text()
-    for option in ("only", "autosave", "compare", "json", "histogram"):
-        assert f"`pytest benchmarks --benchmark-{option}" in guide
-    for command in (
-        "`pytest benchmarks`",
-        "`pytest benchmarks -k",
-        "`pytest-benchmark compare benchmarks/results",
-    ):
-        assert command in guide
-    assert "guide/benchmarks.md" in (ROOT / "mkdocs.yml").read_text()

@@ -14,14 +14,13 @@ from torch import Tensor
 import minidist as md
 from minidist.checkpoint import state_dict
 from minidist.model import GPT, config
-from tests.checkpoint.test_checkpoint import STOP, check_other_layout, check_same_layout, train_part
+from tests.checkpoint.test_checkpoint import PARSE, STOP, check_other_layout, check_same_layout, train_part
 from tests.helpers import contract
 from tests.helpers.contract import ADAMW
 from tests.parallel.test_layouts import case
 
 Clusters = Callable[[int], md.Cluster]
 CASE = replace(case(2, 8), batches=(9, 8, 7), optimizer=ADAMW)
-PARSE = md.Layout.parse
 
 
 @pytest.mark.parametrize(
@@ -50,13 +49,7 @@ def test_another_layout_goes_on(cluster_of: Clusters, tmp_path: Path, before: st
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,tp=2,zero=1",
-        "dp=2,pp=2",
-        "tp=2,cp=2,zero=3",
-        "dp=4,zero=1,shard=2",
-    ],
+    "layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2", "tp=2,cp=2,zero=3", "dp=4,zero=1,shard=2"]
 )
 def test_the_same_layout_goes_on_bit_for_bit(cluster_of: Clusters, tmp_path: Path, layout: str) -> None:
     check_same_layout(cluster_of, tmp_path, CASE, PARSE(layout))

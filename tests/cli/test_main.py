@@ -62,22 +62,10 @@ def test_help_and_a_plan_import_nothing_heavy(words):
     assert all(name in done.stdout for name in told) or words is PLAN
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train",
-        "compare",
-        "trace",
-        "bench",
-        "report",
-        "plan",
-        "dryrun",
-        "mistakes",
-        "judge",
-        "lessons",
-        "doctor",
-    ],
-)
+COMMANDS = "train compare trace bench report plan dryrun mistakes judge lessons doctor"
+
+
+@pytest.mark.parametrize("command", COMMANDS.split())
 def test_help_of_a_command_has_an_example_and_whole_sentences(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
     code, out, _ = run(command, "--help")
@@ -122,10 +110,7 @@ def test_the_version_is_the_packages(run):
         (["train", "--stpes", "3"], "--steps"),
         (["train", "--steps", "many"], "--steps"),
         (["train", "--ranks", "0"], "--ranks"),
-        (["train", "--data", "digit"], "'digits'"),
         (["train", "--data", "bytes", "--model", "byte-tinny"], "'byte-tiny'"),
-        (["train", "--optimizer", "adammw"], "'adamw'"),
-        (["train", "--dtype", "float23"], "'float32'"),
         (["train", "--layout", "dq=2"], "'dp'"),
         (["train", "--ranks", "2", "--layout", "dp=4"], "needs 4 ranks and --ranks is 2"),
         (["train", "--ranks", "100"], "100 data-parallel ranks"),
@@ -561,14 +546,10 @@ def test_report_shows_and_writes_a_page(run, suite, monkeypatch):
     html = (suite / "report.html").read_text()
     assert "half of it" in html
     assert "The CUDA ladder is not measured yet" in html
-
-
-def test_report_prints_json_and_nothing_else(run, suite):
-    assert bench(suite, "-k", "good").returncode == 0
-    code, out, err = run("report", "--results", str(suite), "--json")
+    (suite / "report.html").unlink()
+    code, out, err = run("report", "--results", ".", "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["machines"]["out"]["sections"][0]["title"] == "things"
+    assert json.loads(out)["machines"]["out"]["sections"][0]["title"] == "things"
     assert not (suite / "report.html").exists()
 
 

@@ -22,11 +22,10 @@ from typing import Any
 
 import pytest
 
-from checks import notebooks
+from checks import notebooks, progress
 from checks.catalogue import TITLES
 from checks.exercises import Lesson
-from checks.unanswered import is_unanswered
-from checks.verdicts import NotAnswered, Right, WrongAnswer
+from checks.verdicts import NotAnswered, WrongAnswer
 from minidist.cli.lessons_export import definitions
 from minidist.kernels.emulator.mistakes.patches import changed
 from tests.helpers import warm_python
@@ -57,7 +56,6 @@ def solved(notebook: Any, stem: str) -> Any:
     return notebook
 
 
-EXERCISES = [(stem, name) for stem in STEMS for name in lesson_of(stem).exercises]
 ANSWERS = [answer for stem in STEMS for answer in wrong_answers(stem)]
 WRONG = [answer for answer in ANSWERS if not answer.passes]
 DEAR = [answer for answer in ANSWERS if answer.passes]
@@ -115,16 +113,6 @@ def test_exercises_stand_in_the_lesson_and_are_open(source: Path) -> None:
         with pytest.raises(NotAnswered, match=f"Exercise {exercise.label}, {name}, has no answer yet"):
             lesson.judge(name, scope[name])
     assert found == list(lesson.exercises)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("stem", "name"), EXERCISES, ids=[f"{s[:2]}-{n}" for s, n in EXERCISES])
-def test_a_check_passes_its_solution_at_par(stem: str, name: str) -> None:
-    solution = lesson_of(stem).solution(name)
-    assert not is_unanswered(solution)
-    right = lesson_of(stem).judge(name, solution)
-    assert isinstance(right, Right)
-    assert not [str(score) for score in right.scores if score.over]
 
 
 def wrong_cases() -> Iterator[Any]:
@@ -262,6 +250,8 @@ def test_a_lesson_runs_from_top_to_bottom_with_exercises_solved_and_open(source:
         assert error.ename == "NotAnswered"
         says = f"Exercise {exercise.label}, {exercise.name}, has no answer yet: write it in the cell above"
         assert says in error.evalue
+    # Every check of the lesson's own has met its solution, at par.
+    assert set(progress.read("at_par")[source.stem[3:]]) == set(lesson.exercises)
 
 
 @pytest.mark.lessons

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from minidist.benchmarks.harness import columns, results
-from minidist.benchmarks.report import page, printed
+from minidist.benchmarks.report import page, printed, tables
 from minidist.benchmarks.report.figures import Plot
 from tests.helpers import measured
 from tests.helpers.measured import beside, entry
@@ -59,7 +59,7 @@ def unit(cores: str, rate: float, **extra: Any) -> dict[str, Any]:
 
 
 def goal(name: str, of: str, below: float, **extra: Any) -> dict[str, Any]:
-    return entry("launch", "Goals", name, 30e-6, goal={"of": of, "below": below}, **extra)
+    return entry("launch", "Starting ranks", name, 30e-6, goal={"of": of, "below": below}, **extra)
 
 
 def all_measured() -> dict[str, results.Results]:
@@ -98,7 +98,8 @@ MACHINES = all_measured()
 def drawn(plot: Plot, name: str) -> str:
     """What a plot was given, instead of how matplotlib writes it, which versions change."""
     (axes,) = plot.drawn.axes
-    lines = [f"{plot.drawn.get_size_inches().round(2).tolist()} {axes.get_xlabel()!r} {axes.get_ylabel()!r}"]
+    size, below = plot.drawn.get_size_inches().round(2).tolist(), axes.get_axisbelow()
+    lines = [f"{size} {axes.get_xlabel()!r} {axes.get_ylabel()!r}, grid below: {below}"]
     for which, ends, ticks in (
         (axes.xaxis, axes.get_xlim(), axes.get_xticks()),
         (axes.yaxis, axes.get_ylim(), axes.get_yticks()),
@@ -182,7 +183,8 @@ def test_json_has_every_figure() -> None:
         rows = [row for section in made["sections"] for row in section["rows"]]
         assert (made["machine"], made["runs"]) == (found["machine_info"], found["runs"])
         assert len(rows) == len(found["benchmarks"])
-        for row, each in zip(rows, results.newest(found), strict=False):
+        entries = [each for section in tables.sections(found) for each in section.entries]
+        for row, each in zip(rows, entries, strict=True):
             assert row["label"] == columns.label(each)
             more = {key: value for key, value in each["extra_info"].items() if key != "label"}
             assert row.items() >= {**each["stats"], **more, "run": each["run"], "mode": each["mode"]}.items()
