@@ -590,7 +590,7 @@ cluster.close()
 # | `zero_1_step` | plain/sharded.py: [`Unit.reduce`](../minidist/plain/sharded.py), [`Unit.gather`](../minidist/plain/sharded.py) | parallel/sharding/optimizer/optimizer_slices.py: [`OptimizerSlices.step`](../minidist/parallel/sharding/optimizer/optimizer_slices.py) |
 # | `reduce_in_buckets` | plain/sharded.py: [`Unit.gradient_arrived`](../minidist/plain/sharded.py) | parallel/flat/buckets.py: [`Bucket.give_back`](../minidist/parallel/flat/buckets.py) |
 # | `zero_3_pass` | plain/sharded.py: [`Unit.gather`](../minidist/plain/sharded.py), [`Unit.forward_done`](../minidist/plain/sharded.py) | parallel/sharding/units/unit_runtime.py: [`UnitRuntime.begin`](../minidist/parallel/sharding/units/unit_runtime.py), [`UnitRuntime.before_backward`](../minidist/parallel/sharding/units/unit_runtime.py) |
-# | `scaled_step` | – | parallel/training/precision.py: [`Precision.skips`](../minidist/parallel/training/precision.py); parallel/training/master_weights.py: [`MasterWeights.copy_back`](../minidist/parallel/training/master_weights.py) |
+# | `scaled_step` | – | parallel/training/precision.py: [`Precision.skips`](../minidist/parallel/training/precision.py); parallel/sharding/optimizer/optimizer_slices.py: [`OptimizerSlices.round_masters`](../minidist/parallel/sharding/optimizer/optimizer_slices.py) |
 #
 # The rung makes your calls: a reduce-scatter to the owners, the optimizer on what a rank owns, an all-gather.
 # Hooks make the calls where your loops made them, and a layer is a bucket. The rung sums gradients instead of

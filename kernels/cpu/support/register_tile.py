@@ -32,6 +32,7 @@ ROWS = vector_unit().tile_rows
 PITCH = 784
 DEPTH = 768  # elements of such a row that are used at most
 LATE = 48  # steps of p before the end of a sum, when the lines of c are prefetched
+INTEGER = types.intp
 
 
 def tile_columns(dtype: DTypeLike) -> int:
@@ -45,27 +46,9 @@ def columns(at: Emitter, array: Value) -> Any:
     return ir.Constant(INT64, VECTORS * lanes(at.kinds[0].dtype))
 
 
-@emitted(
-    types.void,
-    types.UniTuple(types.intp, 3),
-    None,
-    types.intp,
-    None,
-    types.intp,
-    None,
-    types.intp,
-    types.intp,
-)
+@emitted(types.void, types.UniTuple(INTEGER, 3), None, INTEGER, None, INTEGER, None, INTEGER, INTEGER)
 def _multiply(
-    at: Emitter,
-    shape: Value,
-    a: Value,
-    a_pitch: Value,
-    b: Value,
-    b_pitch: Value,
-    c: Value,
-    c_pitch: Value,
-    add: Value,
+    at: Any, shape: Any, a: Any, a_pitch: Any, b: Any, b_pitch: Any, c: Any, c_pitch: Any, add: Any
 ) -> None:
     # Each shape of the tile has its own function: the sums are registers, and registers have no index.
     builder, element = at.builder, at.kinds[1].dtype

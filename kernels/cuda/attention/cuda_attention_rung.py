@@ -38,7 +38,7 @@ class CudaAttentionRung(CudaStep, AttentionRung):
 
     # By kernel: the most registers of a thread, the blocks that share a multiprocessor's 65536, and bytes of
     # shared memory for each 64 columns. Tests hold what the assembler reports to it.
-    room: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    room: Mapping[str, tuple[int, int, int]] = field(default_factory=dict, compare=False)
 
     def _kind(self, q: Any) -> tuple[Any, str, str]:
         torch: Any = sys.modules.get("torch")  # a caller with a tensor has imported it
