@@ -1,7 +1,7 @@
 """The CPU ladder: eight ways to multiply two matrices, each with one idea more than the one before.
 
-A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file; nothing
-in the project lists rungs.
+A rung's docstring names its idea, why that is faster, and by how much. To add a rung, write its file, and
+its line here.
 
 | File | The one idea |
 |---|---|

@@ -1,7 +1,7 @@
 """The CUDA ladder in Numba: ten kernels, each with one idea more than the one before.
 
 The same source runs on a GPU, and in an emulator of the GPU's instructions if there is none. To add a rung,
-write its file; nothing in the project lists rungs.
+write its file, and its line here.
 
 | File or folder | Holds |
 |---|---|

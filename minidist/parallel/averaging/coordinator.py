@@ -2,9 +2,9 @@
 
 Workers train alone for k steps and send their parameters. When all workers have sent, the coordinator takes
 their mean, makes a step of the outer optimizer, and answers with the new weights. Each worker is a process of
-its own that only the coordinator knows (`comm/membership.py`). So a worker that is killed is left out of the
-next outer step, whether it was computing or in the midst of sending, and nobody else notices. A new worker
-waits for the end of the outer step that is under way, and begins with its weights.
+its own that only the coordinator knows (`comm/membership.py`). So a worker that is killed while it computes
+or sends is left out of the next outer step (it counts if all had arrived), and nobody else notices. A new
+worker waits for the end of the outer step that is under way, and begins with its weights.
 
 `Updates` decides whom an outer step waits for, as in the synchronous parameter server (bound 0).
 
@@ -145,7 +145,7 @@ class Coordinator:
             self._drop(member)
         elif member in self._slots:
             part = self._parts[self._updates.made % len(self._parts)]
-            if self._updates.waits(member) or len(message) != HEAD + part.bytes:
+            if self._updates.has_pushed(member) or len(message) != HEAD + part.bytes:
                 self._drop(member)
                 return
             if not self._sent:
@@ -171,7 +171,7 @@ class Coordinator:
                 self._wait_again()
 
     def _leave_out_the_late(self) -> None:
-        late = [member for member in self._slots if not self._updates.waits(member)]
+        late = [member for member in self._slots if not self._updates.has_pushed(member)]
         if not late and not self._sent:
             raise TimeoutError(
                 f"{len(self._coming)} workers have come to {self.address} within {self.timeout:g} s, and "

@@ -89,7 +89,7 @@ class Serving:
                 self.update([self._pushed.pop(worker) for worker in together])
                 if after_update is not None:
                     after_update(self.updates.made)
-            for worker in [worker for worker in self._pulling if not self.updates.waits(worker)]:
+            for worker in [worker for worker in self._pulling if not self.updates.has_pushed(worker)]:
                 self._pulling.remove(worker)
                 self.updates.pull(worker)
                 self._answer(worker)

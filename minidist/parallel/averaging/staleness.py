@@ -5,7 +5,9 @@ reports here who pulled, pushed and left, and asks whose pushes make the next up
 cases: *an update waits for every worker that it would make too late, and takes every waiting push that the
 next update would make too old.* Without a bound each push is an update by itself (Dean et al.'s Downpour).
 With bound 0 an update waits for all workers and takes all their pushes: the synchronous parameter server. In
-between lies Ho et al.'s stale synchronous parallel.
+between lies Ho et al.'s stale synchronous parallel. With bound 1, say, worker 0 has pushed after update 5,
+and worker 1 still computes with the parameters of update 4. Update 6 waits for worker 1: otherwise its push
+would be in update 7 at the earliest, after two others, 5 and 6.
 
 Sources: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
 section 2, which bounds steps, where this bounds updates; Li et al. 2014, "Scaling Distributed Machine
@@ -46,7 +48,7 @@ class Updates:
         """The worker's gradients have arrived."""
         self.waiting[worker] = self.pulled[worker]
 
-    def waits(self, worker: int) -> bool:
+    def has_pushed(self, worker: int) -> bool:
         """Whether the worker has pushed gradients that no update contains yet."""
         return worker in self.waiting
 

@@ -50,10 +50,10 @@ class GradientTime:
         self.elements, self.tensors = sum(parameters.sizes), len(parameters.sizes)
 
     def parts(self, last_backward: float, passes: float, micro_batches: int) -> dict[str, float]:
-        """Seconds by purpose, in a step of so many micro-batches.
+        """Seconds of a step by purpose.
 
-        `last_backward` is the seconds of the last backward pass, which may hide messages; `passes` of all
-        passes.
+        last_backward: seconds of the last backward pass, beside which messages may travel. passes: seconds of
+        all forward and backward passes. micro_batches: how many the step has.
         """
         sent, may_hide = self._sent(last_backward, passes, micro_batches) if self.ranks > 1 else (0.0, 0.0)
         hidden = min(may_hide, sent) if self.wires.hardware.overlaps else 0.0

@@ -116,8 +116,9 @@ class Wires:
     def tensor_parallel(self, stream: float, vector: float, experts: float = 0.0) -> tuple[float, float]:
         """Seconds of a block's messages, forward and backward.
 
-        `vector` is the bytes of a bias. `experts` is those of the router and the experts, which are not cut:
-        only attention sends its stream, and where experts get a share of the tokens, gradients are summed.
+        stream: bytes of the activations between blocks. vector: bytes of a bias. experts: bytes of the router
+        and the experts, 0 in a block without. They are not cut, so that only attention sends its stream; with
+        sequence parallelism each rank has its own tokens' gradients of them, which an all-reduce sums.
         """
         cut = 1 if experts else 2  # parts of the block
         if not self.layout.sequence_parallel:

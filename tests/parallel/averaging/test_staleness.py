@@ -27,7 +27,7 @@ class World:
             (s, w)
             for s, boxes in enumerate(self.mail)
             for w, box in enumerate(boxes)
-            if box and not (box[0] == "pull" and self.servers[s].waits(w))
+            if box and not (box[0] == "pull" and self.servers[s].has_pushed(w))
         ]
         return waiting + [(-1, w) for w, n in self.unanswered.items() if n == 0 and self.left[w] >= 0]
 
@@ -82,7 +82,7 @@ def test_a_worker_that_leaves_is_not_waited_for() -> None:
         updates.pull(worker)
     updates.push(5)
     assert updates.next() == []
-    assert updates.waits(5)
+    assert updates.has_pushed(5)
     updates.leave(7)
     assert updates.next() == [5]
     assert updates.next() == []

@@ -256,7 +256,7 @@ class OptimizerSlices:
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Round masters to the values."""
+        """Write each master, rounded, into the tensor that the model computes with."""
         for each in self.all:
             if each.is_master:
                 each.value.copy_(each.tensor)

@@ -70,12 +70,11 @@ class ShardedParameters(AllParameters):
                 f"sets have {[each.residency for each in sets]}; parameters that are not whole are gathered "
                 "and reduced with their units, so give all sets one residency"
             )
-        self.group, self.parameters = first.gradient_comm.group, [*module.parameters()]
-        self._names = [name for name, _ in module.named_parameters()]
-        for index, name in enumerate(self._names):
-            set_for(name, sets).indices.append(index)
+        self.group, self._names = first.gradient_comm.group, [name for name, _ in module.named_parameters()]
+        set_of = [set_for(name, sets) for name in self._names]
+        for index, param_set in enumerate(set_of):
+            param_set.indices.append(index)
         shared_tensors(module, sets)
-        self.set_of = {self.parameters[index]: param_set for param_set in sets for index in param_set.indices}
         self.groups = FlatParameterGroups(make_optimizer, module, defaults)
         refuse_unshareable(type(self.groups.optimizer))
         groups = self.groups.optimizer.param_groups
@@ -84,14 +83,14 @@ class ShardedParameters(AllParameters):
             for index, number in self.groups.of.items()
             if not is_elementwise(type(self.groups.optimizer), groups[number])
         }
-        comms = [self.set_of[parameter].gradient_comm for parameter in self.parameters]
+        comms = [param_set.gradient_comm for param_set in set_of]
         self.units = build(module, units, comms, initialize, memory, master, self._whole)
         claim(self, BY_FULLY_SHARD, module.parameters(), takes_values=True)
         for parameter in module.parameters():
             parameter.grad = None  # the first step would add to an old one
         broadcast_together([*module.buffers()], self.group)
         self.parameters = [*module.parameters()]  # others, if they were on the meta device
-        self.set_of = {self.parameters[index]: param_set for param_set in sets for index in param_set.indices}
+        self.set_of = dict(zip(self.parameters, set_of, strict=True))
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
         self.on_owners: list[WholeOnOwners] = []
@@ -295,7 +294,7 @@ class ShardedParameters(AllParameters):
             gradient.mul_(factor)
 
     def publish(self) -> None:
-        """Round masters to the shards, which the next pass gathers."""
+        """Write masters, rounded, into the shards, which the next pass gathers."""
         self.slices.round_masters()
         for whole in self.on_owners:
             whole.give_values()

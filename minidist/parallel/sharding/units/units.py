@@ -57,7 +57,7 @@ class Unit:
             self.shown, self._versions = True, self._versions_now()
 
     def free(self, held: bool = False) -> None:
-        """Give the memory of gathered parameters back. held: also if they were to stay."""
+        """Give the memory of gathered parameters back, unless `show` was to hold them. held: even then."""
         self.held = self.held and not held
         if self.present and not self.held:
             for bucket in self.buckets:

@@ -375,7 +375,7 @@ class WholeParameters(AllParameters):
             param_set.clear()
 
     def publish(self) -> None:
-        """Bring everyone's share of the parameters to all ranks: an all-gather of each bucket."""
+        """Write masters, rounded, into the parameters; all-gather the buckets, if a rank has shares."""
         self.slices.round_masters()
         buckets = self.value_buckets()
         for bucket in buckets:  # launch
