@@ -30,6 +30,11 @@ def formula(
     return _FORMULAS[operation, algorithm]((rank - source) % ranks, ranks, size)
 
 
+def all_reduce_bytes(size: int, ranks: int) -> int:
+    """Bytes that a rank sends in an all-reduce that is a ring, torch's or in memory: 2 (n - 1) / n S."""
+    return 2 * (ranks - 1) * size // ranks
+
+
 def children(index: int, ranks: int) -> int:
     """Children in the binomial tree of a rank, numbered from the root: the bits below its lowest set bit."""
     return sum(index % (2 << i) == 0 and index + (1 << i) < ranks for i in range((ranks - 1).bit_length()))

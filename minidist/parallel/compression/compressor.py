@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 
@@ -89,11 +90,6 @@ class _Rounded(Reduction):
         self._wire.copy_(self._flat)
         yield self._gradient_comm.all_reduce(self._wire)
         self._flat.copy_(self._wire)
-
-
-def all_reduce_bytes(size: int, ranks: int) -> int:
-    """Return the bytes that a rank sends in an all-reduce of `size` bytes: 2 (n - 1) / n of them."""
-    return 2 * (ranks - 1) * size // ranks
 
 
 def elements_of(tensors: Sequence[Tensor]) -> int:

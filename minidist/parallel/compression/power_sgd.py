@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from minidist._arguments import check_whole
-from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
+from minidist.comm.algorithms.formulas import all_reduce_bytes
+from minidist.parallel.compression.compressor import Compression, Reduction
 from minidist.parallel.flat.buckets import Bucket, GradientComm, PendingMessage
 
 

@@ -25,8 +25,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.comm.work import rank_in
-from minidist.parallel.compression.compressor import Compression, Reduction, all_reduce_bytes
+from minidist.parallel.compression.compressor import Compression, Reduction
 from minidist.parallel.contract.residency import Residency
 from minidist.parallel.flat.bucket_layout import Deal, WholeTensors, evenly, whole_shape
 from minidist.parallel.flat.buckets import Bucket, GradientComm, GradientMemory, Messages

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.comm import work
+from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
-from minidist.parallel.compression.compressor import all_reduce_bytes
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
