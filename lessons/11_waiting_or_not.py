@@ -514,7 +514,7 @@ cluster.close()
 # | You wrote | The rung | The engine |
 # |---|---|---|
 # | `work` | plain/parameter_server.py: [`work`](../minidist/plain/parameter_server.py) | parallel/averaging/parameter_server.py: [`ParameterServer.pull`](../minidist/parallel/averaging/parameter_server.py), [`ParameterServer.push`](../minidist/parallel/averaging/parameter_server.py) |
-# | `serve` | plain/parameter_server.py: [`serve`](../minidist/plain/parameter_server.py) | parallel/averaging/server.py: [`Serving.run`](../minidist/parallel/averaging/server.py) |
+# | `serve` | plain/parameter_server.py: [`serve`](../minidist/plain/parameter_server.py) | parallel/averaging/serving.py: [`Serving.run`](../minidist/parallel/averaging/serving.py) |
 # | `may_begin` | – | parallel/averaging/staleness.py: [`Updates.next`](../minidist/parallel/averaging/staleness.py) |
 # | an average every k steps | plain/local_sgd.py: [`train`](../minidist/plain/local_sgd.py) | parallel/averaging/local_sgd.py: [`LocalSGD.synchronize`](../minidist/parallel/averaging/local_sgd.py) |
 #

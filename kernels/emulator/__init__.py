@@ -13,7 +13,7 @@ Each package imports only from the packages above it in this list:
 | base | how an instruction is registered, and how it reads its operands |
 | arithmetic | what instructions compute |
 | synchronization | barriers, mbarriers, clusters, groups of asynchronous operations, atomics' ordering |
-| memory | loads and stores with their checks: **races are found in `memory/race_faults.py`** |
+| accesses | loads and stores with their checks: **races are found in `accesses/race_faults.py`** |
 | copies | asynchronous and tensor copies |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |

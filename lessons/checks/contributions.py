@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from checks.arithmetic import Story
+from checks.diagnosis import Story
 from checks.ranks import Case, Run
 from checks.words import plural
 

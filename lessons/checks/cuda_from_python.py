@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from checks.arithmetic import of_product
+from checks.diagnosis import of_product
 from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run
 from checks.verdicts import Right, Score, compare, wrong

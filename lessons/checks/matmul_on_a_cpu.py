@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from checks.answers import as_python
-from checks.arithmetic import of_product
 from checks.counted import Cache, Counted
+from checks.diagnosis import of_product
 from checks.exercises import Answer, Lesson
 from checks.verdicts import Right, Tally, compare, wrong
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import numpy as np
 
-from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten, whole_numbers
+from checks.diagnosis import of_product
 from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run, with_constants
 from checks.shared_memory import barriers_of_a_warp

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten, whole_numbers
+from checks.diagnosis import of_product
 from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run, with_constants
 from checks.verdicts import Right, Score, compare, wrong

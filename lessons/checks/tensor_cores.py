@@ -7,8 +7,8 @@ import operator
 import numpy as np
 
 from checks import tile_units
-from checks.arithmetic import of_product
 from checks.cuda_from_python import unwritten
+from checks.diagnosis import of_product
 from checks.exercises import Answer, Lesson
 from checks.kernels import run
 from checks.verdicts import Right, Score, compare, wrong

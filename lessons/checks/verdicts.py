@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from checks.arithmetic import Story, in_common, suspected
+from checks.diagnosis import Story, in_common, suspected
 from checks.words import a_kind_of, around, as_array, digits_for, number
 
 SLACK = 1.5
@@ -154,7 +154,7 @@ def compare(
 ) -> None:
     """WrongAnswer where `got` is not `expected`: of another kind, shape or dtype, or with another element.
 
-    Of elements that are wrong it says what they have in common (`checks/arithmetic.py`).
+    Of elements that are wrong it says what they have in common (`checks/diagnosis.py`).
 
     Args:
         got: what the reader's function gave: a number, an array or a tensor.

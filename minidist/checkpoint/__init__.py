@@ -17,7 +17,8 @@ any moment a path holds a whole checkpoint, or what was there before.
 - `loading.py`: `load`: check the files, compare them with the model, optimizer and sampler, fill the engine
 - `state.py`: what a rank contributes: boxes of tensors, settings, random states
 - `values.py`: settings as JSON and back
-- `index.py`: write, read and verify the index; read tensors from the files, in another cut
+- `index.py`: write, read and verify the index; read tensors from the files
+- `resharding.py`: which stored boxes a rank's own boxes meet, in another cut
 - `folders.py`: names in a folder; how a directory gets its name in one step; what is kept
 - `exporting.py`: `export` and `state_dict`: the weights alone; safetensors files, tensor by tensor
 - `pretrained.py`: `load_pretrained`: weights from safetensors files, in any layout

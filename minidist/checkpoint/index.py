@@ -1,4 +1,4 @@
-"""A checkpoint's index: what is where, whether it is as it was written, and how to read it in any other cut.
+"""A checkpoint's index: what is where, whether it is as it was written, and its boxes of tensors.
 
 The index holds the length and the CRC-32 of each file. The CRC-32 of the index itself stands at its beginning
 and covers the rest. A CRC-32 detects every flipped bit, every altered run of up to 32 bits, and all but one
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from minidist.checkpoint.values import dtype_named
-from minidist.parallel.contract.strategy import TensorBox, common_part
+from minidist.parallel.contract.strategy import common_part
 from minidist.parallel.flat.ranges import narrowed
 
 INDEX = "index.json"
@@ -261,29 +261,3 @@ def read_whole(index: Index, name: str) -> Tensor:
         if math.prod(box.sizes):
             narrowed(whole, box.offsets, box.sizes).copy_(files.box(stored, box))
     return whole
-
-
-def overlaps(index: Index, boxes: Iterable[TensorBox]) -> list[tuple[Tensor, Stored, Box, list[int]]]:
-    """Find what to read for boxes, without reading or changing anything.
-
-    Each overlap of one of `boxes` with a stored box gives the part of it to fill, the stored tensor and box,
-    and the offsets of the overlap in the box. A tensor's boxes hold all of it, as `read_index` has checked.
-    Raises CheckpointError if a box's tensor is not there, or has another shape.
-    """
-    found = []
-    for ours in boxes:
-        if not ours.tensor.numel():
-            continue
-        stored = index.tensors.get(ours.name)
-        if stored is None or stored.shape != ours.shape:
-            saved = "nothing of that name" if stored is None else f"shape {stored.shape}"
-            raise CheckpointError(
-                f"{ours.name} has shape {ours.shape} here, and {index.path} has {saved}; load the "
-                "checkpoint of this model and optimizer"
-            )
-        for box in stored.boxes:
-            common = common_part(ours.offsets, ours.tensor.shape, box.offsets, box.sizes)
-            if common is not None:
-                in_ours, in_box, sizes = common
-                found.append((narrowed(ours.tensor, in_ours, sizes), stored, box, in_box))
-    return found

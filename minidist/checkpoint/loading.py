@@ -17,7 +17,8 @@ from torch import Tensor
 from minidist import comm
 from minidist.checkpoint import folders
 from minidist.checkpoint.errors import CheckpointError, DamagedCheckpoint, agree
-from minidist.checkpoint.index import Index, MappedFiles, overlaps, read_index, stored_names, verify
+from minidist.checkpoint.index import Index, MappedFiles, read_index, stored_names, verify
+from minidist.checkpoint.resharding import overlaps
 from minidist.checkpoint.saving import check_engine
 from minidist.checkpoint.state import (
     Scheduler,

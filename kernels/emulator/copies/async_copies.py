@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..accesses import race_faults as races
+from ..accesses.access import Access
+from ..accesses.loads_and_stores import fetch
 from ..base.addresses import CLUSTER_SHIFT, in_shared_window, lanes_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine_state import Machine
-from ..memory import race_faults as races
-from ..memory.access import Access
-from ..memory.loads_and_stores import fetch
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Register

@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from ..accesses import race_faults as races
+from ..accesses.async_accesses import (
+    TensorMapFences,
+    fault_for_missing_data,
+    fault_for_missing_fence,
+)
+from ..accesses.descriptors import CHUNK, swizzle
 from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine_state import Machine
 from ..machine.races_in_shared_memory import Clocks
-from ..memory import race_faults as races
-from ..memory.async_accesses import (
-    TensorMapFences,
-    fault_for_missing_data,
-    fault_for_missing_fence,
-)
-from ..memory.descriptors import CHUNK, swizzle
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError, Fault
 from ..ptx.program import Address, PtxInstruction, Vector

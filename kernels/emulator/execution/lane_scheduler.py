@@ -22,8 +22,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..accesses.undefined_values import EXCHANGES, UndefinedValues
 from ..machine.machine_state import Machine
-from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import Fault
 from ..synchronization.block_barriers import MISSED, Barriers

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..accesses import async_accesses, loads_and_stores  # noqa: F401
 from ..copies import async_copies, tensor_copies  # noqa: F401  (these register the instructions)
 from ..instructions import (  # noqa: F401
     atomics,
@@ -28,7 +29,6 @@ from ..instructions import (  # noqa: F401
 from ..machine.counts import Counts
 from ..machine.global_memory import Buffer, GlobalMemory
 from ..machine.machine_state import MULTIPROCESSORS, Launch, Machine
-from ..memory import async_accesses, loads_and_stores  # noqa: F401
 from ..ptx.fault import Fault
 from ..ptx.program import Program
 from ..ptx.reader import parse

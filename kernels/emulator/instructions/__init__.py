@@ -1,7 +1,7 @@
 """The instructions: what each does to a machine, wired to its operands.
 
-`execution/run_grid.py` registers them. Loads and stores are in memory/, barriers in synchronization/, copies
-in copies/
+`execution/run_grid.py` registers them. Loads and stores are in accesses/, barriers in synchronization/,
+copies in copies/
 
 | File | Holds |
 |---|---|

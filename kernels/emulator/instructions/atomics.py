@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..accesses import race_faults as races
+from ..accesses.access import Access, rows_of
 from ..arithmetic.rounding import SMALLEST_NORMAL, flushing
 from ..base.addresses import addresses_of, lanes_of, space_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
-from ..memory import race_faults as races
-from ..memory.access import Access, rows_of
 from ..ptx.dtypes import SIZES, Array, Mask
 from ..ptx.fault import EmulatorError
 from ..synchronization.atomic_ordering import AtomicOrder

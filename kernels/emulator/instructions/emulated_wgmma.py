@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..accesses import race_faults as races
+from ..accesses.async_accesses import fault_for_missing_data, fault_for_missing_fence
+from ..accesses.descriptors import CHUNK, chunk_addresses, decode_descriptors
 from ..arithmetic.floats import widen
 from ..arithmetic.fragments import WGMMA_A, wgmma_sums
 from ..base.addresses import whole_warps
 from ..base.instruction_batch import Batch, LaneRows
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
-from ..memory import race_faults as races
-from ..memory.async_accesses import fault_for_missing_data, fault_for_missing_fence
-from ..memory.descriptors import CHUNK, chunk_addresses, decode_descriptors
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError, Fault
 from ..ptx.program import Immediate, PtxInstruction, Register, Vector

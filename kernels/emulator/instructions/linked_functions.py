@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from ..accesses.access import Access
+from ..accesses.loads_and_stores import fetch, put
 from ..arithmetic.compare_and_select import ORDER
 from ..arithmetic.floats import narrow, widen
 from ..base.addresses import LOCAL_WINDOW, lanes_of
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
-from ..memory.access import Access
-from ..memory.loads_and_stores import fetch, put
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Symbol

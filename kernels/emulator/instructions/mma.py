@@ -17,13 +17,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..accesses.access import Access
+from ..accesses.loads_and_stores import fetch, put
 from ..arithmetic.fragments import MMA, load_matrices, store_matrices
 from ..base.addresses import whole_warps
 from ..base.instruction_batch import Batch, Source
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
-from ..memory.access import Access
-from ..memory.loads_and_stores import fetch, put
 from ..ptx.dtypes import Array, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Operand

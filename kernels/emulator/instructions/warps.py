@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..accesses.undefined_values import EXCHANGES, UndefinedValues
 from ..arithmetic.warp_operations import LANES, WarpOperation, awaited, takes_part, warp_operation, word
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
-from ..memory.undefined_values import EXCHANGES, UndefinedValues
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError
 

@@ -1,7 +1,7 @@
 """The machine: some blocks of a launch, with their registers, memory, clocks and counts.
 
 This is the state that instructions read and change; it knows no instruction. To find races
-(`memory/race_faults.py`), it remembers the last accesses to the same bytes, and vector clocks.
+(`accesses/race_faults.py`), it remembers the last accesses to the same bytes, and vector clocks.
 
 | File | Holds |
 |---|---|

@@ -21,7 +21,7 @@ from minidist import comm
 from minidist._arguments import check_whole
 from minidist.comm.work import bytes_of
 from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
-from minidist.parallel.averaging.server import Ask, ServerReport, Serving, Tag
+from minidist.parallel.averaging.serving import Ask, ServerReport, Serving, Tag
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.guards.refusals import require_model
 

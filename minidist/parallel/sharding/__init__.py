@@ -30,6 +30,7 @@ Where memory is given back:
 |---|---|
 | ../contract/residency.py | who keeps what whole? The table, and what follows from a row |
 | sharded.py | `Sharded`: what does an engine ask of all this in a step? |
+| all_parameters.py | `AllParameters`, the base of whole/ and units/: the norm of all gradients, clipping |
 | sets/ | which parameters are shared in one way, and by which ranks? |
 | whole/ | parameters are whole: when is a bucket of gradients sent? |
 | units/ | parameters are not whole: when is a unit gathered, reduced and freed? |

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from minidist.kernels.cuda.runtime.matrix import TensorMap
+from minidist.kernels.emulator.accesses import descriptors
+from minidist.kernels.emulator.accesses.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.copies import tensor_copies
 from minidist.kernels.emulator.instructions import emulated_wgmma as wgmma
 from minidist.kernels.emulator.instructions import mma
 from minidist.kernels.emulator.instructions.register_pool import at_launch
-from minidist.kernels.emulator.memory import descriptors
-from minidist.kernels.emulator.memory.descriptors import chunk_addresses, decode_descriptors
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
 from minidist.kernels.emulator.synchronization.mbarriers import Mbarrier

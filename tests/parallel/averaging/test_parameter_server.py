@@ -20,7 +20,7 @@ import minidist as md
 from minidist import comm
 from minidist.parallel.averaging.parameter_assignment import deal_parameters
 from minidist.parallel.averaging.parameter_server import bytes_per_step
-from minidist.parallel.averaging.server import ServerReport
+from minidist.parallel.averaging.serving import ServerReport
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
 from tests.helpers.models import gpt, mlp, tokens, vectors

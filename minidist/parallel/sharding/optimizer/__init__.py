@@ -3,7 +3,6 @@
 | File | Holds |
 |---|---|
 | optimizer_slices.py | `OptimizerSlices`: this rank's part of the optimizer's step, masters and state |
-| all_parameters.py | `AllParameters`: all sets together: the norm of their gradients, clipping |
 | whole_on_owners.py | `WholeOnOwners`: those that the optimizer needs whole, on an owner each |
 | parameter_groups.py | `FlatParameterGroups`: the optimizer's groups over flat shards |
 | memory_source.py | `memory_source`: where shards, masters and state lie: device, CPU memory or files |

@@ -28,7 +28,7 @@ from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.claims import BY_FULLY_SHARD, claim
-from minidist.parallel.sharding.optimizer.all_parameters import AllParameters
+from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups

@@ -22,7 +22,7 @@ from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import MB, broadcast_together
 from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, trainers
 from minidist.parallel.guards.refusals import refuse_added
-from minidist.parallel.sharding.optimizer.all_parameters import AllParameters
+from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.equal_start import named_in, set_for, start_new_equal
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
