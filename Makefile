@@ -73,7 +73,7 @@ lessons: setup
 	$(BIN)/minidist lessons
 
 notebooks: setup
-	$(BIN)/python lessons/checks/notebooks.py
+	$(BIN)/python lessons/checks/support/notebooks.py
 
 # Python for the browser, which the playground runs. Without npm or a network, the site says that it is missing.
 build/node_modules/pyodide:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.no_finding
 
 GROUP = "Lessons: what the solutions cost against par"
 COUNTING = {"Score", "Tally"}
-"""Names from `checks.verdicts`: a check that uses one of them counts a cost."""
+"""Names from `checks.support.verdicts`: a check that uses one of them counts a cost."""
 SEED = 0
 """The seed of a check's inputs: the same in each run, so that costs can be compared."""
 
@@ -81,7 +81,7 @@ def test_solution(benchmark: Benchmark, checks: None, stem: str, name: str) -> N
     start = time.perf_counter()
     try:
         verdict = lesson.judge(name, lesson.solution(name), SEED)
-    except importlib.import_module("checks.verdicts").Interrupted:
+    except importlib.import_module("checks.support.verdicts").Interrupted:
         raise KeyboardInterrupt from None  # Ctrl-C ends the whole run
     seconds = time.perf_counter() - start
     if not verdict.scores:

@@ -22,7 +22,7 @@ CELL_LIMIT = 300  # seconds; a crowded machine is no error
 def main(stems: list[str]) -> int:
     """Run the lessons that have changed, or those with these names; returns how many failed."""
     sys.path[:0] = [os.fspath(ROOT / "lessons"), os.fspath(ROOT)]
-    from checks import notebooks
+    from checks.support import notebooks
 
     failed = 0
     EXECUTED.mkdir(parents=True, exist_ok=True)

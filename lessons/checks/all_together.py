@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import minidist as md
-from checks.exercises import Answer, Lesson
-from checks.layouts_to_try import bytes_sent, choices, layouts_to_try, named, short, state_bytes
-from checks.resumed_runs import resume
+from checks.support.exercises import Answer, Lesson
+from checks.support.layouts_to_try import bytes_sent, choices, layouts_to_try, named, short, state_bytes
+from checks.support.resumed_runs import resume
+from checks.support.verdicts import Right, Score, compare, number, wrong
 from checks.training import BATCH, ROWS
-from checks.verdicts import Right, Score, compare, number, wrong
 
 lesson = Lesson(15, "all_together")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from checks.cuda_from_python import unwritten
-from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run
 from checks.shared_memory import barriers_of_a_warp
-from checks.verdicts import Right, Score, compare, parts, wrong
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Score, compare, parts, wrong
 
 lesson = Lesson(17, "attention_without_the_square")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

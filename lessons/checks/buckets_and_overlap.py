@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from checks.bucket_messages import bucket_cases, check_buckets, whole
-from checks.contributions import tens
 from checks.data_parallel import (
     RANKS,
     Rows,
@@ -28,11 +26,13 @@ from checks.data_parallel import (
     tidy_gradients,
     tidy_row,
 )
-from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
-from checks.verdicts import Right, Tally, wrong
-from checks.words import number, plural
+from checks.support.bucket_messages import bucket_cases, check_buckets, whole
+from checks.support.contributions import tens
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, wrong
+from checks.support.words import number, plural
 from minidist import comm
 from minidist.parallel.training.activation_memory import ActivationCounter
 

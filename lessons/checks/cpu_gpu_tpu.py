@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from checks.exercises import Answer, Lesson
-from checks.verdicts import Right, Tally, compare, parts, wrong
-from checks.words import described
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, parts, wrong
+from checks.support.words import described
 from minidist.kernels.systolic import SystolicArray
 from minidist.kernels.systolic import compare as counts_of
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from checks.diagnosis import of_product
-from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run
-from checks.verdicts import Right, Score, compare, wrong
-from checks.words import number
+from checks.support.diagnosis import of_product
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Score, compare, wrong
+from checks.support.words import number
 
 lesson = Lesson(3, "cuda_from_python")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from checks.counted import Seen
-from checks.exercises import Answer, Lesson
 from checks.ranks import says
 from checks.settings import cutting_the_model, driven
-from checks.verdicts import Right, Tally, compare, not_none, unlike, wrong
-from checks.written_schedules import SIZES, listed, schedule_of, simulated, sizes
+from checks.support.counted import Seen
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, not_none, unlike, wrong
+from checks.support.written_schedules import SIZES, listed, schedule_of, simulated, sizes
 from minidist.parallel import schedules
 
 lesson = Lesson(12, "cutting_the_model")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from checks.contributions import Tidy, tens, tidy_rows, whose_parts
-from checks.exercises import Answer, Lesson
 from checks.ranks import Case, Run, says
 from checks.settings import driven
-from checks.verdicts import Right, Tally, compare, wrong
-from checks.words import plural
+from checks.support.contributions import Tidy, tens, tidy_rows, whose_parts
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, wrong
+from checks.support.words import plural
 from minidist.model import MLP
 
 lesson = Lesson(9, "data_parallel")

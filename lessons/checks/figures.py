@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from checks.catalogue import TITLES
+from checks.support.catalogue import TITLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

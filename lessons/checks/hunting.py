@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from checks.answers import LIMIT, Limit, in_time
 from checks.pictures import evidence
-from checks.verdicts import Right, Score, WrongAnswer, wrong
+from checks.support.answers import LIMIT, Limit, in_time
+from checks.support.verdicts import Right, Score, WrongAnswer, wrong
 from minidist.parallel.debugging.detectors import EXACT, SHORT, Run, Subject, ask
 from minidist.plain.mistakes import Mistake, collection
 from minidist.plain.mistakes.examine import DETECTORS, subject

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from checks.answers import Answer, TimeLimit, as_python, line_of_cell
-from checks.unanswered import functions_of
-from checks.verdicts import NeedsMore, Score, wrong
+from checks.support.answers import Answer, TimeLimit, as_python, line_of_cell
+from checks.support.unanswered import functions_of
+from checks.support.verdicts import NeedsMore, Score, wrong
 from minidist.kernels.cuda.emulator import EmulatorError, Fault, Profile, profile
 from minidist.kernels.cuda.runtime.compiler import compile_ptx
 from minidist.kernels.cuda.runtime.device import backend, require_toolkit

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from checks.answers import as_python
-from checks.counted import Cache, Counted
-from checks.diagnosis import of_product
-from checks.exercises import Answer, Lesson
-from checks.verdicts import Right, Tally, compare, wrong
+from checks.support.answers import as_python
+from checks.support.counted import Cache, Counted
+from checks.support.diagnosis import of_product
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, wrong
 
 lesson = Lesson(1, "matmul_on_a_cpu")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

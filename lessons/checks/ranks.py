@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import minidist as md
-from checks.answers import Answer, line_of_cell
-from checks.unanswered import functions_of
-from checks.verdicts import wrong
-from checks.words import described, plural
+from checks.support.answers import Answer, line_of_cell
+from checks.support.unanswered import functions_of
+from checks.support.verdicts import wrong
+from checks.support.words import described, plural
 from minidist import comm
 from minidist.comm.launching.supervisor import preload_optimizers
 from minidist.comm.ledgers import Call

@@ -7,12 +7,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from checks.contributions import bounds_of, cases_for, of_whole, story_of_one, story_of_part, story_of_whole
-from checks.exercises import Answer, Lesson
 from checks.ranks import Run, says
-from checks.rounds import in_order, rounds_of
 from checks.settings import driven
-from checks.verdicts import Right, Tally, compare, wrong
+from checks.support.contributions import (
+    bounds_of,
+    cases_for,
+    of_whole,
+    story_of_one,
+    story_of_part,
+    story_of_whole,
+)
+from checks.support.exercises import Answer, Lesson
+from checks.support.rounds import in_order, rounds_of
+from checks.support.verdicts import Right, Tally, compare, wrong
 
 lesson = Lesson(8, "ranks_that_talk")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 
 from checks.cuda_from_python import unwritten, whole_numbers
-from checks.diagnosis import of_product
-from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run, with_constants
 from checks.shared_memory import barriers_of_a_warp
-from checks.verdicts import Right, Score, compare, wrong
+from checks.support.diagnosis import of_product
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Score, compare, wrong
 from minidist.kernels.emulator.copies.async_copies import AsyncCopies
 
 lesson = Lesson(5, "register_tiles")

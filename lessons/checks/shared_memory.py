@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from checks.cuda_from_python import unwritten, whole_numbers
-from checks.diagnosis import of_product
-from checks.exercises import Answer, Lesson
 from checks.kernels import in_float64, run, with_constants
-from checks.verdicts import Right, Score, compare, wrong
+from checks.support.diagnosis import of_product
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Score, compare, wrong
 from minidist.kernels.cuda.emulator import Profile
 
 lesson = Lesson(4, "shared_memory")

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from checks import progress
-from checks.answers import Answer
-from checks.exercises import Lesson
 from checks.hunting import BEGIN, PRICES, Case
 from checks.pictures import evidence
-from checks.verdicts import Right
+from checks.support import progress
+from checks.support.answers import Answer
+from checks.support.exercises import Lesson
+from checks.support.verdicts import Right
 from minidist.plain.mistakes import collection
 
 lesson = Lesson(16, "silent_bugs")

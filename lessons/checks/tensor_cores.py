@@ -8,10 +8,10 @@ import numpy as np
 
 from checks import tile_units
 from checks.cuda_from_python import unwritten
-from checks.diagnosis import of_product
-from checks.exercises import Answer, Lesson
 from checks.kernels import run
-from checks.verdicts import Right, Score, compare, wrong
+from checks.support.diagnosis import of_product
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Score, compare, wrong
 from minidist.kernels.emulator.arithmetic.fragments import MMA
 
 lesson = Lesson(6, "tensor_cores")

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from checks.contributions import whose_parts
-from checks.exercises import Answer, Lesson
 from checks.ranks import Run, says
 from checks.settings import driven
 from checks.settings import tensor_parallel as shared
 from checks.settings.tensor_parallel import parts
-from checks.verdicts import Right, Tally, compare, wrong
+from checks.support.contributions import whose_parts
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, wrong
 from checks.your_own_network import infinite
 
 lesson = Lesson(13, "tensor_parallel")

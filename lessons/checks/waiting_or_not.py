@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from checks.exercises import Answer, Lesson
 from checks.ranks import Case, says
 from checks.settings import driven, waiting_or_not
-from checks.verdicts import Right, Tally, compare, unlike, wrong
-from checks.words import plural
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, unlike, wrong
+from checks.support.words import plural
 
 lesson = Lesson(11, "waiting_or_not")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from checks.exercises import Answer, Lesson
-from checks.verdicts import Right, compare, parts, wrong
-from checks.words import described
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, compare, parts, wrong
+from checks.support.words import described
 
 lesson = Lesson(0, "your_machine")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

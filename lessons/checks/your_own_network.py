@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from checks.exercises import Answer, Lesson
-from checks.verdicts import Right, Tally, compare, wrong
-from checks.words import plural
+from checks.support.exercises import Answer, Lesson
+from checks.support.verdicts import Right, Tally, compare, wrong
+from checks.support.words import plural
 
 lesson = Lesson(7, "your_own_network")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from checks.exercises import Answer, Lesson
-from checks.live_bytes import Live as Live  # the lesson imports it from here
 from checks.ranks import Run, says
 from checks.settings import driven, zero
-from checks.verdicts import Right, Tally, compare, not_none, wrong
-from checks.words import described, plural
+from checks.support.exercises import Answer, Lesson
+from checks.support.live_bytes import Live as Live  # the lesson imports it from here
+from checks.support.verdicts import Right, Tally, compare, not_none, wrong
+from checks.support.words import described, plural
 
 lesson = Lesson(14, "zero")
 check, hint, or_solution = lesson.check, lesson.hint, lesson.or_solution

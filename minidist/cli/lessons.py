@@ -92,7 +92,7 @@ def folder() -> Path:
     """The folder of the lessons: this checkout's, or one in the current directory; ValueError without one."""
     here = Path.cwd()
     for path in (Path(__file__).resolve().parents[2] / "lessons", here / "lessons", here):
-        if (path / "checks" / "exercises.py").exists():
+        if (path / "checks" / "figures.py").exists():
             return path
     raise ValueError(
         f"there are no lessons in {here}; minidist lessons --to FOLDER copies them into a folder"

@@ -115,7 +115,7 @@ def test_collectives_beside_torchs(cluster_of, monkeypatch):
 
 
 CHECKS = """
-from checks.verdicts import Right, Score
+from checks.support.verdicts import Right, Score
 
 @lesson.exercise("1.1", hints=())
 def add(answer, draw):
@@ -139,7 +139,7 @@ def test_exercises_whose_check_counts_are_found():
 
 def test_a_solution_above_par_is_told(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "lessons"))
-    from checks.verdicts import Score
+    from checks.support.verdicts import Score
 
     at_par = Score("Bytes sent", 8, 8, unit="bytes")
     extra = {}
@@ -180,7 +180,7 @@ def test_an_interrupted_check_ends_the_run(monkeypatch):
 
     modules = {
         "checks.a": SimpleNamespace(lesson=Lesson()),
-        "checks.verdicts": SimpleNamespace(Interrupted=Interrupted),
+        "checks.support.verdicts": SimpleNamespace(Interrupted=Interrupted),
     }
     monkeypatch.setattr(bench_lessons.importlib, "import_module", modules.__getitem__)
     with pytest.raises(KeyboardInterrupt):

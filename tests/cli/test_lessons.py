@@ -35,7 +35,7 @@ second = or_solution(second)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one lesson, one of whose two exercises has passed."""
     (tmp_path / "checks").mkdir()
-    (tmp_path / "checks" / "exercises.py").touch()
+    (tmp_path / "checks" / "figures.py").touch()
     (tmp_path / "03_small_things.py").write_text(LESSON)
     (tmp_path / "costs.json").write_text('{"03_small_things": {"seconds": 90, "peak_megabytes": 400}}')
     progress = {"version": 1, "passed": {"small_things": {"first": "2026-01-01", "gone": "2026-01-01"}}}
@@ -161,13 +161,19 @@ def test_a_copy_leaves_files_that_are_there_and_another_readers_progress(
     shipped, mine = tmp_path / "shipped", tmp_path / "mine"
     for path in (shipped / "checks", shipped / "checks" / "__pycache__", mine):
         path.mkdir(parents=True)
-    for name in ("03_a.py", "04_b.py", ".progress.json", "checks/exercises.py", "checks/__pycache__/x.pyc"):
+    for name in (
+        "03_a.py",
+        "04_b.py",
+        ".progress.json",
+        "checks/figures.py",
+        "checks/__pycache__/x.pyc",
+    ):
         (shipped / name).write_text("shipped")
     (mine / "03_a.py").write_text("an answer")
     monkeypatch.setattr(folder_of, "shipped", lambda: shipped)
     assert folder_of.copy(mine) == mine
     found = {str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*") if path.is_file()}
-    assert found == {"03_a.py": "an answer", "04_b.py": "shipped", "checks/exercises.py": "shipped"}
+    assert found == {"03_a.py": "an answer", "04_b.py": "shipped", "checks/figures.py": "shipped"}
 
 
 def test_a_copy_that_fails_leaves_no_part_of_a_lesson(

@@ -10,11 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from checks import hunting, progress, silent_bugs
+from checks import hunting, silent_bugs
 from checks.hunting import BEGIN, HINT, PRICES, WRONG, Case
 from checks.pictures import evidence
 from checks.silent_bugs import CASES
-from checks.verdicts import NotAnswered, WrongAnswer
+from checks.support import progress
+from checks.support.verdicts import NotAnswered, WrongAnswer
 from minidist.plain.mistakes import collection
 from minidist.plain.mistakes.examine import DETECTORS
 

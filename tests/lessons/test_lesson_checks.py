@@ -19,15 +19,16 @@ import pytest
 import torch
 
 import minidist as md
-from checks import answers, figures, progress, ranks
-from checks.animations import Scene
-from checks.answers import Answer
-from checks.catalogue import TITLES
-from checks.counted import Cache, Counted
-from checks.exercises import Lesson
+from checks import figures, ranks
 from checks.ranks import Case, on_ranks
-from checks.unanswered import is_unanswered
-from checks.verdicts import (
+from checks.support import answers, progress
+from checks.support.animations import Scene
+from checks.support.answers import Answer
+from checks.support.catalogue import TITLES
+from checks.support.counted import Cache, Counted
+from checks.support.exercises import Lesson
+from checks.support.unanswered import is_unanswered
+from checks.support.verdicts import (
     Interrupted,
     NeedsMore,
     NotAnswered,
@@ -38,7 +39,7 @@ from checks.verdicts import (
     WrongAnswer,
     compare,
 )
-from checks.words import number
+from checks.support.words import number
 from minidist import comm
 from tests.lessons import LESSONS
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from checks import notebooks, progress
-from checks.catalogue import TITLES
-from checks.exercises import Lesson
-from checks.verdicts import NotAnswered, WrongAnswer
+from checks.support import notebooks, progress
+from checks.support.catalogue import TITLES
+from checks.support.exercises import Lesson
+from checks.support.verdicts import NotAnswered, WrongAnswer
 from minidist.cli.lessons_export import definitions
 from minidist.kernels.emulator.mistakes.patches import changed
 from tests.helpers import warm_python

@@ -27,7 +27,7 @@ from tests.lessons.test_lessons import LESSONS, lesson_of, solved
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from checks import notebooks
+from checks.support import notebooks
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

@@ -9,8 +9,8 @@ import torch
 
 import minidist as md
 from checks import slow_link
-from checks.rounds import rounds_of
 from checks.slow_link import Link
+from checks.support.rounds import rounds_of
 from minidist import comm
 from tests.helpers.clocks import Clock
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from checks.animations import animate
 from checks.figures import BLUE, GREEN, MUTED, ORANGE, WORDS, show
 from checks.pictures.threads import picture, write
+from checks.support.animations import animate
 
 SCORES = (1.0, 2.0, 0.0, 1.0, 4.0, 3.0, 2.0, 4.0)  # of one query, in blocks of two keys
 CELL = 52  # pixels

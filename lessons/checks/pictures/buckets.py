@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, ORANGE, PINK, RED, SKY
+from checks.support.animations import Scene, animate
 
 LENGTHS, LIMIT = (3, 4, 2, 5, 9, 2), 8
 UNIT, HEIGHT = 18, 30  # pixels of an element, and of a tensor

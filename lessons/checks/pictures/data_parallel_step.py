@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, ORANGE, SKY
+from checks.support.animations import Scene, animate
 
 RANKS, ROWS = range(4), range(8)
 TOP, WIDE, HIGH = 96, 150, 122

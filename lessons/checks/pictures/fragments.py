@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from checks.animations import animate
 from checks.figures import BLUE, GREEN, ORANGE, PINK, RED, SKY, WORDS, draw, name, show
 from checks.pictures.threads import picture, write
+from checks.support.animations import animate
 from checks.tensor_cores import places
 
 CELL = 15  # pixels

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, COLORS, INK, ORANGE, draw, name, show
+from checks.support.animations import Scene, animate
 
 RANKS = range(8)
 LETTERS = "ABCD"

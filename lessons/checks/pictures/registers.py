@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, said, show
 from checks.pictures.threads import picture, write
-from checks.words import number
+from checks.support.animations import Scene, animate
+from checks.support.words import number
 
 CELL = 22  # pixels
 LEFT, TOP = 120, 58  # of the sums

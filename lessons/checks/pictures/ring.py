@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from checks.animations import Scene, animate
 from checks.figures import COLORS
+from checks.support.animations import Scene, animate
 
 CORNERS = ((222, 24), (436, 150), (222, 276), (8, 150))
 RANKS = PARTS = range(4)

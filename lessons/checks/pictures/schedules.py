@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, PINK, RED, draw, name, show
+from checks.support.animations import Scene, animate
 from minidist.parallel.schedules import Event, Instruction, Schedule, simulate, with_messages
 
 COLORS = {"forward": BLUE, "backward": RED, "backward_input": PINK, "backward_weight": GREEN}

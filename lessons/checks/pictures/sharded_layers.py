@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, ORANGE
+from checks.support.animations import Scene, animate
 
 RANKS, LAYERS = range(4), range(3)
 LEFT, TOP, STEP_X, STEP_Y = 86, 46, 146, 86

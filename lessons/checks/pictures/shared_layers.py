@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from checks.animations import color
 from checks.figures import BLUE, GREEN, ORANGE, show
+from checks.support.animations import color
 
 SIZES = {"x": (46, 40), "a": (92, 46), "h": (92, 40), "b": (46, 92), "y": (46, 40)}
 PLACES = {"x": 62, "a": 142, "h": 268, "b": 394, "y": 474, "sum": 610}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, INK, ORANGE, draw, name, show
+from checks.support.animations import Scene, animate
 
 SIZE = 3  # of the array and of both matrices
 A = ((1, 2, 3), (4, 5, 6), (7, 8, 9))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, ORANGE
+from checks.support.animations import Scene, animate
 
 STATIONS = ("rows", "linear w1, b1", "ReLU", "linear w2, b2", "loss")
 WIDE, GAP, TOP = 108, 24, 58

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checks.animations import animate
 from checks.figures import BLUE, INK, RED, WORDS, draw, name, said, show
+from checks.support.animations import animate
 
 CELL = 36  # pixels
 SMALL = 19

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, GREEN, INK, MUTED, ORANGE, WORDS, draw, name, said, show
 from checks.pictures.threads import picture, write
+from checks.support.animations import Scene, animate
 
 TILE = 40  # pixels of a tile
 PITCH = TILE + 3

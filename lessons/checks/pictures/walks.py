@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from checks.animations import animate
-from checks.counted import Cache
 from checks.figures import BLUE, GREEN, ORANGE, WORDS
 from checks.pictures.threads import picture, write
+from checks.support.animations import animate
+from checks.support.counted import Cache
 
 SIZE, LINE, LINES = 8, 4, 8
 """Of the matrices, of a line in elements, and of the cache in lines."""

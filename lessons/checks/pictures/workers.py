@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from checks.animations import Scene, animate
 from checks.figures import BLUE, COLORS, GREEN, INK, MUTED, ORANGE, RED, draw, name, show
+from checks.support.animations import Scene, animate
 
 MayBegin = Callable[[list[int], int], bool]
 """From the steps that each worker has finished, and a worker: whether it may begin its next."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checks.answers import Answer
 from checks.ranks import Case, Run, on_ranks
+from checks.support.answers import Answer
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from checks.ranks import Case
-from checks.words import plural
+from checks.support.words import plural
 
 
 def chains(draw: np.random.Generator, ranks: int) -> list[Case]:

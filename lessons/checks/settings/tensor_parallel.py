@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 import minidist as md
-from checks.contributions import tens
 from checks.ranks import Case
-from checks.words import plural
+from checks.support.contributions import tens
+from checks.support.words import plural
 from minidist import comm
 
 NO_GELU = "That is x @ a @ b: gelu is missing between the two products."

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 import minidist as md
-from checks.live_bytes import Live
 from checks.ranks import Case, Run
-from checks.words import number, plural
+from checks.support.live_bytes import Live
+from checks.support.words import number, plural
 
 
 def _sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

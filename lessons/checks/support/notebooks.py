@@ -1,4 +1,4 @@
-"""Make each lesson's .ipynb from its .py: `make notebooks`, or `python lessons/checks/notebooks.py`.
+"""Make each lesson's .ipynb from its .py: `make notebooks`, or `python lessons/checks/support/notebooks.py`.
 
 jupytext reads the .py and writes the notebook; the cells' ids, which it draws at random, are here their
 numbers, so that the same .py always gives the same bytes.
@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-LESSONS = Path(__file__).parent.parent
+LESSONS = Path(__file__).parents[2]
 
 
 def sources() -> list[Path]:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checks.contributions import whose_parts
 from checks.ranks import Run, says
-from checks.verdicts import Tally, WrongAnswer, compare, wrong
+from checks.support.contributions import whose_parts
+from checks.support.verdicts import Tally, WrongAnswer, compare, wrong
 
 
 def greedy(lengths: Sequence[int], limit: int) -> list[int]:

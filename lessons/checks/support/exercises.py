@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from checks import progress
-from checks.answers import Answer, reader_line
-from checks.unanswered import functions_of, is_unanswered
-from checks.verdicts import Interrupted, NotAnswered, Right, WrongAnswer
+from checks.support import progress
+from checks.support.answers import Answer, reader_line
+from checks.support.unanswered import functions_of, is_unanswered
+from checks.support.verdicts import Interrupted, NotAnswered, Right, WrongAnswer
 
-LESSONS = Path(__file__).parent.parent
+LESSONS = Path(__file__).parents[2]
 if str(LESSONS) not in sys.path:  # ranks find `checks` and `solutions` by it, wherever they run
     sys.path.append(str(LESSONS))
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from checks.diagnosis import Story, in_common, suspected
-from checks.words import a_kind_of, around, as_array, digits_for, number
+from checks.support.diagnosis import Story, in_common, suspected
+from checks.support.words import a_kind_of, around, as_array, digits_for, number
 
 SLACK = 1.5
 """Times par that an answer may cost and still pass: above that, the exercise's idea is missing."""
@@ -154,7 +154,7 @@ def compare(
 ) -> None:
     """WrongAnswer where `got` is not `expected`: of another kind, shape or dtype, or with another element.
 
-    Of elements that are wrong it says what they have in common (`checks/diagnosis.py`).
+    Of elements that are wrong it says what they have in common (`checks/support/diagnosis.py`).
 
     Args:
         got: what the reader's function gave: a number, an array or a tensor.

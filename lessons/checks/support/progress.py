@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent.parent / ".progress.json"
+FILE = Path(__file__).parents[2] / ".progress.json"
 
 
 def file() -> Path:

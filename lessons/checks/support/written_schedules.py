@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from checks.answers import Answer
-from checks.verdicts import not_none, wrong
-from checks.words import described
+from checks.support.answers import Answer
+from checks.support.verdicts import not_none, wrong
+from checks.support.words import described
 from minidist.parallel import schedules
 from minidist.parallel.schedules import Instruction, Simulation
 

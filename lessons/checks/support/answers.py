@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
-from checks.unanswered import functions_of
-from checks.verdicts import Verdict, compare, same, wrong
-from checks.words import described, first_lines
+from checks.support.unanswered import functions_of
+from checks.support.verdicts import Verdict, compare, same, wrong
+from checks.support.words import described, first_lines
 
 LIMIT = 20.0
 """Seconds that one call of an answer may take in this process."""

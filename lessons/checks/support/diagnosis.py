@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from checks.words import as_array, number
+from checks.support.words import as_array, number
 
 
 def in_common(got: np.ndarray, right: np.ndarray, good: np.ndarray, before: Any, what: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from checks.verdicts import wrong
+from checks.support.verdicts import wrong
 
 LINE = 16
 """Elements of float32 in a cache line."""

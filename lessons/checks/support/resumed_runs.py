@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from checks.exercises import Answer
+from checks.support.exercises import Answer
+from checks.support.verdicts import wrong
 from checks.training import Training
-from checks.verdicts import wrong
 
 AFTER = 13
 """Steps that a resumed training is followed for: more than two epochs."""

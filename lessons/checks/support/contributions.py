@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from checks.diagnosis import Story
 from checks.ranks import Case, Run
-from checks.words import plural
+from checks.support.diagnosis import Story
+from checks.support.words import plural
 
 TYPICAL = "4 ranks with 8 numbers each (all 1 on rank 0, 10 on rank 1, 100 on rank 2, 1000 on rank 3)"
 BY_PART = "4 ranks (rank 0 has 1 1 2 2 3 3 4 4, ranks 1, 2 and 3 have 10, 100 and 1000 times that)"
