@@ -14,10 +14,13 @@ sections 3 and 4; Hockney 1994 for alpha and beta.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from minidist._names import unknown
+from minidist.comm.algorithms.proof import run, start
+from minidist.comm.algorithms.registry import ALGORITHMS, schedule
 from minidist.comm.cost.links import PROFILES, LinkProfile
 from minidist.comm.transport import STAGE
 
@@ -45,8 +48,8 @@ def predict(
 
     Args:
         operation: "all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all".
-        algorithm: "ring", "tree", "halving_doubling", "naive" or "pairwise", if the operation has it;
-            "torch", whose backends run rings; or "shared_memory".
+        algorithm: one of `ALGORITHMS` for this operation; "torch", whose backends run rings; or
+            "shared_memory".
         size: bytes of the tensor that each rank passes.
         ranks: how many ranks take part.
         profile: what `fit` returned, or the name of one of `PROFILES`.
@@ -109,9 +112,34 @@ def terms(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
         # gloo and NCCL: rings, a tree for broadcasts, all messages of an all-to-all at once.
         own = {"broadcast": "tree", "all_to_all": "direct", "reduce_scatter": "direct"}
         algorithm = own.get(operation, "ring")
-    if algorithm not in formulas:
-        raise unknown(f"algorithm of {operation}", algorithm, (*formulas, "torch", "shared_memory"))
-    return formulas[algorithm](float(size), ranks)
+    if algorithm in formulas:
+        return formulas[algorithm](float(size), ranks)
+    if algorithm in ALGORITHMS[operation]:
+        return counted(operation, algorithm, size, ranks)
+    known = dict.fromkeys((*formulas, *ALGORITHMS[operation], "torch", "shared_memory"))
+    raise unknown(f"algorithm of {operation}", algorithm, known)
+
+
+def counted(operation: str, algorithm: str, size: float, ranks: int) -> Terms:
+    """Count an algorithm's numbers in its plan, for few ranks: time grows with their third power."""
+    plan = schedule(operation, algorithm, ranks, 16 * ranks)
+    rounds: dict[int, Counter[tuple[str, int]]] = defaultdict(
+        Counter
+    )  # elements that ranks send, get, combine
+    messages = total = 0
+    for each in run(plan, *start(plan)):
+        elements, now = each.sent.elements * (each.sender != each.receiver), rounds[each.begins]
+        now["sends", each.sender] += elements
+        now["gets", each.receiver] += elements
+        now["combines", each.receiver] += elements * each.received.reduce
+        messages, total = messages + (elements > 0), total + elements
+
+    def busiest(*what: str) -> float:
+        return element * sum(max(now[key] for key in now if key[0] in what) for now in rounds.values())
+
+    element = size * (ranks if operation == "all_gather" else 1) / plan.elements
+    busy = sum(any(now.values()) for now in rounds.values())
+    return Terms(busy, busiest("sends", "gets"), busiest("combines"), messages, element * total)
 
 
 def _halving_doubling(size: float, n: int) -> Terms:
@@ -166,7 +194,8 @@ def _gather_ring(size: float, n: int) -> Terms:
 
 def _chain(size: float, n: int) -> Terms:
     segments = max(1, math.ceil(size / SEGMENT))
-    return Terms(n - 2 + segments, size, 0, (n - 1) * segments, (n - 1) * size)
+    rounds = n - 2 + segments
+    return Terms(rounds, rounds * size / segments, 0, (n - 1) * segments, (n - 1) * size)
 
 
 def _broadcast_tree(size: float, n: int) -> Terms:
@@ -180,7 +209,10 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "broadcast": {"ring": _chain, "tree": _broadcast_tree},
     "all_to_all": {"pairwise": _exchange, "direct": lambda s, n: _direct(s, n)._replace(reduced=0)},
 }
-"""Operation -> algorithm -> its terms, from the bytes S that each rank passes and n ranks."""
+"""Operation -> algorithm -> its terms, from the bytes S that each rank passes and n ranks.
+
+Other algorithms are `counted` in their plans.
+"""
 
 
 def _through_memory(operation: str, size: float, n: int, profile: LinkProfile) -> float:
