@@ -369,7 +369,7 @@ def _by_messages(
 
     def call() -> None:
         with runner.call():  # a message of a failed call could still arrive and be taken for the next one's
-            execute(steps, data, target, op, group)
+            execute(steps, data, target, "sum" if op == "mean" else op, group)
 
     return by_minidist(group, call, sent, sent, algorithm)
 
@@ -395,7 +395,7 @@ def _over_hosts(memory: SharedMemory, x: torch.Tensor, op: str, group: Group) ->
         if members > 1:
             shared_memory.reduce_scatter(memory, x, part, op, bounds)
         with memory.call():
-            execute(steps, part, part, op, group)
+            execute(steps, part, part, "sum" if op == "mean" else op, group)
         if members > 1:
             shared_memory.all_gather(memory, part, x, bounds)
 

@@ -92,7 +92,8 @@ def known(group: Group) -> Known:
             raise ValueError(
                 f"rank {dist.get_rank()} is not a member of the group; only members may call its collectives"
             )
-        found = _known[id(group)] = Known(tuple(dist.get_process_group_ranks(group)), own, group.group_name)
+        record = Known(tuple(dist.get_process_group_ranks(group)), own, group.group_name)
+        found = _known.setdefault(id(group), record)  # of threads that come at once, the first makes it
         # The group's id may name another object only after this has run.
         weakref.finalize(group, _forget, id(group)).atexit = False
     return found

@@ -164,3 +164,18 @@ def test_a_send_that_nobody_waits_for_still_arrives(cluster_of: Clusters) -> Non
         return received
 
     assert cluster_of(2).run(fire_and_forget) == [[1.0] * 3, [0.0] * 3]
+
+
+def test_threads_that_come_at_once_share_a_record(cluster_of: Clusters) -> None:
+    def same() -> bool:
+        group, ask, met = dist.new_group([0]), dist.get_process_group_ranks, list[work.Known]()
+
+        def slow(of: dist.ProcessGroup) -> list[int]:
+            dist.get_process_group_ranks = ask
+            met.append(work.known(of))  # as another thread does meanwhile
+            return ask(of)
+
+        dist.get_process_group_ranks = slow
+        return work.known(group) is met[0]
+
+    assert cluster_of(1).run(same) == [True]

@@ -78,6 +78,28 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
         assert f"{rank}/2 {rank} torchrun started 2 ranks and the program asks for 3" in done.stdout
 
 
+@pytest.mark.deep
+def test_a_world_that_was_left_leaves_no_threads(tmp_path: Path) -> None:
+    done = torchrun(
+        tmp_path,
+        """
+        import gc, os, torch
+        import minidist as md
+        from minidist import comm
+
+        md.init()
+        gc.disable()  # what is left must not wait for the collector: at the interpreter's end it is too late
+        for algorithm in ("torch", "shared_memory", "ring"):
+            comm.all_reduce(torch.ones(2), algorithm=algorithm)
+            comm.all_reduce(torch.ones(2), algorithm=algorithm, async_op=True).wait()
+        running = len(os.listdir("/proc/self/task"))
+        md.shutdown()
+        assert len(os.listdir("/proc/self/task")) < min(running, 3), running
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

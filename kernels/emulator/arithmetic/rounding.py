@@ -38,8 +38,8 @@ def rounding(mode: str, function: Function) -> Function:
         return function
 
     def rounded(*xs: Array) -> Any:
-        _set_mode(MODES[mode])
         try:
+            _set_mode(MODES[mode])
             return function(*xs)
         finally:
             _set_mode(MODES["rn"])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ the threads at both ends than they gain by overlapping; larger ones need more sc
 Combine = Callable[..., torch.Tensor]
 COMBINE: dict[str, Combine] = {
     "sum": torch.add,
-    "mean": torch.add,  # divided after
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -65,15 +64,22 @@ def execute(
         source: flat and contiguous; sends name its elements. It is `target` itself, or shares no memory with
             it.
         target: flat and contiguous, of the same dtype; receives name its elements.
-        op: a name of `COMBINE`, for receives that reduce; a mean is for the caller to divide.
+        op: "sum", "min", "max" or "product", for receives that reduce; a mean is divided after.
         group: the ranks that take part; None for all.
 
     Returns:
         The bytes that this rank sent to others.
 
     Raises:
+        ValueError: an unknown `op`, or a tensor that is not flat and contiguous.
         RuntimeError: from torch, if a peer is gone or late.
     """
+    flat = all(x.dim() == 1 and x.is_contiguous() and x.dtype == source.dtype for x in (source, target))
+    if op not in COMBINE or not flat:
+        raise ValueError(
+            f"op is {op!r}, source {source.dtype}{[*source.shape]}, target {target.dtype}{[*target.shape]}; "
+            f"op is one of {', '.join(COMBINE)}, and both are flat, contiguous and of one dtype"
+        )
     rank = dist.get_rank(group)
     if target.is_cuda:
         return in_batches(steps, source, target, COMBINE[op], rank, group)
@@ -253,30 +259,32 @@ def cut_into_segments(
     """
     sends: list[Send] = []
     receives: list[Receive] = []
-    read, written = list[Send](), list[Receive]()
+    width = SEGMENT_BYTES[0] // itemsize
+    read, written = _Cells[Send](width), _Cells[Receive](width)
     for index, step in enumerate(steps):
         for message in step.sends:
             for start, stop in _segments(message, itemsize) if message.peer != rank else ():
                 send = Send(message.peer, start, stop, index, len(receives))
                 if in_place:
-                    send.needs = max((one.number for one in _overlapping(written, start, stop)), default=0)
-                    read.append(send)
+                    send.needs = max((one.number for one in written.overlapping(start, stop)), default=0)
+                    read.add(send)
                 sends.append(send)
         to_itself = [message.start for message in step.sends if message.peer == rank]
         for message in step.receives:
             shift = to_itself.pop(0) - message.start if message.peer == rank else 0
             for start, stop in _segments(message, itemsize):
                 receive = Receive(message.peer, start, stop, message.reduce, len(receives) + 1)
-                receive.overwrites = _overlapping(read, start, stop)
+                receive.overwrites = read.overlapping(start, stop)
                 # A send that is not even offered would carry the new data, and one of a step ahead may wait
                 # for work that this rank has yet to do.
-                earlier = [one.number for one in _overlapping(written, start, stop)]
+                earlier = [one.number for one in written.overlapping(start, stop)]
                 receive.needs = max([*earlier, *(send.reached for send in receive.overwrites)], default=0)
                 for send in receive.overwrites:
                     send.copied |= send.step == index
                 # Later segments wait for this one, and so for all that it waits for.
-                read = _outside(read, start, stop)
-                written = [*_outside(written, start, stop), receive]
+                read.forget(start, stop)
+                written.forget(start, stop)
+                written.add(receive)
                 if message.peer == rank:
                     receive.copy_from = start + shift
                 receives.append(receive)
@@ -294,10 +302,32 @@ def _segments(message: Message, itemsize: int) -> Iterator[tuple[int, int]]:
 _Segment = TypeVar("_Segment", Send, Receive)
 
 
-def _overlapping(segments: list[_Segment], start: int, stop: int) -> list[_Segment]:
-    return [segment for segment in segments if segment.start < stop and start < segment.stop]
+class _Cells(Generic[_Segment]):
+    """Segments by the cells of the buffer in which they lie, so that a few are searched for overlaps."""
 
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.cells: dict[int, list[_Segment]] = {}
 
-def _outside(segments: list[_Segment], start: int, stop: int) -> list[_Segment]:
-    """Return those that are not wholly inside a range. What is left covers the buffer about once."""
-    return [segment for segment in segments if segment.start < start or stop < segment.stop]
+    def of(self, start: int, stop: int) -> range:
+        return range(start // self.width, (stop - 1) // self.width + 1)
+
+    def add(self, segment: _Segment) -> None:
+        for cell in self.of(segment.start, segment.stop):
+            self.cells.setdefault(cell, []).append(segment)
+
+    def overlapping(self, start: int, stop: int) -> list[_Segment]:
+        return [
+            segment
+            for cell in self.of(start, stop)
+            for segment in self.cells.get(cell, ())
+            if segment.start < stop and start < segment.stop
+        ]
+
+    def forget(self, start: int, stop: int) -> None:
+        """Forget the segments inside a range."""
+        for cell in self.of(start, stop):
+            if cell in self.cells:
+                self.cells[cell] = [
+                    segment for segment in self.cells[cell] if segment.start < start or stop < segment.stop
+                ]

@@ -40,6 +40,7 @@ class Supervisor:
         check_not_starting()
         self.method = method
         self.owner = os.getpid()
+        self.answered = False  # whether it has started a rank; before, it may still be importing torch
         self._keys = itertools.count()
         # Reentrant: at any moment the garbage collector may end a forgotten Cluster, which comes here.
         self._lock = threading.RLock()
@@ -173,6 +174,7 @@ class RankProcess:
         part = os.read(self.status, 4096)
         self._text += part.decode()
         for word, value in re.findall(r"^(\w+) (.*)\n", self._text, re.MULTILINE):
+            self.supervisor.answered = True
             if word == "started":
                 self.process = int(value)
             elif word == "exited":
@@ -231,8 +233,10 @@ def stop(processes: list[RankProcess], owner: int, grace: float) -> None:
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill()
-    deadline = time.monotonic() + KILL_TIMEOUT
+    # A supervisor that has never answered has no ranks to lose, and would answer only once it has torch.
+    answered = any(process.supervisor.answered for process in stopping)
+    deadline = time.monotonic() + (KILL_TIMEOUT if answered else 0.0)
     for process in stopping:
         if not process.wait(max(0.0, deadline - time.monotonic())):
-            process.supervisor.abandon()  # it may still be importing torch
+            process.supervisor.abandon()
         process.close()

@@ -35,9 +35,8 @@ def check_not_starting() -> None:
     )
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """Have this process end with its parent; where the kernel cannot do it, a thread does within a second."""
-    parent = os.getppid()
     if not sys.platform.startswith("linux"):
         end_with(parent)
         return

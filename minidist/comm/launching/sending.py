@@ -43,7 +43,7 @@ _kept: dict[int, Any] = {}
 """This rank's kept objects, by key."""
 
 
-def keep(key: int, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def keep(key: int, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Run `make` in a rank, and keep what it returns under a key."""
     _kept[key] = make(*args, **kwargs)
 

@@ -141,6 +141,7 @@ class SupervisorServer:
 
     def fork(self, connection: int, rest: list[int]) -> int:
         """Fork a rank. It closes other ranks' descriptors: a copy would hide that a rank has ended."""
+        supervisor = os.getpid()
         process = os.fork()
         if process:
             return process
@@ -154,7 +155,7 @@ class SupervisorServer:
                 os.close(status)
             from minidist.comm.launching import worker
 
-            code = worker.serve(connection, *rest)
+            code = worker.serve(supervisor, connection, *rest)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -185,7 +186,7 @@ def _spawn(connection: int, rest: list[int]) -> int:
         "import sys; sys.path[:] = {!r}; "
         "from minidist.comm.launching import worker; sys.exit(worker.serve(*{!r}))"
     )
-    arguments = [sys.executable, "-c", code.format(sys.path, (connection, *rest))]
+    arguments = [sys.executable, "-c", code.format(sys.path, (os.getpid(), connection, *rest))]
     child = subprocess.Popen(
         arguments, pass_fds=(connection, *rest), start_new_session=True, stdin=subprocess.DEVNULL
     )

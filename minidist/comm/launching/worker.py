@@ -27,6 +27,9 @@ from minidist.comm.launching.safeguards import die_with_parent, set_starting
 _OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "sending.py"))
 """Files whose frames the user does not need in a traceback."""
 
+LONGEST_LINE = 2**16
+"""Characters after which an unfinished line is sent."""
+
 
 class Setup(NamedTuple):
     """The settings that a rank needs before it can run anything."""
@@ -59,10 +62,12 @@ class Raised(NamedTuple):
     exception: bytes | None  # pickled, if it can be
 
 
-def serve(connection_descriptor: int, stacks_descriptor: int, listener: int | None = None) -> int:
+def serve(
+    parent: int, connection_descriptor: int, stacks_descriptor: int, listener: int | None = None
+) -> int:
     """Serve the caller until it closes the connection. Returns the exit code."""
     set_starting(True)
-    die_with_parent()
+    die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the supervisor, and so here
     channel = Connection(socket.socket(fileno=connection_descriptor), blocking=True)
     received = channel.messages()
@@ -204,6 +209,7 @@ class RankStream(io.TextIOBase):
     def __init__(self, send: Any, name: str, descriptor: int) -> None:
         self._send, self._name, self._descriptor = send, name, descriptor
         self._parts: list[str] = []  # of the unfinished line
+        self._length = 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -219,16 +225,19 @@ class RankStream(io.TextIOBase):
         return self._descriptor
 
     def write(self, text: str) -> int:
-        """Send the complete lines; keep the rest until its line ends."""
+        """Send the complete lines; keep the rest until its line ends or grows very long."""
         complete, newline, rest = text.rpartition("\n")
         if newline:
             self._parts.append(complete)
             self.finish_line(newline)
         self._parts.append(rest)
+        self._length += len(rest)
+        if self._length > LONGEST_LINE:
+            self.finish_line("\n")
         return len(text)
 
     def finish_line(self, end: str = "") -> None:
         """Send the unfinished line, if there is one, or if it ends here."""
         if line := "".join(self._parts) + end:
             self._send("print", self._name, line)
-        self._parts = []
+        self._parts, self._length = [], 0

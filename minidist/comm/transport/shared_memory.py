@@ -427,7 +427,7 @@ def _combine(sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> N
 
     The targets may be the sources, or only the first source, or share no memory with them.
     """
-    combine = COMBINE[op]
+    combine = COMBINE["sum" if op == "mean" else op]
     size = max(1, PIECE // sources[0].element_size())
     for start in range(0, sources[0].numel(), size):
         first, second, *others = (source[start : start + size] for source in sources)

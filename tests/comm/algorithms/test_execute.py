@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm import algorithms
-from tests.comm.one_process import exact, inputs
+from minidist.comm.algorithms import execute
+from tests.comm.one_process import REDUCE, exact, inputs
 
 Clusters = Callable[[int], md.Cluster]
 ALL = [(operation, name) for operation, names in algorithms.ALGORITHMS.items() for name in names]
@@ -119,3 +121,50 @@ def test_torchs_errors_pass_through(cluster_of: Clusters, capsys: pytest.Capture
     with pytest.raises(md.RankDied, match="rank 0 ended with exit code 1"):
         cluster_of(2).run(leave)
     assert "passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "op"),
+    [
+        (torch.ones(4), torch.ones(4), "mean"),
+        (torch.ones(2, 2), torch.ones(4), "sum"),
+        (torch.ones(4), torch.ones(8)[::2], "sum"),
+        (torch.ones(4), torch.ones(4).double(), "sum"),
+    ],
+)
+def test_wrong_arguments_are_told_in_a_sentence(source: torch.Tensor, target: torch.Tensor, op: str) -> None:
+    with pytest.raises(ValueError, match=r"op is one of sum, product, min, max, and both are flat, contig"):
+        execute.execute([], source, target, op)
+
+
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_other_reductions_and_dtypes_equal_one_process(cluster_of: Clusters, op: str) -> None:
+    dtypes = torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16
+
+    def reduce() -> None:
+        for dtype in dtypes:
+            parts = inputs(5, (41,), dtype, md.size())
+            for generator in algorithms.ALGORITHMS["all_reduce"].values():
+                x = parts[md.rank()].clone()
+                execute.execute(generator(md.rank(), md.size(), len(x)), x, x, op)
+                exact(x, REDUCE[op](parts).to(dtype))
+
+    cluster_of(3).run(reduce)
+
+
+def test_cutting_grows_with_the_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    class Counted(execute.Receive):
+        def __getattribute__(self, name: str) -> Any:
+            reads.append(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(execute, "Receive", Counted)
+    monkeypatch.setattr(execute, "SEGMENT_BYTES", (4, 4))
+    counts = []
+    for elements in (64, 256):
+        reads.clear()
+        execute.cut_into_segments(list(algorithms.ring_all_reduce(0, 2, elements)), 4, 0, in_place=True)
+        counts.append(len(reads))
+    assert counts[1] < 5 * counts[0]

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import minidist as md
 from minidist import comm
 from minidist.comm.errors import FOLLOWS
+from minidist.comm.launching import rank_processes, worker
 from minidist.comm.launching.cluster import available_cores
 from tests.comm.programs import run_as_users_do, written
 from tests.helpers import warm_python
@@ -211,6 +213,37 @@ def test_launch_starts_fresh_processes() -> None:
     wait_until_gone([*first, *second])
 
 
+def test_a_warm_cluster_keeps_its_processes(cluster_of: Clusters) -> None:
+    assert cluster_of(2).run(os.getpid) == cluster_of(2).run(os.getpid)
+
+
+def test_what_is_kept_may_take_any_argument(cluster_of: Clusters) -> None:
+    kept = cluster_of(2).keep(dict, key=3, make=4)
+    assert cluster_of(2).run(sorted, kept) == [["key", "make"]] * 2
+
+
+def test_a_rank_whose_parent_has_died_before_it_serves_ends() -> None:
+    text = "from minidist.comm.launching import worker; worker.serve(0, -1, -1)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_unfinished_line_is_sent_once_it_is_long() -> None:
+    sent: list[Any] = []
+    stream = worker.RankStream(lambda *message: sent.append(message), "stdout", 1)
+    for _ in range(3):
+        stream.write("x" * (worker.LONGEST_LINE // 2))
+    assert [len(text) for _, _, text in sent] == [3 * worker.LONGEST_LINE // 2 + 1]
+
+
+def test_a_supervisor_that_has_not_answered_is_not_waited_for() -> None:
+    process, starter = mock.Mock(), mock.Mock(answered=False)
+    process.wait.return_value, process.supervisor = False, starter
+    rank_processes.stop([process], os.getpid(), 0.0)
+    assert process.wait.call_args.args == (0.0,)
+    starter.abandon.assert_called_once()
+
+
 def test_threads_are_the_cores_divided_by_the_ranks() -> None:
     def threads() -> set[int]:
         import numpy  # noqa: F401
@@ -277,6 +310,15 @@ def test_a_rank_that_exits_is_an_error(cluster_of: Clusters) -> None:
         cluster_of(2).run(lambda: os._exit(0) if md.rank() == 0 else comm.barrier())
     with pytest.raises(md.RankError, match="rank 1 raised SystemExit: 3"):
         cluster_of(2).run(lambda: sys.exit(3) if md.rank() == 1 else comm.barrier())
+
+
+def test_a_rank_that_died_between_runs_is_an_error(cluster_of: Clusters) -> None:
+    victim = cluster_of(2).run(os.getpid)[1]
+    os.kill(victim, signal.SIGKILL)
+    wait_until_gone([victim])
+    with pytest.raises(md.RankDied, match="rank 1 was killed by SIGKILL"):
+        cluster_of(2).run(md.rank)
+    assert cluster_of(2).run(md.rank) == [0, 1]
 
 
 def test_the_time_limit_says_where_each_rank_was() -> None:

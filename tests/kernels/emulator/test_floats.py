@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minidist.kernels.emulator.arithmetic import rounding
 from minidist.kernels.emulator.arithmetic.operations import operation
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 from tests.helpers.emulated import FORMATS, MODES, floats, integers, rounded, run, same, wrap
@@ -336,3 +337,17 @@ def test_comparing_integers():
 def test_selecting():
     assert run("selp.b32", [1, 2], [3, 4], [True, False]).tolist() == [1, 4]
     assert operation(("setp", "lo", "s32")) is None
+
+
+def test_an_interruption_leaves_the_rounding_mode_as_it_was(monkeypatch):
+    modes = []
+
+    def interrupted(mode):
+        modes.append(mode)
+        if mode != rounding.MODES["rn"]:
+            raise KeyboardInterrupt  # as Ctrl-C does once the mode is set
+
+    monkeypatch.setattr(rounding, "_set_mode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rounding.rounding("rz", np.add)(1.0, 1.0)
+    assert modes == [rounding.MODES["rz"], rounding.MODES["rn"]]
