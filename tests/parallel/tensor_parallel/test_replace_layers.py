@@ -312,7 +312,7 @@ def test_a_computed_weight_is_cut(cluster_of: Clusters) -> None:
         linear, x = nn.utils.weight_norm(nn.Linear(4, 6)), torch.ones(2, 4)
         parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
         layers = [(one, md.ColumnParallelLinear.from_linear(one, True)) for one in (linear, parametrized)]
-        return [x for one, layer in layers for x in (one(x).detach(), layer(x).detach())]
+        return [y.detach() for one, layer in layers for y in (one(x), layer(x))]
 
     for one, by_old, two, by_new in cluster_of(2).run(results):
         torch.testing.assert_close(by_old, one)
