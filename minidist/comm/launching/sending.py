@@ -75,9 +75,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         own_class = type(value) is not ModuleType
         if isinstance(value, ModuleType) and own_class and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)
-        if isinstance(value, FunctionType) and getattr(value, "hooked", False) is True:
+        step = getattr(value, "__wrapped__", None)
+        if isinstance(value, FunctionType) and step is not None and getattr(value, "hooked", False) is True:
             # An optimizer's `step` as torch wraps it, with the hooks of this process; ranks wrap theirs.
-            return _itself, (value.__wrapped__,)  # type: ignore[attr-defined]
+            return _itself, (step,)
         return super().reducer_override(value)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -95,8 +97,8 @@ class KeptAttributes:
     """What modules, functions and other objects keep from one call to the next, to put it back.
 
     Objects keep it in attributes, and modules also in buffers. Functions keep it in variables of the function
-    around them and in globals. Tensors, numbers, None, and the items of lists and dicts are put back; a
-    tensor's values only if it is an attribute or a buffer.
+    around them, in globals, and in the arguments of a partial. Tensors, numbers, None, iterators that count,
+    and the items of lists and dicts are put back; a tensor's values only if it is an attribute or a buffer.
     """
 
     def __init__(self, *objects: Any) -> None:
@@ -117,7 +119,7 @@ class KeptAttributes:
                 if is_kept(name, store[name]):
                     del store[name]
         for put, value, old in self._values:
-            put(value)
+            put(copied(old) if isinstance(old, itertools.count) else value)
             if old is value:
                 continue
             if isinstance(value, list):
@@ -136,11 +138,14 @@ def is_kept(name: str, value: Any) -> bool:
     """Whether a module or a function may keep something in an attribute or a variable of this name."""
     if type(value) in (list, dict):
         return name not in OF_MODULES
-    return isinstance(value, Tensor | int | float | None)
+    return isinstance(value, Tensor | int | float | itertools.count | None)
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tensor, a list or a dict; everything else as it is."""
+    """A copy of a tensor, a list, a dict or a counting iterator; everything else as it is."""
+    if isinstance(value, itertools.count):
+        start = ast.literal_eval(repr(value).removeprefix("count"))  # Python 3.14 copies no iterators
+        return itertools.count(*start) if isinstance(start, tuple) else itertools.count(start)
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if type(value) in (list, dict) else value
@@ -148,7 +153,11 @@ def copied(value: Any) -> Any:
 
 def _variables(owner: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
     """What a function, or the `forward`s of a model, may write: a function that sets it, and its value."""
-    owner = getattr(owner, "func", owner)
+    stores: list[tuple[dict[str, Any], set[str]]] = []
+    while isinstance(owner, partial):
+        stores.append((owner.keywords, {*owner.keywords}))
+        yield from ((_stay, value) for value in owner.args if type(value) in (list, dict))
+        owner = owner.func
     for function in forwards(owner) if isinstance(owner, nn.Module) else [getattr(owner, "__func__", owner)]:
         for cell in cells_of(function):
             yield partial(setattr, cell, "cell_contents"), cell.cell_contents
@@ -156,10 +165,15 @@ def _variables(owner: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
         for code in codes:  # a function inside it is one of its constants
             codes += [each for each in code.co_consts if isinstance(each, CodeType)] if code else []
         names = {name for code in codes if code for name in code.co_names}
-        store = getattr(function, "__globals__", {})
+        stores.append((getattr(function, "__globals__", {}), names))
+    for store, names in stores:
         for name in names & store.keys():
             if is_kept(name, store[name]):
                 yield partial(store.__setitem__, name), store[name]
+
+
+def _stay(value: Any) -> None:
+    """Where nothing but a value's items can change."""
 
 
 def cells_of(function: Any) -> list[CellType]:

@@ -116,6 +116,13 @@ def partition_model(
     share = None
     if layout.cp > 1:
         # With dp=1 gradients travel between the same ranks while layers are recomputed.
+        heads = sequence_share.key_heads(model) if layout.trading > 1 else None
+        if heads is not None and heads // layout.tp < layout.trading:
+            raise ValueError(
+                f"cp_kind={layout.cp_kind!r} lets {layout.trading} ranks trade heads, and with "
+                f"tp={layout.tp} they have {heads // layout.tp} key heads; "
+                'give cp_kind="ring", or let fewer trade'
+            )
         blocks = None if layout.trading == 1 else mesh.blocks("cp", layout.trading, again=True)
         share = SequenceShare(mesh.duplicate("cp") if layout.dp == 1 else mesh.group("cp"), blocks)
         if not transformers_models.apply(model, share):

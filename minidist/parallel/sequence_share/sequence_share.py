@@ -152,6 +152,13 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
             "modules that have an attribute `attend`, such as GPT, and models of transformers; use dp instead"
         )
     for part in parts:
+        dropout = getattr(part, "dropout", 0.0)
+        dropout = getattr(dropout, "p", dropout)  # from an nn.Dropout
+        if isinstance(dropout, float) and dropout > 0:
+            raise ValueError(
+                f"dropout is {dropout} in the model's attention, which cannot drop weights where ranks share "
+                "tokens; set it to 0, or leave cp out"
+            )
         rung: Any = getattr(part.attend, "rung", None)
         if share.blocks is not None and rung is not None:
             raise ValueError(
@@ -166,6 +173,18 @@ def apply(model: Module, share: SequenceShare, causal: bool = True) -> Module:
         if hasattr(part, "positions"):
             part.positions = partial(_positions, share, part)  # type: ignore[assignment]
     return model
+
+
+def key_heads(model: nn.Module) -> int | None:
+    """The fewest key heads of an attention in a model that is not cut yet; None if nothing tells."""
+    found = []
+    for part in model.modules():
+        config, size, key = (getattr(part, name, None) for name in ("config", "head_size", "key"))
+        if hasattr(part, "attend") and isinstance(size, int) and isinstance(key, nn.Linear):
+            found.append(key.out_features // size)
+        names = ("num_attention_heads", "num_key_value_heads")  # the second where they differ
+        found += [count for name in names if isinstance(count := getattr(config, name, None), int)]
+    return min(found, default=None)
 
 
 def _attend(

@@ -78,10 +78,12 @@ class TensorParallel(nn.Module, ABC):
         self.keep_part(whole)
 
     def keep_part(self: Part, whole: nn.Module) -> Part:
-        """Keep this rank's part of each parameter of `whole`, and its mode. Sends nothing."""
+        """Keep this rank's part of the weight and the bias of `whole`, and its mode. Sends nothing."""
         cuts = self.cuts()
-        for name, parameter in whole._parameters.items():
-            part = None
+        for name in ("weight", "bias"):
+            if not hasattr(whole, name):
+                continue
+            part, parameter = None, getattr(whole, name)  # which a parametrization computes
             if parameter is not None:
                 own = parameter.detach() if name not in cuts else cuts[name].take(parameter.detach())
                 part = parameter_like(parameter, own.clone(memory_format=torch.contiguous_format))

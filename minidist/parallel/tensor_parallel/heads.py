@@ -94,6 +94,12 @@ def _units_of(parent: str, members: Sequence[StyledModule], head: int, ranks: in
             f"{parent} has {heads} heads of keys and values, which {ranks} tensor-parallel ranks cannot "
             f"share; use at most {heads}"
         )
+    for part in members:
+        if part.size % (heads * head):
+            raise ValueError(
+                f"{part.name} has size {part.size}, which is not a multiple of {heads} heads of {head}; make "
+                f"the query heads of {parent} a multiple of its key and value heads"
+            )
     return {part.size: part.size // heads for part in members}
 
 

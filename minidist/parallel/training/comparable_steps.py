@@ -162,7 +162,8 @@ class RandomOff(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in CONSTANTS:
             self.cannot = f"torch's {name}"
             return function(*args, **kwargs)
-        with torch.random.fork_rng(devices=[]):  # it draws, for the shape and the type of its result
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=gpus):  # it draws, for the shape and the type of its result
             drawn: Tensor = function(*args, **{k: value for k, value in kwargs.items() if k != "generator"})
         value = CONSTANTS[name]
         return drawn.copy_(torch.as_tensor(value(*args) if callable(value) else value))

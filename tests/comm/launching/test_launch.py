@@ -122,6 +122,14 @@ def test_an_optimizer_that_stepped_here_travels_without_this_process_hooks(clust
         assert "call the DataParallel's synchronize" in text  # the rank's own hook
 
 
+def test_a_function_with_an_attribute_of_that_name_travels(cluster_of: Clusters) -> None:
+    def five() -> int:
+        return 5
+
+    five.hooked = True  # type: ignore[attr-defined]
+    assert cluster_of(2).run(five) == [5, 5]
+
+
 class Tally:
     """An object that only its rank has: a lock cannot be sent."""
 

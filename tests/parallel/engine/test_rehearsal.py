@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,19 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
     says = rf"in step 1 the layout {layout} trains otherwise than one process .*{told}.*What differs: "
     with pytest.raises(md.RankError, match=says):
         cluster_of(ranks).run(first_step, True)
+
+
+def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
+    def first_told() -> int:
+        engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)
+        for step, (x, y) in enumerate(batches(12), 1):
+            try:
+                train(engine, [(x, y.clamp(min=-0.4) if step < 5 else y)])
+            except ValueError:
+                return step
+        return 0
+
+    assert cluster_of(2).run(first_told) == [10, 10]
 
 
 def rehearsed(engine: md.Engine, steps: Iterable[Callable[[], Any]]) -> list[int]:
@@ -531,13 +544,26 @@ def test_constants_replace_random_numbers() -> None:
 
 # What a step alone must leave as it was, wherever the user's functions keep it.
 
-CALLS = 0
+CALLS, NUMBERS = 0, count()
 
 
 def counts_in_a_global(outputs: Tensor, targets: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
     return functional.mse_loss(outputs, targets) * (1 + CALLS % 3)
+
+
+def counts_by_an_iterator(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.mse_loss(outputs, targets) * (1 + next(NUMBERS) % 3)
+
+
+def counts_in_an_argument(outputs: Tensor, targets: Tensor, *, state: dict[str, int]) -> Tensor:
+    state["calls"] = state.get("calls", 0) + 1
+    return functional.mse_loss(outputs, targets) * (1 + state["calls"] % 3)
+
+
+def counts_in_a_first_argument(state: dict[str, int], outputs: Tensor, targets: Tensor) -> Tensor:
+    return counts_in_an_argument(outputs, targets, state=state)
 
 
 class Counting(nn.Module):
@@ -559,9 +585,15 @@ class Counting(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("which", ["global", "model"])
+@pytest.mark.parametrize("which", ["global", "iterator", "argument", "first argument", "model"])
 def test_what_functions_count_is_left_alone(cluster_of: Clusters, which: str) -> None:
-    losses = {"global": counts_in_a_global, "model": functional.mse_loss}
+    losses = {
+        "global": counts_in_a_global,
+        "iterator": counts_by_an_iterator,
+        "argument": partial(counts_in_an_argument, state={}),
+        "first argument": partial(counts_in_a_first_argument, {}),
+        "model": functional.mse_loss,
+    }
 
     def run() -> list[float]:
         model = Counting() if which == "model" else net()

@@ -293,10 +293,29 @@ def test_sizes_that_cannot_be_shared_are_refused(cluster_of: Clusters) -> None:
     def few_rows() -> None:
         parallelize(mlp(0, sizes=(6, 2, 4)), plan_for(mlp(0)))
 
+    def uneven_groups() -> None:
+        part = nn.ModuleDict({"attention": Grouped(heads=9, groups=6)})
+        parallelize(part, {"attention.q|k|v": "column", "attention.out": "row"})
+
+    with pytest.raises(md.RankError, match=r"attention\.q has size 18, .* not a multiple of 6 heads of 2"):
+        cluster_of(3).run(uneven_groups)
     with pytest.raises(md.RankError, match=r"layers.1.attention has 2 heads .* 3 .* use at most 2"):
         cluster_of(3).run(few_heads)
     with pytest.raises(md.RankError, match=r"layers.0.linear: .* size 2: 2 cannot be shared by 3"):
         cluster_of(3).run(few_rows)
+
+
+def test_a_computed_weight_is_cut(cluster_of: Clusters) -> None:
+    def results() -> list[Tensor]:
+        torch.manual_seed(0)
+        linear, x = nn.utils.weight_norm(nn.Linear(4, 6)), torch.ones(2, 4)
+        parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
+        layers = [(one, md.ColumnParallelLinear.from_linear(one, True)) for one in (linear, parametrized)]
+        return [y.detach() for one, layer in layers for y in (one(x), layer(x))]
+
+    for one, by_old, two, by_new in cluster_of(2).run(results):
+        torch.testing.assert_close(by_old, one)
+        torch.testing.assert_close(by_new, two)
 
 
 def test_targets_and_tokens_are_checked(cluster_of: Clusters) -> None:
