@@ -227,7 +227,7 @@ def _verdict(
 def _code(ptx: str) -> str:
     """Return PTX without comments, files and lines, the same on each machine; symbols are numbered.
 
-    What the linker adds keeps its name, which says what it computes.
+    The linker's functions keep their names, which say what they compute.
     """
     bare = re.sub(r"^\s*(//|\.file\b|\.loc\b).*(\n|\Z)", "", ptx, flags=re.MULTILINE)
     names: dict[str, str] = {}
@@ -311,7 +311,7 @@ def _costs(meter: Meter, launches: Any, programs: list[str]) -> Costs:
 def _places(block: Sequence[int], shared: int) -> int:
     """Return the registers of a thread that leave room for as few warps as blocks of this size do.
 
-    Of blocks with one warp 32 fit a multiprocessor, which has room for 64 warps.
+    A multiprocessor has room for 64 warps, but for 32 blocks: with one warp a block, half of it stays empty.
     """
     fit = max(1, min(BLOCKS, SHARED // (shared + 1024)))  # the system takes 1024 bytes
     return PLACES // (fit * -(-math.prod(block) // 32))

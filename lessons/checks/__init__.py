@@ -1,4 +1,4 @@
-"""What a lesson's notebook imports: its checks with their hints, figures, warm ranks, kernels and links.
+"""The checks that a lesson's notebook imports, with their hints, figures, warm ranks, kernels and links.
 
 One module a lesson, named as the lesson is, has its checks: `ranks_that_talk.py` for
 lessons/08_ranks_that_talk.py. `settings/` has, under the same names, what the ranks set up around a reader's

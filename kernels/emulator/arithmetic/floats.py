@@ -138,7 +138,7 @@ def _fma_16(a: Array, b: Array, c: Array) -> Array:
 def _fma_bf16(a: Array, b: Array, c: Array) -> Array:
     x, y, z = (widen(operand).astype(np.float64) for operand in (a, b, c))
     down, up = (rounding(mode, lambda: (x * y + z).astype(np.float32))() for mode in ("rm", "rp"))
-    # Of two neighbours between which the exact sum lies, one ends in a 1.
+    # The exact sum lies between two neighbours. One of them ends in a 1: take that one.
     return narrow(np.where(down.view(np.uint32) & np.uint32(1), down, up))
 
 
