@@ -1,4 +1,4 @@
-"""The command `minidist judge`: kernels of one's own, checked on random numbers and scored by what they cost.
+"""The command `minidist judge`: check your own kernels on random numbers, and score them by what they cost.
 
 minidist judge my_kernels.py
 minidist judge --show softmax
