@@ -14,7 +14,7 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, refusal
+from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, Refusal, refusal
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import REDUCE
 
@@ -160,6 +160,19 @@ def test_all_calls(ranks: int) -> None:
     random.Random(0).shuffle(drawn)
     with md.Cluster(ranks, timeout=500.0) as cluster:
         assert cluster.run(attempt, drawn[ranks - 2 :: 3]) == [[]] * ranks
+
+
+@pytest.mark.parametrize("row", REFUSALS)
+def test_each_remedy_helps(row: Refusal) -> None:
+    for operation, op, dtype, remedy in itertools.product(
+        row.operations, row.ops, row.dtypes, row.remedy.split(", or ")
+    ):
+        what, _, to = remedy.rpartition("convert to " if "convert" in remedy else "=")
+        told = {"op": op, "dtype": dtype, "algorithm": row.algorithm} | {
+            what.rpartition(" ")[2] or "dtype": to.strip("'").replace("floats", "torch.float32")
+        }
+        dtype_told = getattr(torch, told["dtype"].removeprefix("torch."))
+        assert refusal(operation, told["op"], dtype_told, told["algorithm"]) is None
 
 
 def table() -> str:
