@@ -365,7 +365,10 @@ def _by_messages(
     rank, generator = rank_in(group), MESSAGE_ALGORITHMS[operation][algorithm]
     steps = list(generator(rank, len(ranks_of(group)), len(data), **options))
     sent = bytes_sent(steps, data.element_size(), rank)
-    call = partial(execute, steps, data, target, "sum" if op == "mean" else op, group)
+
+    def call() -> None:
+        execute(steps, data, target, "sum" if op == "mean" else op, group)
+
     return by_minidist(group, call, sent, sent, algorithm)
 
 

@@ -198,7 +198,7 @@ def by_torch(start: Callable[[], Any], bytes_sent: int) -> CallPlan:
 
 
 def by_minidist(
-    group: Group, call: Callable[[], object], sent: int, wire: int = 0, algorithm: str = "shared_memory"
+    group: Group, call: Callable[[], None], sent: int, wire: int = 0, algorithm: str = "shared_memory"
 ) -> CallPlan:
     """Plan a call that minidist runs itself: at once, or in the group's thread."""
     runner = background(group)
