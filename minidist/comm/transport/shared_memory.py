@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm.algorithms.execute import COMBINE
-from minidist.comm.errors import described, failed
+from minidist.comm.errors import failed
 from minidist.comm.transport import STAGE, host
 from minidist.comm.transport.host import ProcessBarrier
 from minidist.comm.work import Failed, Group, known, limit_of, process_group, ranks_of
@@ -260,7 +260,7 @@ def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
     """Reduce x over the members, in place. All of them get the same bits."""
     chunk = STAGE // x.element_size()
     fill = _filler(memory, x, [x], chunk)
-    buffer = _begin(memory, f"all_reduce ({op}) of {described(x)}", x, fill)
+    buffer = _begin(memory, f"all_reduce ({op}) of {_words(x)}", x, fill)
     if buffer is None:
         everywhere = memory.counterparts(x)
         _reduce(memory, everywhere, everywhere, op)
@@ -284,7 +284,7 @@ def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offset
     parts = [x[low:high] for low, high in itertools.pairwise(offsets)]
     chunk = STAGE // len(memory.members) // x.element_size()
     rounds, fill = -(-max(map(len, parts)) // chunk), _filler(memory, x, parts, chunk)
-    buffer = _begin(memory, f"reduce_scatter ({op}) of {described(x)}", x, fill)
+    buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
     if buffer is None:
         shards = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
         if shards[own].data_ptr() == out.data_ptr():  # out is read before it is overwritten
@@ -307,13 +307,13 @@ def all_gather(memory: SharedMemory, x: Tensor, out: Tensor, offsets: Sequence[i
         parts[memory.own].copy_(x)
     others = [(member, part) for member, part in enumerate(parts) if member != memory.own]
     equal = len({*map(len, parts)}) == 1  # else members differ in x, and agree in out
-    _spread(memory, f"all_gather of {described(x if equal else out)}", x, max(map(len, parts)), others)
+    _spread(memory, f"all_gather of {_words(x if equal else out)}", x, max(map(len, parts)), others)
 
 
 def broadcast(memory: SharedMemory, x: Tensor, source: int) -> None:
     """Copy x from member `source` to all."""
     here = memory.own == source
-    what = f"broadcast from rank {memory.names[source]} of {described(x)}"
+    what = f"broadcast from rank {memory.names[source]} of {_words(x)}"
     _spread(memory, what, x, len(x), [] if here else [(source, x)], gives=here)
 
 
@@ -429,3 +429,7 @@ def _combine(sources: Sequence[Tensor], targets: Sequence[Tensor], op: str) -> N
             result.div_(len(sources))
         for copy in copies:
             copy.copy_(result)
+
+
+def _words(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]"
