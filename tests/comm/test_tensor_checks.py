@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,6 +174,25 @@ def test_each_remedy_helps(row: Refusal) -> None:
         }
         dtype_told = getattr(torch, told["dtype"].removeprefix("torch."))
         assert refusal(operation, told["op"], dtype_told, told["algorithm"]) is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "x"),
+    [
+        ("all_reduce", [1.0, 2.0]),
+        ("all_reduce", torch.eye(2).to_sparse()),
+        ("all_gather", torch.empty(2, device="meta")),
+        ("broadcast", torch.ones(1).expand(2)),
+        ("reduce_scatter", torch.tensor(1.0)),
+    ],
+)
+def test_the_code_in_an_error_helps(operation: str, x: Any) -> None:
+    call = getattr(comm, operation)
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(x)
+    code = re.findall(r"(?:x|torch)\.\w+(?:\(.*?\))?", str(refused.value))[-1]
+    made = eval(code, {"x": x, "torch": torch})
+    call(made(x) if callable(made) else made)
 
 
 def table() -> str:
