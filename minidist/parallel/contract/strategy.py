@@ -139,19 +139,17 @@ class Strategy(ABC):
         once: without those that count on another rank, in a sum in which each element counts once.
         """
 
+    @abstractmethod
     def gradient_boxes(self) -> Iterator[TensorBox]:
         """The gradients that this rank's update uses, as boxes named "gradient.NAME"."""
-        for name, gradient in self.named_gradients():
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            yield TensorBox(f"gradient.{name}", tuple(dense.shape), (0,) * dense.dim(), dense)
 
     @abstractmethod
     def multiply(self, factor: float) -> None:
         """Multiply the gradients that `update` uses, in its precision if that is higher than theirs."""
 
+    @abstractmethod
     def drop(self) -> None:
         """Drop the gradients, including what compression has kept back, because the step is skipped."""
-        self.zero_grad()
 
     @abstractmethod
     def update(self, closure: Callable[[], Any] | None = None) -> None:

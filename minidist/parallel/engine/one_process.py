@@ -27,7 +27,7 @@ from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.engine.whole_state import Batch, TrainingState, gradients_of
 from minidist.parallel.guards.claims import untrained
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.clipping import clip_factor, global_norm
 from minidist.parallel.training.comparable_steps import MARGIN, RandomOff
 from minidist.parallel.training.precision import Precision
@@ -140,9 +140,8 @@ class OneProcess:
         recompute_by(model, layout.recompute)
         part = partition_model(model, layout, Mesh())
         make = by_parameters(self._make, model, {})
-        engine = Engine(
-            part, Sharded(model, make, DATA_PARALLEL, None, precision.master), layout, self._loss, precision
-        )
+        strategy = share_model(model, make, DATA_PARALLEL, None, precision.master)
+        engine = Engine(part, strategy, layout, self._loss, precision)
         trained = {name: value for each in start.parts for name, value in each.trained.items()}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
@@ -152,7 +151,7 @@ class OneProcess:
         for box in engine.state_boxes():
             if box.name in start.tensors:
                 box.tensor.copy_(start.tensors[box.name])
-        engine.strategy.loaded()
+        strategy.loaded()
         return engine
 
     @contextmanager

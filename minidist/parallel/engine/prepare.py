@@ -22,7 +22,7 @@ from minidist.parallel.flat.joined_messages import give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.batch_norm import synchronize
 from minidist.parallel.training.precision import LossScale, Precision, fill_masters
 from minidist.parallel.training.recompute import parts_to_recompute, recompute_parts
@@ -176,7 +176,7 @@ def prepare(
         if secondary := given.pop("secondary", None):
             gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
         experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
-        strategy = Sharded(part.model, make, row, given, precision.master, gradient_comm, experts)
+        strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)
         if row.parameters:  # units keep to one order
             for each in strategy.sets:
                 each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
