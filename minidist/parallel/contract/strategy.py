@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.flat.ranges import boxes, narrowed
+from minidist.parallel.flat.ranges import boxes
 
 
 class TensorBox(NamedTuple):
@@ -192,17 +192,6 @@ class Strategy(ABC):
             settings: as the method `settings` returns them.
             state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
         """
-
-    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """Set the master weights before the first step.
-
-        Args:
-            exact: whole values by the parameters' names, in the masters' dtype; the same on all ranks.
-        """
-        for box in self.state_boxes():
-            value = exact.get(box.name.removeprefix("model.")) if box.name.startswith("model.") else None
-            if value is not None and box.tensor.dtype == value.dtype:
-                box.tensor.copy_(narrowed(value, box.offsets, box.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Recompute what depends on the tensors of `state_boxes`, which have been overwritten.

@@ -18,13 +18,13 @@ from minidist.parallel.engine.prepare_checks import check_prepare_arguments, put
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.flat.joined_messages import give_memory
+from minidist.parallel.flat.joined_messages import broadcast_together, give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.batch_norm import synchronize
-from minidist.parallel.training.precision import LossScale, Precision, fill_masters
+from minidist.parallel.training.precision import LossScale, Precision
 from minidist.parallel.training.recompute import parts_to_recompute, recompute_parts
 
 REHEARSE = "MINIDIST_REHEARSE"
@@ -180,7 +180,9 @@ def prepare(
         if row.parameters:  # units keep to one order
             for each in strategy.sets:
                 each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
-        fill_masters(strategy, exact, part.tensor_map.own_parts)
+        if exact:  # masters start from rank 0's values in float32, and not from the rounded ones
+            broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
+            part.tensor_map.write(exact, part.tensor_map.boxes(strategy.state_boxes()))
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, BY_ENGINE, model.parameters())
         engine.rehearsal = rehearsal

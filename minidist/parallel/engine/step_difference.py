@@ -62,7 +62,7 @@ CUT = (
     "reads several matrices from one, as in chunk(3) or chunk(2), give 'column_packed=3' or 2. Where it "
     "needs all of them, as for a softmax or a norm over features, give 'column_gathered' and 'row_split'. "
     "Where it counts heads, let it read their number from the features, as in unflatten(-1, (-1, "
-    "head_size)), with head_size an attribute of the module. Ranks that share matrices pass the same rows"
+    "head_size)), with head_size an attribute of the module"
 )
 PENALTY = (
     "The gradients agree. So a term over the model's parameters, such as their squares, sees only a rank's "

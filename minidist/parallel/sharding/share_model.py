@@ -108,4 +108,5 @@ def _share_whole(
         follow_own_methods(optimizer, weakly(shared.after_own_method))
     name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
     shared.model, shared.group_names = model, [[name_of[tensor] for tensor in group] for group in groups]
+    shared.keep_whole_masters()
     return shared

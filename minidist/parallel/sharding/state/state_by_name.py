@@ -75,6 +75,13 @@ class StateByName(Strategy):
         """The parameters that will be in a bucket with state, and are in none yet."""
         return [self.parameters[index] for index in self.undealt]
 
+    def keep_whole_masters(self) -> None:
+        """Make whole masters of parameters that no backward pass has dealt, if the optimizer has them."""
+        updated = {name for names in self.group_names for name in names}
+        for parameter in self._undealt():
+            if self.slices.master not in (None, parameter.dtype) and self.names[parameter] in updated:
+                self.undealt_masters[parameter] = parameter.detach().to(self.slices.master)
+
     # Gradients, once they are complete.
 
     def _gradients(self) -> Iterator[tuple[OptimizerSlice, ParameterRange, Tensor]]:
@@ -156,15 +163,6 @@ class StateByName(Strategy):
                     given.add(box.name)
                     yield box
 
-    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """Let masters begin with these values, whole where a backward pass has yet to deal the parameters."""
-        updated = {name for names in self.group_names for name in names}  # others have no masters
-        for parameter in self._undealt():
-            if self.names[parameter] in updated & exact.keys():
-                self.undealt_masters[parameter] = exact[self.names[parameter]]
-        if not self.undealt:
-            super().begin_masters(exact)
-
     def settings(self) -> dict[str, Any]:
         """The optimizer's groups, the numbers in this rank's part of its state, and the order of the
         gradients.
@@ -198,7 +196,6 @@ class StateByName(Strategy):
         slices.optimizer.state.clear()
         self.undealt_masters.clear()
         self.make_buckets(settings.get("order"), {*state, *settings["state"]})
-        updated = {name for names in self.group_names for name in names}
         wholes: dict[tuple[str, str], Tensor] = {}  # one for all slices of a parameter, until `loaded`
 
         def empty(parameter: Tensor, device: torch.device, elements: int | None) -> dict[str, Any]:
@@ -216,8 +213,7 @@ class StateByName(Strategy):
         for parameter in self._undealt():
             if values := empty(parameter, parameter.device, None):
                 slices.optimizer.state[parameter] = values
-            if slices.master not in (None, parameter.dtype) and self.names[parameter] in updated:
-                self.undealt_masters[parameter] = parameter.detach().to(slices.master)
+        self.keep_whole_masters()
         slices.apart()
         for each in slices.all:
             (span,) = each.ranges
