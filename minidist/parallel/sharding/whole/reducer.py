@@ -32,7 +32,6 @@ from minidist.parallel.compression.sparse_gradients import gather_sparse
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.sharding.optimizer.parameter_groups import steps_on
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.units.units import weakly
 
 
 class Came(Enum):
@@ -93,7 +92,7 @@ class Reducer:
             for index in self._set_of
             if self.parameters[index].requires_grad
         ]
-        hooks.append(register_optimizer_step_pre_hook(weakly(self._before_step)))
+        hooks.append(register_optimizer_step_pre_hook(_before_step(itself)))
         self._removal = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._removal.atexit = False
 
@@ -163,13 +162,10 @@ class Reducer:
         """Whether gradients came since the last `finish_round`."""
         return self._came is not Came.NOTHING
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise RuntimeError before an optimizer steps on gradients of this rank alone."""
-        if self._came is Came.UNSENT and steps_on(optimizer, self.parameters):
-            raise RuntimeError(
-                "the optimizer was to step on gradients of this rank alone; call the DataParallel's "
-                "synchronize() after backward() and before step()"
-            )
+    @property
+    def steps_too_early(self) -> bool:
+        """Whether an optimizer would step on gradients of this rank alone."""
+        return self._came is Came.UNSENT
 
     def finish_round(self) -> None:
         """Make sure that a round has summed the gradients that came since the last call.
@@ -254,3 +250,17 @@ def _hook(owner: weakref.ref[Reducer], param_index: int) -> Callable[[Tensor], N
             reducer.arrived(param_index)
 
     return arrived
+
+
+def _before_step(owner: weakref.ref[Reducer]) -> Callable[..., None]:
+    """A hook that raises before an optimizer steps on gradients of this rank alone."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        reducer = owner()
+        if reducer is not None and reducer.steps_too_early and steps_on(optimizer, reducer.parameters):
+            raise RuntimeError(
+                "the optimizer was to step on gradients of this rank alone; call the DataParallel's "
+                "synchronize() after backward() and before step()"
+            )
+
+    return check
