@@ -14,7 +14,7 @@ from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
 from ..machine.races_in_global_memory import AccessKind
-from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
+from ..ptx.dtypes import DTYPES, SIZES, Array, Mask
 from ..ptx.program import Address, Symbol
 from ..synchronization.atomic_ordering import AtomicOrder
 from . import race_faults as races
@@ -26,7 +26,7 @@ def load(batch: Batch) -> Run:
     """ld{.space}{.v2|.v4}.kind d, [a]: the destination may be wider than the kind."""
     opcode = batch.first.opcode
     kind = opcode[-1]
-    width, count = SIZES[kind], _count(opcode)
+    width, count = SIZES[kind], batch.first.vector
     write = batch.targets(0, kind)
     operand = batch.first.operands[1]
     if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.space == "param":
@@ -52,7 +52,7 @@ def load(batch: Batch) -> Run:
 def store(batch: Batch) -> Run:
     """st{.space}{.v2|.v4}.kind [a], b: of a wider source, the low bits are stored."""
     opcode = batch.first.opcode
-    width, count = SIZES[opcode[-1]], _count(opcode)
+    width, count = SIZES[opcode[-1]], batch.first.vector
     address, read, space = batch.address(0), batch.sources(1, opcode[-1]), space_of(opcode)
     releases = len(batch) == 1 and id(batch.first) in batch.program.flow.releases
 
@@ -83,10 +83,6 @@ def _parameter(batch: Batch, kind: str) -> Run:
         write(machine, np.frombuffer(bits, DTYPES[kind])[:, None], mask)
 
     return run
-
-
-def _count(opcode: tuple[str, ...]) -> int:
-    return next((VECTORS[word] for word in opcode if word in VECTORS), 1)
 
 
 def fetch(access: Access, space: str) -> Array:

@@ -26,6 +26,7 @@ from ..ptx.program import (
     Program,
     PtxInstruction,
     Register,
+    RegisterKey,
     Special,
     Symbol,
     Vector,
@@ -108,7 +109,7 @@ OTHERS: dict[str, Callable[[Machine], Any]] = {
 Source: TypeAlias = "Callable[[Machine], Array]"
 Target: TypeAlias = "Callable[[Machine, Any, Mask], None]"
 LaneRows: TypeAlias = "slice | Array"
-RegisterLayout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
+RegisterLayout: TypeAlias = dict[RegisterKey, int]  # to the row in the machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,9 +249,6 @@ class Batch:
     def _constant(self, operand: Operand, kind: str) -> Any:
         dtype = DTYPES[kind]
         if isinstance(operand, Symbol):
-            if operand.space in ("global", "const"):
-                # A global address: `execution.run_grid.load` gives variables theirs before the program runs.
-                return dtype.type(self.program.variables[operand.name].offset)
             return dtype.type(operand.offset)
         assert isinstance(operand, Immediate)
         if operand.kind:

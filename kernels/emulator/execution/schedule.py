@@ -10,7 +10,7 @@ instructions of equal level are independent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..base.instruction_batch import Batch, RegisterLayout, Source
@@ -26,6 +26,7 @@ from ..ptx.program import (
     Program,
     PtxInstruction,
     Register,
+    RegisterKey,
     Special,
     Symbol,
     Vector,
@@ -39,8 +40,8 @@ class Levels:
     """Finds the levels of the instructions of one basic block, in order."""
 
     def __init__(self) -> None:
-        self.written: dict[tuple[str, int], int] = {}  # the level of a register's last write
-        self.read: dict[tuple[str, int], int] = {}  # the highest level that has read it since
+        self.written: dict[RegisterKey, int] = {}  # the level of a register's last write
+        self.read: dict[RegisterKey, int] = {}  # the highest level that has read it since
         # The level of the last store to each space, and its likeness.
         self.stores: dict[str, tuple[int, object]] = dict.fromkeys(SPACES, (-1, None))
         self.loads = dict.fromkeys(SPACES, -1)  # the highest level of a load since then
@@ -49,13 +50,11 @@ class Levels:
 
     def add(self, instruction: PtxInstruction, unit: InstructionUnit) -> int:
         """Return the level of the next instruction."""
-        written = {(register.file, register.row) for register in written_by(unit, instruction)}
-        read = {(register.file, register.row) for register in registers_of(instruction)}
+        written = {*written_by(unit, instruction)}
+        read = {*registers_of(instruction)}
         if instruction.guard is None:
             # A result is no input, unless a guard may leave its old value.
-            rest = instruction.operands[unit.results :]
-            inputs = {(item.file, item.row) for operand in rest for item in registers_in(operand)}
-            read -= written - inputs
+            read -= written - {*registers_in(*instruction.operands[unit.results :])}
         level = self.floor
         for register in read:
             level = max(level, self.written.get(register, -1) + 1)
@@ -107,29 +106,21 @@ def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
     return named or SPACES  # a generic address may point anywhere
 
 
-def registers_of(instruction: PtxInstruction) -> Iterator[Register]:
+def registers_of(instruction: PtxInstruction) -> Iterator[RegisterKey]:
     """Yield all registers of an instruction, its guard included."""
-    for operand in instruction.operands:
-        yield from registers_in(operand)
-    if instruction.guard is not None:
-        yield instruction.guard
+    return registers_in(*instruction.operands, instruction.guard)
 
 
-def written_by(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[Register]:
+def written_by(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[RegisterKey]:
     """Yield the registers that an instruction writes."""
-    for operand in instruction.operands[: unit.results]:
-        if not isinstance(operand, Address):
-            yield from registers_in(operand)
+    results = instruction.operands[: unit.results]
+    return registers_in(*(operand for operand in results if not isinstance(operand, Address)))
 
 
 def likeness(instruction: PtxInstruction) -> tuple[object, ...]:
     """Return what all instructions of one batch have in common."""
-    guard = instruction.guard
-    return (
-        instruction.opcode,
-        (guard.row, instruction.negated) if guard else None,
-        tuple(_shape(operand) for operand in instruction.operands),
-    )
+    shapes = tuple(_shape(operand) for operand in instruction.operands)
+    return instruction.opcode, instruction.guard, shapes
 
 
 def _shape(operand: Operand) -> object:
@@ -208,20 +199,20 @@ def compile_steps(program: Program, lanes: int) -> Code:
                 _assign_rows(column, layout, counts)
         for _, batch in batches:
             for instruction in batch:
-                _assign_rows(list(registers_of(instruction)), layout, counts)
+                _assign_rows(registers_of(instruction), layout, counts)
         if control is not None:
-            _assign_rows(list(registers_of(control)), layout, counts)
+            _assign_rows(registers_of(control), layout, counts)
     blocks = {
         start: _block(program, layout, end, batches, control) for start, end, batches, control in planned
     }
     return Code(blocks, counts)
 
 
-def _assign_rows(registers: Sequence[Register], layout: RegisterLayout, counts: dict[str, int]) -> None:
-    for register in registers:
-        if (register.file, register.row) not in layout:
-            layout[register.file, register.row] = counts.get(register.file, 0)
-            counts[register.file] = counts.get(register.file, 0) + 1
+def _assign_rows(registers: Iterable[RegisterKey], layout: RegisterLayout, counts: dict[str, int]) -> None:
+    for key in registers:
+        if key not in layout:
+            layout[key] = counts.get(key[0], 0)
+            counts[key[0]] = layout[key] + 1
 
 
 def _block(
@@ -251,10 +242,9 @@ def _counted(unit: InstructionUnit, batch: Batch) -> str:
 
 
 def _guard(batch: Batch) -> Source | None:
-    guard = batch.first.guard
-    if guard is None:
+    if batch.first.guard is None:
         return None
-    read = batch.reader([Register(guard.file, guard.row, guard.name, batch.first.negated)], "pred")
+    read = batch.reader([batch.first.guard], "pred")
     return lambda machine: read(machine)[0]
 
 

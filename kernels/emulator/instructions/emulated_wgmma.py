@@ -22,7 +22,7 @@ import numpy as np
 
 from ..accesses import race_faults as races
 from ..accesses.async_accesses import fault_for_missing_data, fault_for_missing_fence
-from ..accesses.descriptors import CHUNK, chunk_addresses, decode_descriptors
+from ..accesses.descriptors import CHUNK, chunk_addresses
 from ..arithmetic.floats import widen
 from ..arithmetic.fragments import WGMMA_A, wgmma_sums
 from ..base.addresses import whole_warps
@@ -45,7 +45,7 @@ def operand_addresses(descriptors: Array, mn: int, dtype: str, transposed: bool,
     They are those of `descriptors.chunk_addresses`. `size`: bytes of a block's shared memory. Raises Fault
     for a descriptor that leaves it, or that wgmma does not take.
     """
-    addresses = chunk_addresses(decode_descriptors(descriptors), mn, BITS[dtype], transposed)
+    addresses = chunk_addresses(descriptors, mn, BITS[dtype], transposed)
     if int(addresses.max()) + CHUNK > size:
         group = int(np.argmax(addresses.max(axis=(1, 2))))
         raise Fault(

@@ -18,7 +18,6 @@ class Register:
 
     file: str  # "pred", "b16", "b32", "b64", "b128"
     row: int
-    name: str
     negated: bool = False  # `!%p1`: reads the opposite
 
 
@@ -79,22 +78,20 @@ class Address:
 
 
 Operand: TypeAlias = Register | Immediate | Special | Symbol | Label | Pair | Vector | Address
+RegisterKey: TypeAlias = tuple[str, int]  # (file, row in the program)
 
 
-def registers_in(operand: Operand) -> Iterator[Register]:
-    """Yield the registers in an operand, from left to right."""
-    if isinstance(operand, Register):
-        yield operand
-    elif isinstance(operand, Vector):
-        for item in operand.items:
-            yield from registers_in(item)
-    elif isinstance(operand, Pair):
-        yield from registers_in(operand.first)
-        yield from registers_in(operand.second)
-    elif isinstance(operand, Address):
-        yield from registers_in(operand.base)
-        for item in operand.more:
-            yield from registers_in(item)
+def registers_in(*operands: Operand | None) -> Iterator[RegisterKey]:
+    """Yield the registers in these operands, from left to right."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand.file, operand.row
+        elif isinstance(operand, Vector):
+            yield from registers_in(*operand.items)
+        elif isinstance(operand, Pair):
+            yield from registers_in(operand.first, operand.second)
+        elif isinstance(operand, Address):
+            yield from registers_in(operand.base, *operand.more)
 
 
 @dataclass
@@ -146,7 +143,6 @@ class PtxInstruction:
     opcode: tuple[str, ...]  # ("ld", "global", "v2", "f32")
     operands: tuple[Operand, ...]
     guard: Register | None  # a predicate: only lanes where it holds run the instruction
-    negated: bool  # the instruction runs where the guard is false
     location: Location | None
     text: str
 
@@ -155,6 +151,11 @@ class PtxInstruction:
         """The opcode as PTX writes it: "ld.global.v2.f32"."""
         return ".".join(self.opcode)
 
+    @property
+    def vector(self) -> int:
+        """How many values a load or a store moves: 4 for `ld.global.v4.f32`."""
+        return next((VECTORS[word] for word in self.opcode if word in VECTORS), 1)
+
 
 @dataclass
 class Variable:
@@ -162,7 +163,7 @@ class Variable:
 
     space: str  # "shared", "global", "const", "local", "param"
     size: int  # bytes; 0 if the launch decides (dynamic shared memory)
-    offset: int = 0  # within the space
+    offset: int = 0  # within the space; the address of a global or constant variable
     contents: bytes = b""  # initial
 
 
@@ -221,5 +222,4 @@ def _width(instruction: PtxInstruction) -> int:
     opcode = instruction.opcode
     if opcode[0] == "cp":
         return 4 if "ca" in opcode and "bulk" not in opcode else 16
-    count = next((VECTORS[word] for word in opcode if word in VECTORS), 1)
-    return min(SIZES[opcode[-1]] * count, 16)
+    return min(SIZES[opcode[-1]] * instruction.vector, 16)

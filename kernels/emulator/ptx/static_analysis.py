@@ -9,10 +9,9 @@ import functools
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from .program import Address, DataFlow, Operand, Program, PtxInstruction, Register, Symbol, registers_in
+from .program import Address, DataFlow, Program, PtxInstruction, Register, RegisterKey, Symbol, registers_in
 
 ENDS = ("bra", "ret", "exit", "trap")
-RegisterKey: TypeAlias = tuple[str, int]  # (width, row in the program)
 _Key: TypeAlias = RegisterKey | str  # a register, or "memory": all of shared and local memory
 
 
@@ -34,7 +33,7 @@ class _Analysis:
         learning = [
             one
             for one in instructions
-            if one.opcode[0] == "atom" and {*registers_of(one.operands[0])} & reads
+            if one.opcode[0] == "atom" and {*registers_in(one.operands[0])} & reads
         ]
         learns = bool(learning)
         loads = [one for one in instructions if one.opcode[0] == "ld"]
@@ -52,15 +51,12 @@ class _Analysis:
             releases=frozenset(id(one) for one in stores if learns and self._address(one) in updated),
         )
 
-    def _moved_symbols(self) -> dict[tuple[str, int], Symbol]:
+    def _moved_symbols(self) -> dict[RegisterKey, Symbol]:
         """Return the registers that always hold the address of one variable, with that variable."""
-        found: dict[tuple[str, int], Symbol] = {}
-        written: set[tuple[str, int]] = set()
+        found: dict[RegisterKey, Symbol] = {}
+        written: set[RegisterKey] = set()
         for one in self._program.instructions:
-            results = (
-                [] if one.opcode[0] == "st" else [*registers_of(one.operands[0])] if one.operands else []
-            )
-            for key in results:
+            for key in registers_in(*one.operands[:1]) if one.opcode[0] != "st" else ():
                 if one.opcode[0] == "mov" and isinstance(one.operands[1], Symbol) and key not in written:
                     found[key] = one.operands[1]
                 else:
@@ -101,7 +97,7 @@ class _Analysis:
             id(store)
             for load, store in pairs
             if bits[id(load)] & decides
-            and not any(held.get(key, 0) & bits[id(load)] for key in registers_of(store.operands[1]))
+            and not any(held.get(key, 0) & bits[id(load)] for key in registers_in(store.operands[1]))
         )
 
     def _blocks(self) -> dict[int, int]:
@@ -130,7 +126,7 @@ class _Analysis:
         for one in self._program.instructions:
             if one.opcode[0] == "st" and not {"shared", "local", "param"} & {*one.opcode}:
                 address = next(operand for operand in one.operands if isinstance(operand, Address))
-                parts = functools.reduce(int.__or__, (held.get(key, 0) for key in registers_of(address)), 0)
+                parts = functools.reduce(int.__or__, (held.get(key, 0) for key in registers_in(address)), 0)
                 if not parts:
                     return None
                 stored |= parts
@@ -158,22 +154,12 @@ class _Analysis:
         return held
 
 
-def registers_of(operand: Operand) -> Iterator[RegisterKey]:
-    """Yield the registers in an operand as (width, row in the program)."""
-    return ((register.file, register.row) for register in registers_in(operand))
-
-
-def _sources(instruction: PtxInstruction) -> Iterator[tuple[str, int]]:
+def _sources(instruction: PtxInstruction) -> Iterator[RegisterKey]:
     """Yield the registers that an instruction reads."""
-    first = instruction.operands[:1]
-    for operand in instruction.operands[1:]:
-        yield from registers_of(operand)
-    if first and (
-        instruction.opcode[0] in ("st", "red", "bra", "call", "bar") or isinstance(first[0], Address)
-    ):
-        yield from registers_of(first[0])
-    if instruction.guard is not None:
-        yield instruction.guard.file, instruction.guard.row
+    first, *rest = instruction.operands or [None]
+    if instruction.opcode[0] in ("st", "red", "bra", "call", "bar") or isinstance(first, Address):
+        rest.insert(0, first)
+    yield from registers_in(*rest, instruction.guard)
 
 
 def _values(instruction: PtxInstruction, everywhere: bool) -> Iterator[_Key]:
@@ -191,7 +177,7 @@ def _results(instruction: PtxInstruction) -> Iterator[_Key]:
         if "global" not in instruction.opcode:
             yield "memory"
     elif instruction.operands and not isinstance(instruction.operands[0], Address):
-        yield from registers_of(instruction.operands[0])
+        yield from registers_in(instruction.operands[0])
 
 
 def _parameters(instruction: PtxInstruction) -> Iterator[str]:

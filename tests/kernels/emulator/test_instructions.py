@@ -7,7 +7,7 @@ import pytest
 
 from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.accesses import descriptors
-from minidist.kernels.emulator.accesses.descriptors import chunk_addresses, decode_descriptors
+from minidist.kernels.emulator.accesses.descriptors import chunk_addresses
 from minidist.kernels.emulator.copies import tensor_copies
 from minidist.kernels.emulator.instructions import emulated_wgmma as wgmma
 from minidist.kernels.emulator.instructions import mma
@@ -132,7 +132,7 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
     size, depth = (4, 8) if dtype == "tf32" else (2, 16)
     if major == "mn" and size == 4:
         with pytest.raises(Fault, match="only f16 and bf16"):
-            chunk_addresses(decode_descriptors(np.array([descriptor(0, 16, 16, span)])), 64, 32, True)
+            chunk_addresses(np.array([descriptor(0, 16, 16, span)]), 64, 32, True)
         return
     rng = np.random.default_rng(span)
     mn = 72 if major == "k" else 128
@@ -163,9 +163,9 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
 def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
     spans = [128, 0, 32, 128, 64]
     words = np.array([descriptor(1024 * i, 256, 1024, span) for i, span in enumerate(spans)])
-    together = chunk_addresses(decode_descriptors(words), 64, 16, False)
+    together = chunk_addresses(words, 64, 16, False)
     for i, word in enumerate(words):
-        alone = chunk_addresses(decode_descriptors(np.array([word])), 64, 16, False)
+        alone = chunk_addresses(np.array([word]), 64, 16, False)
         np.testing.assert_array_equal(together[i], alone[0])
 
 
