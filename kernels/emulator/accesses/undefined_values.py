@@ -49,8 +49,7 @@ class UndefinedValues:
         active = np.ones(self.machine.lanes, np.bool_) if mask is None else mask
         for instruction in batch.instructions:
             operands = instruction.operands
-            if instruction.guard is not None:
-                self.use(batch, (instruction.guard,), active, instruction)
+            self.use(batch, (instruction.guard,), active, instruction)
             if unit.uses:
                 self.use(batch, operands[unit.results :], active, instruction)
                 held: Array = np.zeros(self.machine.lanes, np.int16)
@@ -59,7 +58,9 @@ class UndefinedValues:
             for row in self._rows(batch, *operands[: unit.results]):
                 row[active] = held[active]
 
-    def use(self, batch: Batch, operands: tuple[Operand, ...], active: Lanes, user: PtxInstruction) -> None:
+    def use(
+        self, batch: Batch, operands: tuple[Operand | None, ...], active: Lanes, user: PtxInstruction
+    ) -> None:
         """Fault if an operand is undefined in an active lane."""
         found = np.where(active, self._of(batch, *operands), 0)
         if found.any():
@@ -84,13 +85,13 @@ class UndefinedValues:
             return np.where((one == 0) & ~a | (two == 0) & ~b, 0, np.maximum(one, two))
         return self._of(batch, *operands[1:])
 
-    def _of(self, batch: Batch, *operands: Operand) -> Array:
+    def _of(self, batch: Batch, *operands: Operand | None) -> Array:
         """Return the marks of all these operands together, (lanes,)."""
         found = np.zeros(self.machine.lanes, np.int16)
         for row in self._rows(batch, *operands):
             found = np.maximum(found, row)
         return found
 
-    def _rows(self, batch: Batch, *operands: Operand) -> Iterator[Array]:
+    def _rows(self, batch: Batch, *operands: Operand | None) -> Iterator[Array]:
         for key in registers_in(*operands):
             yield self.marks[key[0]][batch.layout[key]]

@@ -133,9 +133,8 @@ class Batch:
         return Batch([self.instructions[i]], self.program, self.layout)
 
     def has(self, index: int) -> bool:
-        """Return whether the instructions have an operand `index` (negative counts from the end)."""
-        count = len(self.first.operands)
-        return -count <= index < count
+        """Return whether the instructions have an operand `index`."""
+        return index < len(self.first.operands)
 
     def operands(self, index: int) -> list[Operand]:
         """Return operand `index` of each instruction."""

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from ..accesses import async_accesses, loads_and_stores  # noqa: F401
-from ..copies import async_copies, tensor_copies  # noqa: F401  (these register the instructions)
-from ..instructions import (  # noqa: F401
+from ..instructions import (  # noqa: F401  (these register the instructions)
+    async_copies,
     atomics,
     emulated_wgmma,
     linked_functions,
     mma,
     register_pool,
+    tensor_copies,
     warps,
 )
 from ..machine.counts import Counts

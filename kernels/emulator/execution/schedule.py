@@ -18,6 +18,7 @@ from ..base.instruction_registry import MEMORY, InstructionUnit, OrderingClass, 
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
 from ..ptx.program import (
+    CONTROL,
     Address,
     Immediate,
     Label,
@@ -68,14 +69,14 @@ class Levels:
             self.read.pop(register, None)
         self._remember(instruction, unit.order, level)
         self.highest = max(self.highest, level)
-        if unit.order in ("barrier", "sync"):
+        if unit.order == "barrier":
             self.floor = level + 1
         return level
 
     def _memory(self, instruction: PtxInstruction, order: OrderingClass) -> int:
         if order == "pure":
             return 0
-        if order in ("barrier", "sync"):
+        if order == "barrier":
             return self.highest + 1
         like = likeness(instruction)
         level = 0
@@ -139,7 +140,6 @@ def _shape(operand: Operand) -> object:
 
 
 BATCH_LANES = 1 << 15  # largest lanes times instructions of a step, so that operands fit the L2 cache
-CONTROL = ("bra", "ret", "exit", "trap")
 COUNTED_SPACES = ("shared", "local", "param", "const")
 LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
@@ -165,8 +165,7 @@ class BasicBlock:
     """A basic block: steps, then a branch, an exit, or the next block."""
 
     steps: tuple[BatchStep, ...]
-    control: PtxInstruction | None
-    batch: Batch | None  # of the control instruction
+    control: Batch | None  # of the control instruction
     guard: Source | None  # of the control instruction
     target: int  # the branch's target
     next: int  # the instruction after the block
@@ -185,7 +184,7 @@ def compile_steps(program: Program, lanes: int) -> Code:
     """Return the steps of `program` for `lanes` lanes; EmulatorError for an unknown instruction."""
     largest = max(1, BATCH_LANES // lanes)
     planned = []
-    for start, end in _basic_blocks(program):
+    for start, end in program.basic_blocks:
         body = list(program.instructions[start:end])
         control = body.pop() if body and body[-1].opcode[0] in CONTROL else None
         planned.append((start, end, _batches(body, largest), control))
@@ -228,10 +227,10 @@ def _block(
         steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch, unit, _counted(unit, batch)))
     looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
-        return BasicBlock(tuple(steps), None, None, None, -1, end, looks)
+        return BasicBlock(tuple(steps), None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
-    return BasicBlock(tuple(steps), control, batch, _guard(batch), target, end, looks)
+    return BasicBlock(tuple(steps), batch, _guard(batch), target, end, looks)
 
 
 def _counted(unit: InstructionUnit, batch: Batch) -> str:
@@ -258,17 +257,6 @@ def _unit(instruction: PtxInstruction) -> InstructionUnit:
     return found
 
 
-def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of instructions that can only be entered at its start."""
-    count = len(program.instructions)
-    starts = {0, *program.labels.values()}
-    for i, instruction in enumerate(program.instructions):
-        if instruction.opcode[0] in CONTROL:
-            starts.add(i + 1)
-    bounds = sorted(start for start in starts if start < count)
-    yield from zip(bounds, [*bounds[1:], count], strict=True)
-
-
 def _batches(body: list[PtxInstruction], largest: int) -> list[tuple[InstructionUnit, list[PtxInstruction]]]:
     """Group the instructions of a basic block into batches, in an order that respects dependencies."""
     levels = Levels()
@@ -276,7 +264,7 @@ def _batches(body: list[PtxInstruction], largest: int) -> list[tuple[Instruction
     for instruction in body:
         unit = _unit(instruction)
         level = levels.add(instruction, unit)
-        alone = unit.order in ("fence", "barrier", "sync")
+        alone = unit.order in ("fence", "barrier")
         key = (level, instruction if alone else likeness(instruction))
         batches = groups.setdefault(key, [])
         if not batches or len(batches[-1][1]) == largest:

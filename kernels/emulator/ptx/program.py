@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -145,6 +146,7 @@ class PtxInstruction:
     guard: Register | None  # a predicate: only lanes where it holds run the instruction
     location: Location | None
     text: str
+    number: int  # in its program, from 1 on
 
     @property
     def name(self) -> str:
@@ -169,7 +171,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class DataFlow:
-    """The findings of `static_analysis` about a program. Sets hold ids of instructions."""
+    """The findings of `static_analysis` about a program. Sets of ints hold numbers of instructions."""
 
     learns: bool = False  # some atomics return a value that is used: threads learn what others have done
     learns_of_blocks: bool = False  # the same of atomics that may act on global memory
@@ -177,6 +179,9 @@ class DataFlow:
     guesses: frozenset[int] = frozenset()  # loads whose value a compare-and-swap checks again later
     settles: frozenset[int] = frozenset()  # stores that a look at the same element decides about
     releases: frozenset[int] = frozenset()  # stores that may release a lock
+
+
+CONTROL = ("bra", "ret", "exit", "trap")  # instructions that end a basic block
 
 
 @dataclass
@@ -195,9 +200,11 @@ class Program:
     flow: DataFlow = DataFlow()
 
     @functools.cached_property
-    def numbers(self) -> dict[int, int]:
-        """The number of each instruction, counted from 1, by its id."""
-        return {id(one): 1 + i for i, one in enumerate(self.instructions)}
+    def basic_blocks(self) -> list[tuple[int, int]]:
+        """The (start, end) of each run of instructions that can only be entered at its start."""
+        after = (one.number for one in self.instructions if one.opcode[0] in CONTROL)
+        bounds = sorted({0, *self.labels.values(), *after, len(self.instructions)})
+        return list(itertools.pairwise(bounds))
 
     @functools.cached_property
     def granule(self) -> int:

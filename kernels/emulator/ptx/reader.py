@@ -236,15 +236,23 @@ class BodyReader:
         opcode = tuple(match[0].split("."))
         rest = statement[match.end() :].strip()
         if opcode[0] == "call":
-            self._call(rest, guard, copy, text)
-            return
-        if opcode[0] in ("ret", "exit") and copy.returns_to:
+            called = self._call(rest, guard, copy, text)
+            if called is None:
+                return
+            opcode, operands = called
+        elif opcode[0] in ("ret", "exit") and copy.returns_to:
             opcode, operands = ("bra",), [Label(copy.returns_to)]
         else:
             operands = [self._operand(part, copy) for part in _split(rest)]
-        self.program.instructions.append(PtxInstruction(opcode, tuple(operands), guard, copy.location, text))
+        number = len(self.program.instructions) + 1
+        self.program.instructions.append(
+            PtxInstruction(opcode, tuple(operands), guard, copy.location, text, number)
+        )
 
-    def _call(self, rest: str, guard: Register | None, copy: _InlinedCall, text: str) -> None:
+    def _call(
+        self, rest: str, guard: Register | None, copy: _InlinedCall, text: str
+    ) -> tuple[tuple[str, ...], list[Operand]] | None:
+        """Inline a function, or return opcode and operands of its call if the PTX does not define it."""
         parts = _split(rest)
         returned = _split(parts.pop(0)[1:-1]) if parts[0].startswith("(") else []
         name = parts.pop(0)
@@ -252,10 +260,7 @@ class BodyReader:
         variables = [self._operand(part, copy) for part in (*returned, *passed)]
         function = self.functions.get(name)
         if function is None:
-            self.program.instructions.append(
-                PtxInstruction(("call", name), tuple(variables), guard, copy.location, text)
-            )
-            return
+            return ("call", name), variables
         if guard is not None:
             raise EmulatorError(f"the emulator reads no call under a predicate: {text}")
         formal = [declaration(part)[1] for part in (*function.returns, *function.parameters)]
@@ -263,6 +268,7 @@ class BodyReader:
         inner: dict[str, Operand] = dict(zip(formal, variables, strict=True))
         self._read(function, _InlinedCall(copy.depth + 1, after, copy.location, [inner]))
         self.program.labels[after] = len(self.program.instructions)
+        return None
 
     def _operand(self, text: str, copy: _InlinedCall) -> Operand:
         text = text.strip()
