@@ -35,6 +35,7 @@ def test_a_file_is_judged_and_what_passes_is_kept(
     code, out, err = run("judge", str(file), "--table", str(table), "--name", "a, b")
     header, add, reduction = out.splitlines()
     assert (code, err, header.split()[:4]) == (1, "", ["problem", "score", "cost", "par"])
+    assert len(header) == len(add) <= 100
     score = int(add.split()[1])
     assert add.split()[:4] == ["add", str(score), add.split()[2], f"{PROBLEMS['add'].par:,}"]
     assert 0 < score < 100
