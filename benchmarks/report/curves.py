@@ -191,7 +191,7 @@ def kind_color(kind: str | None) -> str:
 
 
 def roofline(
-    device: str, lines: Sequence[Line], peaks: Mapping[str, float], bandwidth: float, caption: str
+    device: str, lines: Sequence[Line], peaks: Mapping[str, float], bandwidth: float | None, caption: str
 ) -> Plot:
     """Draw `lines` below the roofs.
 
@@ -199,14 +199,13 @@ def roofline(
         device: the device with these roofs.
         lines: the products, one or more.
         peaks: GFLOP/s of each arithmetic.
-        bandwidth: GB/s of the device's memory; 0 if it was not measured, and then there is no slope.
+        bandwidth: GB/s of the device's memory; None if it was not measured, and then there is no slope.
         caption: the text below the figure.
     """
     right = 1.3 * max(x for line in lines for x, _ in line.points)
+    slope = bandwidth or 0.0
     left = (
-        min(peaks.values()) / bandwidth / 4
-        if bandwidth
-        else min(x for line in lines for x, _ in line.points) / 1.5
+        min(peaks.values()) / slope / 4 if slope else min(x for line in lines for x, _ in line.points) / 1.5
     )
     drawn, axes = figure(1.6 + 0.24 * (len(lines) + len(peaks)))
     axes.set_xscale("log")
@@ -214,19 +213,19 @@ def roofline(
     ends: list[End] = []
     highest = max(peaks.values())
     for kind, peak in peaks.items():
-        start = peak / bandwidth if bandwidth else left
+        start = peak / slope if slope else left
         axes.plot([start, right], [peak, peak], color=kind_color(kind), linewidth=1.5)
         ends.append((right, peak, f"{formats.kind_name(kind)} peak {formats.number(peak)}", kind_color(kind)))
-    if bandwidth:
-        axes.plot([left, highest / bandwidth], [left * bandwidth, highest], color=MUTED, linewidth=1.5)
-        words = f"{formats.number(bandwidth)} GB/s"
-        axes.text(0.7 * highest / bandwidth, highest, words, ha="right", fontsize=10, color=MUTED)
+    if slope:
+        axes.plot([left, highest / slope], [left * slope, highest], color=MUTED, linewidth=1.5)
+        words = f"{formats.number(slope)} GB/s"
+        axes.text(0.7 * highest / slope, highest, words, ha="right", fontsize=10, color=MUTED)
     for line in lines:
         xs, ys = zip(*line.points, strict=True)
         axes.plot(xs, ys, marker="o", markersize=3.5, linewidth=1, color=line.shade)
         ends.append((xs[-1], ys[-1], line.name, line.shade))
     lowest = min(y for line in lines for _, y in line.points)
-    axes.set_ylim(min(lowest, left * bandwidth if bandwidth else lowest) / 1.5, 1.6 * highest)
+    axes.set_ylim(min(lowest, left * slope if slope else lowest) / 1.5, 1.6 * highest)
     axes.set_xlim(left, right * (right / left) ** 0.75)  # room for names
     axes.set_xticks([tick for tick in (1, 10, 100, 1000, 10_000, 100_000) if left < tick < right])
     axes.set_xlabel("arithmetic intensity, FLOP/byte")

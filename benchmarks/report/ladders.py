@@ -122,7 +122,7 @@ def cpu_roofline(entries: Sequence[Entry], device: str) -> Plot | None:
         f"one core of {device}",
         lines,
         peaks,
-        memory,
+        memory or None,
         f"The roofline of one core: {slope}its peak is the rate of fused multiply-adds, or of the matrix "
         "unit's products in bf16. A point for each n.",
     )
@@ -135,7 +135,8 @@ def peak(measured: Sequence[Mapping[str, Any]]) -> float:
 
 def bandwidth(measured: Sequence[Mapping[str, Any]]) -> float:
     """Return the median of the memory's GB/s, or 0 if it was not measured."""
-    return statistics.median([each["peak_gb_per_s"] for each in measured if "peak_gb_per_s" in each] or [0.0])
+    known = [float(each["peak_gb_per_s"]) for each in measured if "peak_gb_per_s" in each]
+    return statistics.median(known or [0.0])
 
 
 @dataclass(frozen=True)
