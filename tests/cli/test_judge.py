@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the CUDA ladder is an extra")
 
 from minidist.kernels.judge import PROBLEMS
-from tests.cli.conftest import Run
+from tests.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs/ladders/judge.md"
 EXAMPLE = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
