@@ -22,7 +22,9 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows, rows_of
 from minidist.parallel.contract.user_functions import by_parameters
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
+from tests.helpers.on_ranks import Clusters
 
+Fault = Callable[[pytest.MonkeyPatch], None]
 TOLERANCE = 1e-10
 """Float64 holds 16 digits; sums in another order, over a few steps, cost fewer than 6 of them."""
 
@@ -112,18 +114,54 @@ def own_rows(engine: md.Engine, batch: Any) -> Any:
     return rows(batch, slice(*(count * (engine.data_rank + i) // engine.data_ranks for i in (0, 1))))
 
 
-def check(cluster: md.Cluster, case: Case, layout: md.Layout, **options: Any) -> None:
+def check(cluster_of: Clusters, case: Case, layout: md.Layout | str, **options: Any) -> None:
     """Fail where any rank's losses or weights differ from one process's. options: of `md.prepare`."""
-    expected = train_in_one_process(case)
-    for trained in cluster.run(train_on_this_rank, case, layout, options):
+    layout, expected = parsed(layout), train_in_one_process(case)
+    for trained in cluster_of(layout.ranks).run(train_on_this_rank, case, layout, options):
         compare(trained, expected)
 
 
-def with_fault(fault: Callable[[pytest.MonkeyPatch], None], function: Callable[..., Any], *given: Any) -> Any:
+def check_catches(
+    cluster_of: Clusters, fault: Fault, case: Case, layout: md.Layout | str, **options: Any
+) -> None:
+    """Fail unless a planted fault shows on the first rank of a layout."""
+    layout, expected = parsed(layout), train_in_one_process(case)
+    first, *_ = cluster_of(layout.ranks).run(with_fault, fault, train_on_this_rank, case, layout, options)
+    with pytest.raises(AssertionError, match=r"not close|not equal"):
+        compare(first, expected)
+
+
+def parsed(layout: md.Layout | str) -> md.Layout:
+    return md.Layout.parse(layout) if isinstance(layout, str) else layout
+
+
+def with_fault(fault: Fault, function: Callable[..., Any], *given: Any) -> Any:
     """What a function gives on a rank while a fault is planted there."""
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         return function(*given)
+
+
+def patched(owner: Any, name: str, value: Any, **options: Any) -> Fault:
+    """A fault that is one attribute of a module or class. options: of `setattr`."""
+    return lambda patch: patch.setattr(owner, name, value, **options)
+
+
+def instead_of(owner: Any, name: str, **options: Any) -> Callable[[Callable[..., Any]], Fault]:
+    """Make a fault of a function that is called for an attribute, and gets first what that was."""
+
+    def decorate(wrong: Callable[..., Any]) -> Fault:
+        def fault(patch: pytest.MonkeyPatch) -> None:
+            right = getattr(owner, name)
+            patch.setattr(owner, name, lambda *given, **more: wrong(right, *given, **more), **options)
+
+        return fault
+
+    return decorate
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What a patched function does that does not do its work."""
 
 
 def compare(actual: Trained, expected: Trained) -> None:

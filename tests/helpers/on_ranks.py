@@ -9,6 +9,9 @@ import pytest
 
 import minidist as md
 
+Clusters = Callable[[int], md.Cluster]
+"""The fixture `cluster_of`: from a number of ranks to warm ones."""
+
 
 def on_ranks(*ranks: int, **values: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on so many ranks, once for each number of them and each value of each other argument.
@@ -27,7 +30,7 @@ def on_ranks(*ranks: int, **values: Sequence[Any]) -> Callable[[Callable[..., No
                 except Exception as error:
                     raise AssertionError(f"with {given}: {error!r}") from error
 
-        def test(cluster_of: Callable[[int], md.Cluster], ranks: int) -> None:
+        def test(cluster_of: Clusters, ranks: int) -> None:
             cluster_of(ranks).run(on_this_rank)
 
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -20,12 +20,12 @@ from minidist.parallel.flat.buckets import Done, GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.training import clipping
-from minidist.parallel.training.clipping import global_norm
 from tests.helpers import contract
 from tests.helpers.models import tokens
+from tests.helpers.on_ranks import Clusters
+from tests.helpers.refusals import refuses
 from tests.parallel.test_layouts import SGD, gpt
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 
 
@@ -60,7 +60,7 @@ def grid() -> Iterator[Any]:
 
 @pytest.mark.parametrize("layout", list(grid()))
 def test_hybrid_layouts_train_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
-    contract.check(cluster_of(layout.ranks), CASE, layout)
+    contract.check(cluster_of, CASE, layout)
 
 
 def deep(*texts: str) -> list[Any]:
@@ -89,7 +89,7 @@ def deep(*texts: str) -> list[Any]:
 def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: str) -> None:
     layout = PARSE(text)
     model = partial(gpt, layers=max(2, layout.pp * layout.chunks - 2))
-    contract.check(cluster_of(layout.ranks), replace(CASE, model=model), layout)
+    contract.check(cluster_of, replace(CASE, model=model), layout)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,7 @@ def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: st
     ],
 )
 def test_secondary_shares_change_no_weight(cluster_of: Clusters, text: str, ranks: int) -> None:
-    layout = PARSE(text)
-    contract.check(cluster_of(layout.ranks), CASE, layout, fully_shard={"secondary": ranks})
+    contract.check(cluster_of, CASE, text, fully_shard={"secondary": ranks})
 
 
 def train_in_bf16(layout: md.Layout, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -264,29 +263,25 @@ def test_secondary_shares_take_an_nth_more(cluster_of: Clusters) -> None:
 # Planted faults.
 
 
-def without_the_sum_over_the_copies(patch: pytest.MonkeyPatch) -> None:
-    start = GradientComm.start
-
-    def wrong(self: GradientComm, collective: Any, *arguments: Any, **options: Any) -> Any:
-        over_copies = self.hybrid is not None and arguments[-1] is self.hybrid[1]
-        return Done(arguments[0]) if over_copies else start(self, collective, *arguments, **options)
-
-    patch.setattr(GradientComm, "start", wrong)
+@contract.instead_of(GradientComm, "start")
+def without_the_sum_over_the_copies(
+    start: Any, self: GradientComm, collective: Any, *arguments: Any, **options: Any
+) -> Any:
+    over_copies = self.hybrid is not None and arguments[-1] is self.hybrid[1]
+    return Done(arguments[0]) if over_copies else start(self, collective, *arguments, **options)
 
 
-def with_every_copys_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(clipping, "global_norm", lambda gradients, sharded, *_: global_norm(gradients, sharded))
+@contract.instead_of(clipping, "global_norm")
+def with_every_copys_norm(norm: Any, gradients: Any, sharded: bool, *_: Any) -> Any:
+    return norm(gradients, sharded)
 
 
-def with_every_copys_norm_on_a_mesh(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParameterSet, "counts_here", True)
+@contract.instead_of(UnitRuntime, "changed")
+def with_stale_secondary_shares(_: Any, self: UnitRuntime) -> None:
+    self.version += 1
 
 
-def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: UnitRuntime) -> None:
-        self.version += 1
-
-    patch.setattr(UnitRuntime, "changed", wrong)
+with_every_copys_norm_on_a_mesh = contract.patched(ParameterSet, "counts_here", True)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +295,10 @@ def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_planted_fault_is_caught(
-    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], text: str, options: dict[str, Any]
+    cluster_of: Clusters, fault: contract.Fault, text: str, options: dict[str, Any]
 ) -> None:
-    train, layout = contract.train_on_this_rank, PARSE(text)
-    for trained in cluster_of(layout.ranks).run(contract.with_fault, fault, train, CASE, layout, options):
+    given = fault, contract.train_on_this_rank, CASE, PARSE(text), options
+    for trained in cluster_of(PARSE(text).ranks).run(contract.with_fault, *given):
         with pytest.raises(AssertionError, match="not close"):
             contract.compare(trained, contract.train_in_one_process(CASE))
 
@@ -311,18 +306,13 @@ def test_a_planted_fault_is_caught(
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("dp=4,shard=2", "shard is 2 with zero=0"),
-        ("dp=6,zero=1,shard=4", "shard is 4, which does not divide the 6 ranks of dp=6 and cp=1"),
-        ("dp=4,tp=2,zero=1,shard=8", "shard is 8, which does not divide the 4 ranks"),
-        ("dp=4,zero=1,shard=-2", "shard is -2, which does not divide"),
-    ],
+test_a_shard_that_fits_no_layout_is_refused = refuses(
+    PARSE,
+    ("dp=4,shard=2", "shard is 2 with zero=0"),
+    ("dp=6,zero=1,shard=4", "shard is 4, which does not divide the 6 ranks of dp=6 and cp=1"),
+    ("dp=4,tp=2,zero=1,shard=8", "shard is 8, which does not divide the 4 ranks"),
+    ("dp=4,zero=1,shard=-2", "shard is -2, which does not divide"),
 )
-def test_a_shard_that_fits_no_layout_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        PARSE(text)
 
 
 @pytest.mark.parametrize("secondary", [0, 1, 3, 4, 2.0, True, "2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from minidist.parallel.context_parallel.attention_in_a_ring import ring_bytes
 from minidist.parallel.tensor_parallel.plans import bytes_per_pass
 from minidist.parallel.tensor_parallel.shares import share_of
 from tests.helpers.models import tokens
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.test_layouts import SGD, gpt
 
-Clusters = Callable[[int], md.Cluster]
 ROWS, LENGTH, BLOCKS, WIDTH, HEADS, VOCABULARY, F64 = 4, 8, 2, 16, 8, 11, 8
 Sent = tuple[dict[str, int], int, int]
 

@@ -22,10 +22,10 @@ import minidist as md
 from minidist.parallel.engine import step_executor
 from tests.helpers.contract import TOLERANCE, Trained, compare, own_rows, plain_steps
 from tests.helpers.models import FusedAttention, hugging_face, images
+from tests.helpers.on_ranks import Clusters
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "functorch.compile", "torch._inductor.pattern_matcher"]
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 """Its steps grow with the gradients, so that a sum that counts twice shows."""
 

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from minidist.parallel.averaging.serving import ServerReport
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
 from tests.helpers.models import gpt, mlp, tokens, vectors
+from tests.helpers.on_ranks import Clusters
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -403,18 +404,13 @@ def test_calls_at_the_wrong_place_are_told(cluster_of: Clusters) -> None:
     cluster_of(2).run(work)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"model": print}, TypeError, "model is a builtin_function_or_method; give a torch.nn.Module"),
-        ({"optimizer": 3}, TypeError, "optimizer is a int; give a function from parameters"),
-        ({"servers": 0}, ValueError, "servers is 0; give at least 1"),
-        ({"servers": True}, TypeError, "servers is True \\(bool\\); give an integer"),
-        ({"max_staleness": -1}, ValueError, "max_staleness is -1; give at least 0, or None for no bound"),
-        ({"max_staleness": 1.5}, TypeError, r"max_staleness is 1.5 \(float\); give an integer, or None for"),
-        ({}, ValueError, "servers is 1, but the world has 1 ranks; start at least 2"),
-    ],
+test_wrong_arguments = refuses(
+    lambda **given: md.ParameterServer(**{"model": mlp(0), "optimizer": SGD, **given}),
+    ({"model": print}, TypeError, "model is a builtin_function_or_method; give a torch.nn.Module"),
+    ({"optimizer": 3}, TypeError, "optimizer is a int; give a function from parameters"),
+    ({"servers": 0}, ValueError, "servers is 0; give at least 1"),
+    ({"servers": True}, TypeError, "servers is True \\(bool\\); give an integer"),
+    ({"max_staleness": -1}, ValueError, "max_staleness is -1; give at least 0, or None for no bound"),
+    ({"max_staleness": 1.5}, TypeError, r"max_staleness is 1.5 \(float\); give an integer, or None for"),
+    ({}, ValueError, "servers is 1, but the world has 1 ranks; start at least 2"),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.ParameterServer(**{"model": mlp(0), "optimizer": SGD, **arguments})

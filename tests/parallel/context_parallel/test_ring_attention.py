@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,9 @@ from minidist.parallel.context_parallel import attention_in_a_ring as context_pa
 from minidist.parallel.context_parallel import blockwise_attention, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_attention, ring_bytes
 from minidist.parallel.training.activation_memory import ActivationCounter
-from tests.helpers.contract import with_fault
+from tests.helpers.contract import instead_of, with_fault
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 """Float64 holds 16 digits, and the longest sums here have some tens of terms."""
 LENGTHS = (1, 2, 3, 5, 8, 29)  # fewer than a chunk for each rank, too
@@ -114,14 +114,10 @@ def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: 
     cluster_of(ranks).run(check_all)
 
 
-def seen_too_much(patch: pytest.MonkeyPatch) -> None:
+@instead_of(zigzag_order, "sight")
+def seen_too_much(sight: Any, length: int, ranks: int, rank: int, owner: int, causal: bool) -> Any:
     """A fault: queries see the late chunk of the ranks before, too."""
-    right = zigzag_order.sight
-
-    def wrong(length: int, ranks: int, rank: int, owner: int, causal: bool) -> zigzag_order.Sight:
-        return right(length, ranks, rank, owner, causal and owner >= rank)
-
-    patch.setattr(zigzag_order, "sight", wrong)
+    return sight(length, ranks, rank, owner, causal and owner >= rank)
 
 
 def test_a_wrong_mask_is_seen(cluster_of: Clusters) -> None:

@@ -22,10 +22,10 @@ from minidist.parallel.tensor_parallel import linear_layers, operators
 from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training import batch_norm
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 
 # torch.func's own import of torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import minidist as md
 from minidist import comm
 from tests.helpers import contract
 from tests.helpers.models import gpt, tokens
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 LAYOUTS = [md.Layout(dp=2, zero=zero) for zero in range(4)] + [md.Layout(tp=2)]
 LAYOUTS += [md.Layout(pp=2, micro_batches=2), md.Layout(dp=2, tp=2, zero=1)]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.model import MLP
 from tests.helpers.contract import own_rows, plain_steps
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import minidist as md
 from minidist import comm
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import to_update
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch.nn import functional
 import minidist as md
 from minidist.model import GPT, config
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,10 +16,10 @@ from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.loops.test_fully_shard import Live
 from tests.parallel.test_layouts import CASE, SGD
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SHAPE = config("byte-tiny", vocabulary=11, context=16, layers=2, heads=8, width=16)
 
@@ -45,7 +44,7 @@ LAYOUTS = [
 def test_a_model_without_memory_trains_as_any(cluster_of: Clusters, layout: str) -> None:
     rows = partial(CASE.rows, length=8) if "sequence" in layout else CASE.rows
     case = replace(CASE, model=gpt, rows=rows)
-    contract.check(cluster_of(PARSE(layout).ranks), case, PARSE(layout))
+    contract.check(cluster_of, case, layout)
 
 
 class Chain(nn.Module):

@@ -20,10 +20,10 @@ from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES
 from tests.parallel.test_layouts import CASE, gpt
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 import minidist as md
 from minidist.parallel.tensor_parallel.plans import plan_for
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.tensor_parallel.test_replace_layers import (
     FLAT_PLAN,
     OWN_PLAN,
@@ -24,7 +25,6 @@ from tests.parallel.tensor_parallel.test_replace_layers import (
     vectors,
 )
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -137,10 +137,10 @@ def test_plans_that_fit_train_as_before(cluster_of: Clusters, layout: str) -> No
         plan = plan_for(gpt(0))
     case = contract.Case(made, tokens, batches=(4, 2, 3))
     options = {"plan": plan, "rehearse": True}
-    contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout), **options)
+    contract.check(cluster_of, case, layout, **options)
     if layout == "tp=2":  # each row is one token, so queries and keys have gradients of rounding alone
         case = contract.Case(Flat, vectors, batches=(4, 2, 3))
-        contract.check(cluster_of(2), case, md.Layout.parse(layout), plan=FLAT_PLAN, rehearse=True)
+        contract.check(cluster_of, case, layout, plan=FLAT_PLAN, rehearse=True)
 
 
 @pytest.mark.parametrize("layout", ["tp=2,precision=bf16", "tp=2,sequence_parallel=True"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from tests.helpers import contract
 from tests.helpers.models import tokens
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=4, width=16, experts=4, balance_rate=0.01)
 
@@ -56,8 +55,7 @@ def expected() -> contract.Trained:
 def test_shared_experts_train_to_the_weights_of_one_process(
     layout: str, expected: contract.Trained, cluster_of: Clusters
 ) -> None:
-    chosen = md.Layout.parse(layout)
-    contract.check(cluster_of(chosen.ranks), CASE, chosen)
+    contract.check(cluster_of, CASE, layout)
     assert any(value.any() for name, value in expected.state.items() if name.endswith("router.bias"))
 
 
@@ -110,37 +108,25 @@ def test_gradients_that_no_rank_sends_are_not_compressed(
     assert {*cluster_of(chosen.ranks).run(compressed, chosen)} == {(True, sent)}
 
 
-def averaged_over_all(patch: pytest.MonkeyPatch) -> None:
-    """The experts' gradients are summed over all ranks, of which each pair has other experts."""
-    patch.setattr(prepare, "GradientComm", lambda group: GradientComm(None))
+def by_own_tokens(routers: Any, group: Any) -> None:
+    balance_experts(routers, Mesh(dp=md.size()).group("tp"))
 
 
-def counted_by_each_rank(patch: pytest.MonkeyPatch) -> None:
-    """Each rank balances by its own tokens."""
-    patch.setattr(training_step, "balance_experts", lambda routers, group: balance_experts(routers, alone()))
+def dense_counts_here(own: ParameterSet) -> bool:
+    return own.names is None and md.rank() < (1 if own.residency.state else own.gradient_comm.owners)
 
 
-def dense_alone(patch: pytest.MonkeyPatch) -> None:
-    """The norm that clips leaves the experts out."""
-    patch.setattr(ParameterSet, "counts_here", property(lambda self: self.names is None and counts(self)))
+FAULTS = {
+    # The experts' gradients are summed over all ranks, of which each pair has other experts.
+    "averaged over all": contract.patched(prepare, "GradientComm", lambda group: GradientComm(None)),
+    "counted by each rank": contract.patched(training_step, "balance_experts", by_own_tokens),
+    "a norm without experts": contract.patched(ParameterSet, "counts_here", property(dense_counts_here)),
+}
 
 
-def counts(own: ParameterSet) -> bool:
-    return md.rank() < (1 if own.residency.state else own.gradient_comm.owners)
-
-
-def alone() -> Any:
-    return Mesh(dp=md.size()).group("tp")
-
-
-@pytest.mark.parametrize("fault", [averaged_over_all, counted_by_each_rank, dense_alone])
-def test_the_contract_catches_a_planted_fault(
-    fault: Callable[[pytest.MonkeyPatch], None], expected: contract.Trained, cluster_of: Clusters
-) -> None:
-    given = CASE, md.Layout(dp=4, ep=2, zero=1), {"rehearse": False}
-    trained = cluster_of(4).run(contract.with_fault, fault, contract.train_on_this_rank, *given)[0]
-    with pytest.raises(AssertionError):
-        contract.compare(trained, expected)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_the_contract_catches_a_planted_fault(fault: contract.Fault, cluster_of: Clusters) -> None:
+    contract.check_catches(cluster_of, fault, CASE, "dp=4,ep=2,zero=1", rehearse=False)
 
 
 def go_on(folder: Path, layout: md.Layout, first: int, last: int) -> contract.Trained:

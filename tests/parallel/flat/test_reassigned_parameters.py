@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 REFUSED = (
     r"was given other memory.*write into it instead: `with torch\.no_grad\(\): parameter\.copy_\(tensor\)"

@@ -15,8 +15,8 @@ from torch import nn
 import minidist as md
 from minidist.parallel.guards import claims
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 

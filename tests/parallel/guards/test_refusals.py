@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.helpers.on_ranks import Clusters
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -66,27 +67,22 @@ def test_a_step_takes_tensors(zero: int) -> None:
     engine.step(*BATCH)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"units": nn.Linear}, TypeError, "units is <class 'torch.nn.modules.linear.Linear'>; give a list"),
-        ({"units": 3}, TypeError, "units is 3; give a list of classes or modules"),
-        ({"units": "Linear"}, TypeError, "units is 'Linear'; give a list of classes or modules"),
-        ({"master": "float64"}, TypeError, "master is 'float64'; give a floating-point dtype"),
-        ({"master": torch.int32}, TypeError, "master is torch.int32; give a floating-point dtype"),
-        ({"optimizer_class": "adam"}, TypeError, "optimizer_class is 'adam'; give a class"),
-        ({"optimizer_class": 3}, TypeError, "optimizer_class is int; give a class"),
-        ({"optimizer_class": lambda p: 3}, TypeError, "optimizer_class made a int; give a function from"),
-        ({"initialize": 3}, TypeError, "initialize is 3; give a function that fills a module's own"),
-        ({"prefetch": "no"}, TypeError, "prefetch is 'no'; give True, False, or None"),
-        ({"offload": ""}, ValueError, "offload is '', which names no directory; give False, 'cpu' or a dir"),
-        ({"module": nn.Tanh()}, ValueError, "module has nothing to train, since it has no parameters"),
-        ({"module": frozen()}, ValueError, "module has nothing to train, since all of its parameters are"),
-    ],
+test_fully_shard = refuses(
+    lambda **given: md.FullyShard(**{"module": net(), "optimizer_class": SGD, **given}),
+    ({"units": nn.Linear}, TypeError, "units is <class 'torch.nn.modules.linear.Linear'>; give a list"),
+    ({"units": 3}, TypeError, "units is 3; give a list of classes or modules"),
+    ({"units": "Linear"}, TypeError, "units is 'Linear'; give a list of classes or modules"),
+    ({"master": "float64"}, TypeError, "master is 'float64'; give a floating-point dtype"),
+    ({"master": torch.int32}, TypeError, "master is torch.int32; give a floating-point dtype"),
+    ({"optimizer_class": "adam"}, TypeError, "optimizer_class is 'adam'; give a class"),
+    ({"optimizer_class": 3}, TypeError, "optimizer_class is int; give a class"),
+    ({"optimizer_class": lambda p: 3}, TypeError, "optimizer_class made a int; give a function from"),
+    ({"initialize": 3}, TypeError, "initialize is 3; give a function that fills a module's own"),
+    ({"prefetch": "no"}, TypeError, "prefetch is 'no'; give True, False, or None"),
+    ({"offload": ""}, ValueError, "offload is '', which names no directory; give False, 'cpu' or a dir"),
+    ({"module": nn.Tanh()}, ValueError, "module has nothing to train, since it has no parameters"),
+    ({"module": frozen()}, ValueError, "module has nothing to train, since all of its parameters are"),
 )
-def test_fully_shard(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        md.FullyShard(**{"module": net(), "optimizer_class": SGD, **arguments})
 
 
 def test_data_parallel_and_zero_optimizer_take_no_meta_parameters() -> None:

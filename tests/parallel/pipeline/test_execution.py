@@ -21,10 +21,10 @@ from minidist.parallel.pipeline import execution as pipelines
 from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.schedules.instructions import Instruction
-from tests.helpers.contract import with_fault
+from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
 from tests.helpers.models import gpt, tokens
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
 ROWS = (8, 3, 1, 13)  # ragged, and fewer than there are micro-batches
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -158,51 +158,42 @@ def test_a_schedule_of_ones_own(cluster_of: Clusters) -> None:
     cluster_of(2).run(refused)
 
 
-def without_tied_sums(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipelines, "sum_tied", lambda *_: None)
-
-
-def without_equal_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipelines, "start_tied_equal", lambda *_: [0, 1])
-
-
-def without_weights(patch: pytest.MonkeyPatch) -> None:
+@instead_of(Pipeline, "run")
+def without_weights(run: Any, self: Pipeline, x: Tensor, y: Tensor, weight: Any = None, **more: Any) -> Any:
     """Micro-batches count alike, whatever their rows."""
-    run = Pipeline.run
-    patch.setattr(Pipeline, "run", lambda self, x, y, weight=None, **k: run(self, x, y, lambda _: 1 / 4, **k))
+    return run(self, x, y, lambda _: 1 / 4, **more)
 
 
-def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ScheduleRun, "_leave")
+def gradients_of_another(
+    leave: Any,
+    self: Any,
+    kind: str,
+    micro_batch: int,
+    chunk: int,
+    xs: list[Tensor],
+    kept: Any = [],  # noqa: B006
+) -> None:
     """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
-    run = ScheduleRun._leave
-    kept: list[Tensor] = []
-
-    def wrong(self: Any, kind: str, micro_batch: int, chunk: int, xs: list[Tensor]) -> None:
-        if kind == "backward":
-            (x,) = xs
-            kept.append(x)
-            xs = [kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)]
-        run(self, kind, micro_batch, chunk, xs)
-
-    patch.setattr(ScheduleRun, "_leave", wrong)
-
-
-def weights_only_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SplitBackward, "weight_gradients", lambda self: None)
+    if kind == "backward":
+        (x,) = xs
+        kept.append(x)
+        xs = [kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)]
+    leave(self, kind, micro_batch, chunk, xs)
 
 
 FAULTS = {
-    without_tied_sums: "1f1b",
-    without_equal_copies: "1f1b",
-    without_weights: "1f1b",
-    gradients_of_another: "1f1b",
-    weights_only_once: "zero_bubble",
+    "no tied sums": ("1f1b", patched(pipelines, "sum_tied", nothing)),
+    "other copies": ("1f1b", patched(pipelines, "start_tied_equal", lambda *_: [0, 1])),
+    "no weights": ("1f1b", without_weights),
+    "another's gradients": ("1f1b", gradients_of_another),
+    "no gradients of weights": ("zero_bubble", patched(SplitBackward, "weight_gradients", nothing)),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    found = cluster_of(2).run(with_fault, fault, train_here, FAULTS[fault], 1, 4, (5,))
+@pytest.mark.parametrize(("schedule", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, schedule: str, fault: Fault) -> None:
+    found = cluster_of(2).run(with_fault, fault, train_here, schedule, 1, 4, (5,))
     with pytest.raises(AssertionError, match=r"not close|Extra items"):
         check(found, (5,))
 

@@ -16,11 +16,11 @@ from minidist.model import MLP, cross_entropy
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.layer_trace import Sent, trace_layers
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
 from tests.parallel.sharding.cases import CASES
 
-Clusters = Callable[[int], md.Cluster]
 PP = md.Layout(pp=2)
 ROWS = torch.zeros(2, 4)
 
@@ -156,7 +156,7 @@ def test_more_than_one_tensor_goes_on(
 ) -> None:
     case = replace(CASES["mlp"], model=model, rows=rows, loss=cross_entropy)
     layout = md.Layout(pp=3, micro_batches=2, schedule=schedule)
-    contract.check(cluster_of(3), case, layout, example=ROWS.double())
+    contract.check(cluster_of, case, layout, example=ROWS.double())
 
 
 class Experts(nn.Module):

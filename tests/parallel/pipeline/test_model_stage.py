@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ from minidist.parallel.engine import staged_passes
 from minidist.parallel.pipeline.model_stage import ModelStage
 from tests.helpers import contract
 from tests.helpers.models import Logits, images, tokens
+from tests.helpers.on_ranks import Clusters
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 
@@ -109,7 +108,7 @@ def check(cluster_of: Clusters, name: str, layout: str) -> None:
         layout = layout.replace("tp=2", "dp=2")
     plan = {"blocks.*.up": "column", "blocks.*.down": "row"} if "tp" in layout else None
     example = EXAMPLES.get(name, EXAMPLES["own"])
-    contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), example=example, plan=plan)
+    contract.check(cluster_of, case(name), layout, example=example, plan=plan)
 
 
 # The point of it: each stage has its share.
@@ -147,23 +146,20 @@ def test_a_stage_holds_its_layers_and_what_it_needs_beside_them(cluster_of: Clus
     assert sum(elements for _, elements, _ in found) == found[0][2] + twice
 
 
-@pytest.mark.parametrize("fault", ["another layer", "no bias"])
+@contract.instead_of(ModelStage, "__init__")
+def without_one(init: Any, self: Any, model: Any, trace: Any, layers: range) -> None:
+    init(self, model, trace, layers[1:] if layers.start else layers)
+
+
+FAULTS = {
+    "another layer": without_one,
+    "no bias": contract.patched(staged_passes, "sum_tied", contract.nothing),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        init = ModelStage.__init__
-
-        def without_one(self: Any, model: Any, trace: Any, layers: range) -> None:
-            init(self, model, trace, layers[1:] if layers.start else layers)
-
-        if fault == "another layer":
-            patch.setattr(ModelStage, "__init__", without_one)
-        else:
-            patch.setattr(staged_passes, "sum_tied", lambda *_: None)
-
-    given = case("own"), PARSE("pp=2"), {"example": EXAMPLES["own"]}
-    trained, _ = cluster_of(2).run(contract.with_fault, plant, contract.train_on_this_rank, *given)
-    with pytest.raises(AssertionError, match=r"not close|not equal"):
-        contract.compare(trained, contract.train_in_one_process(case("own")))
+    contract.check_catches(cluster_of, FAULTS[fault], case("own"), "pp=2", example=EXAMPLES["own"])
 
 
 # What an engine does with it.

@@ -26,11 +26,11 @@ from minidist.scale.dryrun import dryrun
 from minidist.scale.memory import estimate
 from minidist.scale.step_time import predict_step
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.pipeline.test_execution import check, run, train_here
 from tests.parallel.test_layouts import CASE
 from tests.parallel.test_layouts import case as gpt_of
 
-Clusters = Callable[[int], md.Cluster]
 PLAIN, GREEDY = "plain V", "greedy V"
 SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 5, 8)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.sequence_share.sequence_share import SequenceShare, apply
 from minidist.parallel.training.recompute import recompute
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=2, width=8)
 LENGTHS = (13, 16, 3, 1)  # fewer than a position a rank, too
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}

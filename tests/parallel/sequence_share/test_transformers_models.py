@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,12 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.sequence_share.sequence_share import SequenceShare
 from tests.helpers import contract, models
 from tests.helpers.models import Logits
+from tests.helpers.on_ranks import Clusters
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
@@ -57,17 +56,12 @@ DEEP = [
 )
 def test_they_train_as_in_one_process(cluster_of: Clusters, name: str, layout: str) -> None:
     options = {"example": torch.zeros(1, 3, dtype=torch.int64)} if "pp" in layout else {}
-    contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), **options)
+    contract.check(cluster_of, case(name), layout, **options)
 
 
 def test_positions_that_count_from_0_on_every_rank_are_seen(cluster_of: Clusters) -> None:
-    def from_0(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
-
-    given = contract.train_on_this_rank, case("Llama"), PARSE("cp=2")
-    found = cluster_of(2).run(contract.with_fault, from_0, *given)[0]
-    with pytest.raises(AssertionError, match="not close"):
-        contract.compare(found, contract.train_in_one_process(case("Llama")))
+    from_0 = contract.patched(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
+    contract.check_catches(cluster_of, from_0, case("Llama"), "cp=2")
 
 
 def batch(**others: Any) -> tuple[dict[str, Tensor], Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,8 +10,8 @@ import minidist as md
 from minidist.model.loss import cross_entropy
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 PLAN = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
 SECOND = {"encoder.layers.1.linear1": "column", "encoder.layers.1.linear2": "row"}
 

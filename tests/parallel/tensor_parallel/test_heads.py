@@ -13,8 +13,7 @@ from torch.nn import functional
 import minidist as md
 from tests.helpers import contract
 from tests.helpers.models import FusedAttention
-
-Clusters = Callable[[int], md.Cluster]
+from tests.helpers.on_ranks import Clusters
 
 
 class SplitAttention(nn.Module):
@@ -81,7 +80,7 @@ def test_models_that_count_heads_train_to_the_weights_of_one_process(
     cluster_of: Clusters, attention: Callable[[int, int], nn.Module], layout: str
 ) -> None:
     case = contract.Case(partial(Blocks, attention), patches, batches=(4, 3, 5))
-    contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout))
+    contract.check(cluster_of, case, layout)
 
 
 def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> None:

@@ -23,8 +23,8 @@ from minidist.parallel.tensor_parallel.operators import (
     scatter_sequence,
     split_to_ranks,
 )
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 B, T, D = 2, 6, 5
 """Rows, tokens (which 1, 2 and 3 ranks divide) and features (which they do not)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ import minidist as md
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 
 
@@ -64,7 +63,7 @@ CASE = contract.Case(Packed, rows, batches=(4, 3, 5), clip_norm=0.3)
     "layout", ["tp=2", "tp=3", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=2", "dp=2,tp=2,zero=3"]
 )
 def test_packed_matrices_train_to_the_weights_of_one_process(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(PARSE(layout).ranks), CASE, PARSE(layout), plan=PLAN)
+    contract.check(cluster_of, CASE, layout, plan=PLAN)
 
 
 def test_a_rank_has_its_heads_of_each_matrix(cluster_of: Clusters) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,9 @@ from minidist.parallel.tensor_parallel.vocabulary import (
 )
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers import contract, models
+from tests.helpers.contract import Fault, instead_of, patched
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12
 """An odd vocabulary; a length that 2, 3 and 4 ranks divide, as sequence parallelism needs it."""
 gpt = partial(models.gpt, context=TOKENS, heads=4)
@@ -182,34 +182,28 @@ def test_a_share_of_the_sequence_changes_nothing(cluster_of: Clusters, name: str
     contract.compare(assemble(trained), contract.train_in_one_process(CASES[name]))
 
 
-def without_the_norms(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sequence_parts, "copy_all_to_ranks", lambda tensors, group: tensors)
+@instead_of(operators, "_pair")
+def without_the_positions(pair: Any, x: Tensor, forward: Any, backward: Any) -> Any:
+    if backward.__qualname__.startswith("split_to_ranks"):
+        return pair(x, forward, lambda grad: torch.cat([grad] * md.size(), dim=-2))
+    return pair(x, forward, backward)
 
 
-def without_the_positions(patch: pytest.MonkeyPatch) -> None:
-    pair = operators._pair
-
-    def wrong(x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        if backward.__qualname__.startswith("split_to_ranks"):
-            return pair(x, forward, lambda grad: torch.cat([grad] * md.size(), dim=-2))
-        return pair(x, forward, backward)
-
-    patch.setattr(operators, "_pair", wrong)
+@instead_of(vocabulary, "_localise")
+def with_the_neighbours_tokens(localise: Any, targets: Tensor, own: range) -> Any:
+    return localise(targets, range(own.start + 1, own.stop + 1))
 
 
-def with_the_neighbours_tokens(patch: pytest.MonkeyPatch) -> None:
-    localise = vocabulary._localise
-    patch.setattr(vocabulary, "_localise", lambda t, own: localise(t, range(own.start + 1, own.stop + 1)))
+FAULTS = {
+    "no norms": patched(sequence_parts, "copy_all_to_ranks", lambda tensors, group: tensors),
+    "no positions": without_the_positions,
+    "the neighbour's tokens": with_the_neighbours_tokens,
+    "not the first weights": patched(comm, "broadcast", lambda x, **_: x),
+}
 
 
-def without_the_first_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(comm, "broadcast", lambda x, **_: x)
-
-
-@pytest.mark.parametrize(
-    "fault", [without_the_norms, without_the_positions, with_the_neighbours_tokens, without_the_first_weights]
-)
-def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[..., None]) -> None:
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Fault) -> None:
     wrong = partial(train, CASES["gpt"], None, sequence_parallel=True)
     trained = cluster_of(2).run(contract.with_fault, fault, wrong)
     with pytest.raises(AssertionError):

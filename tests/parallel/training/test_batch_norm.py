@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 import minidist as md
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -45,8 +44,7 @@ CASE = contract.Case(convolutions, images)
     ["dp=1", "dp=2", "dp=3", "dp=2,zero=1", "dp=3,zero=2", "dp=2,zero=3", "dp=2,recompute=true"],
 )
 def test_synchronized_statistics_are_those_of_one_process(cluster_of: Clusters, layout: str) -> None:
-    parsed = md.Layout.parse(layout)
-    contract.check(cluster_of(parsed.ranks), CASE, parsed, batch_norm="synchronized")
+    contract.check(cluster_of, CASE, layout, batch_norm="synchronized")
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,9 @@ from minidist.plain import gpt, low_precision
 from minidist.scale.memory.estimates import estimate
 from minidist.scale.step_time import predict_step
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.helpers.plain_rungs import ADAMW, EXACT, draw_batches, module_of, small
 
-Clusters = Callable[[int], md.Cluster]
 CASTS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 ROWS = dict(zip(low_precision.ROWS, FP8_RECIPES, strict=True))  # the rung's names of the recipes
 
@@ -168,7 +167,7 @@ def test_a_layout_trains_like_one_process(precision: str, layout: str, cluster_o
 def test_a_part_that_is_scaled_by_itself_is_seen(layer: type, cluster_of: Clusters) -> None:
     case, layout = CASES[WIDE], md.Layout(tp=2, precision="fp8")
     [expected] = cluster_of(1).run(TRAIN, case, md.Layout(precision="fp8"))
-    fault = partial(pytest.MonkeyPatch.setattr, target=layer, name="cut_operands", value="")
+    fault = contract.patched(layer, "cut_operands", "")
     for found in cluster_of(2).run(contract.with_fault, fault, TRAIN, case, layout):
         with pytest.raises(AssertionError):
             contract.compare(found, expected)
@@ -231,7 +230,7 @@ def test_a_history_that_is_lost_is_seen(
     name: str, fault: Any, saved: tuple[Path, list[float]], cluster_of: Clusters
 ) -> None:
     layout = md.Layout(dp=2, precision=DELAYED)
-    plant = partial(pytest.MonkeyPatch.setattr, target=fp8.Fp8, name=name, value=fault)
+    plant = contract.patched(fp8.Fp8, name, fault)
     for losses in cluster_of(2).run(contract.with_fault, plant, two_steps, saved[0], layout):
         with pytest.raises(AssertionError):
             torch.testing.assert_close(losses, saved[1], **EXACT)

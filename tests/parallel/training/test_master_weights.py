@@ -19,8 +19,7 @@ from minidist.parallel.sharding.loops import zero
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training import master_weights
 from minidist.parallel.training.precision import Precision
-
-Clusters = Callable[[int], md.Cluster]
+from tests.helpers.on_ranks import Clusters
 
 
 def half(seed: int = 0) -> nn.Module:

@@ -20,8 +20,8 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute, recompute_by, recomputed_in, recomputes
 from tests.helpers import contract
 from tests.helpers.models import gpt, tokens
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 PARTS = {
     "whole layers": None,
     "attention": ["layers.*.attention"],
@@ -60,7 +60,7 @@ def test_gradients_are_the_same_with_dropout(parts: str) -> None:
 )
 def test_every_policy_meets_the_contract(cluster_of: Clusters, form: str, policy: str) -> None:
     layout = replace(md.Layout.parse(form), recompute=policy)
-    contract.check(cluster_of(layout.ranks), contract.Case(gpt, tokens), layout)
+    contract.check(cluster_of, contract.Case(gpt, tokens), layout)
 
 
 CHOSEN = {

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist import comm
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES
 
-Clusters = Callable[[int], md.Cluster]
 FORMS: list[dict[str, Any]] = [
     {},
     {"overlap": False},
@@ -375,19 +375,14 @@ def test_any_parameters_used_on_any_ranks(
     cluster_of(ranks).run(train)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
-        ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
-        ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
-        ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
-        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
-    ],
+test_wrong_arguments = refuses(
+    lambda **given: md.DataParallel(**{"module": nn.Linear(1, 1), **given}),
+    ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
+    ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
+    ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
+    ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
+    ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.DataParallel(**{"module": nn.Linear(1, 1), **arguments})
 
 
 @on_ranks(2, overlap=[True, False])

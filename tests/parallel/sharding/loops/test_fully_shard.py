@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units import collective_order, cut_into_units
 from minidist.parallel.sharding.units import units as shard_units
 from tests.helpers import contract
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import Clusters, on_ranks
 from tests.parallel.sharding.cases import (
     CASES,
     SGD,
@@ -37,9 +36,6 @@ from tests.parallel.sharding.cases import (
     untied,
     vectors,
 )
-
-Clusters = Callable[[int], md.Cluster]
-
 
 # A loop of one's own.
 
@@ -333,9 +329,7 @@ def test_other_models_on_meta_say_how_they_begin() -> None:
 
 
 def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
-    contract.check(
-        cluster_of(2), CASES["gpt"], md.Layout(dp=2, zero=3), fully_shard={"offload": str(tmp_path)}
-    )
+    contract.check(cluster_of, CASES["gpt"], "dp=2,zero=3", fully_shard={"offload": str(tmp_path)})
 
 
 def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.whole import dealing
 from minidist.parallel.training.precision import Precision
-from tests.helpers.contract import ADAMW, TOLERANCE
+from tests.helpers.contract import ADAMW, TOLERANCE, patched
+from tests.helpers.on_ranks import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 RANKS, F64, CLIP = 4, 8, 0.3
 ROWS_OF_RANKS = (3, 1, 2, 4)  # of a batch; with two micro-batches, one rank has a single row
 
@@ -245,8 +245,7 @@ def no_checks(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "require_same", lambda *_: None)
 
 
-def everyone_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParameterSet, "counts_here", True)
+everyone_counts = patched(ParameterSet, "counts_here", True)
 
 
 def the_other_pair() -> Group:

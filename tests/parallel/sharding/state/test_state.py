@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,11 @@ from minidist.parallel.sharding.optimizer import optimizer_slices
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES, OPTIM, SMALL, to_update
 from tests.parallel.sharding.optimizer.test_parameter_groups import CASES as GROUPS
 from tests.parallel.sharding.optimizer.test_parameter_groups import GROUPED
 
-Clusters = Callable[[int], md.Cluster]
 Where = tuple[int, int]  # a row of the table, and ranks
 
 

@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
+from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import SGD, check_loop, seeded, vectors
-
-Clusters = Callable[[int], md.Cluster]
 
 
 class Repeating(nn.Module):
@@ -195,7 +194,7 @@ def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
     case, ranks, options = TABLE[name]
     for prefetch in (True, False):
         layout = md.Layout(dp=ranks, zero=3, **options)
-        contract.check(cluster_of(ranks), case, layout, fully_shard={"prefetch": prefetch})
+        contract.check(cluster_of, case, layout, fully_shard={"prefetch": prefetch})
 
 
 def said(cluster: md.Cluster, build: Callable[[], nn.Module]) -> list[str]:

@@ -1,0 +1,25 @@
+"""Tests of what a function refuses: a row for each mistake, with the error and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def refuses(
+    call: Callable[..., object], *rows: tuple[Any, ...], error: type[Exception] = ValueError
+) -> Callable[..., None]:
+    """A test, each of whose cases is (what is given, error, pattern of its text).
+
+    Given are keywords in a dict, or one argument. error: of rows that name none.
+    """
+
+    @pytest.mark.parametrize("row", rows, ids=lambda row: row[-1])
+    def test(row: tuple[Any, ...]) -> None:
+        given, *own, text = row
+        with pytest.raises(own[0] if own else error, match=text):
+            call(**given) if isinstance(given, dict) else call(given)
+
+    return test
