@@ -230,9 +230,9 @@ def test_a_difference_costs_what_the_docstring_says(cluster_of: Clusters) -> Non
 
 
 test_wrong_arguments_are_told = refuses(
-    lambda given: md.assert_in_sync(*given()),
-    (lambda: [torch.ones(2)], "model is a Tensor; give a torch module"),
-    (lambda: [model(), None, False, torch.optim.SGD], "optimizer is a type; give a torch opt"),
+    lambda call: call(),
+    (lambda: md.assert_in_sync(torch.ones(2)), "model is a Tensor; give a torch module"),
+    (lambda: md.assert_in_sync(model(), optimizer=torch.optim.SGD), "optimizer is a type; give a torch opt"),
     error=TypeError,
 )
 

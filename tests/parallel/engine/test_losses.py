@@ -119,9 +119,6 @@ def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
     cluster_of(2).run(refused)
 
 
-# A loss that compares rows with each other.
-
-
 # What is refused in the first step, on all ranks.
 
 

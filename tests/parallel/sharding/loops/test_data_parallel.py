@@ -65,15 +65,6 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-def same(model: nn.Module, reference: nn.Module) -> None:
-    """Fail where a parameter differs by more than the rounding of the float32 layer."""
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, parameter in ours.items():
-        assert parameter.requires_grad == theirs[name].requires_grad
-        torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
-
-
 def same_gradients(model: nn.Module, reference: nn.Module) -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)

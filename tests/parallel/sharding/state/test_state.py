@@ -39,24 +39,6 @@ class Narrow(nn.Module):
         return self.inner(x.float()).double()
 
 
-def box_of(box: Any) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True))
-
-
-def put_together(
-    boxes: list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]], once: bool
-) -> dict[str, Tensor]:
-    """The whole state. once: each element of a tensor lies on one rank alone."""
-    whole: dict[str, Tensor] = {}
-    count: dict[str, Tensor] = {}
-    for name, shape, box, tensor in boxes:
-        whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[box] = tensor
-        count.setdefault(name, torch.zeros(shape))[box] += 1
-    assert all((each > 0).all() for each in count.values()), "something lies on no rank"
-    assert not once or all((each == 1).all() for each in count.values() if each.dim())
-    return whole
-
-
 WAYS: list[tuple[Where, Where]] = [((1, 3), (2, 2)), ((1, 3), (0, 1)), ((0, 1), (2, 3))]
 UNITS: list[tuple[Where, Where]] = [((3, 3), (3, 2)), ((3, 2), (0, 2)), ((0, 2), (3, 3))]
 MASTERS: list[tuple[Where, Where]] = [((1, 3), (2, 2)), ((2, 2), (1, 3)), ((2, 2), (0, 2))]
@@ -72,7 +54,11 @@ MASTERS: list[tuple[Where, Where]] = [((1, 3), (2, 2)), ((2, 2), (1, 3)), ((2, 2
     ids=str,
 )
 def test_any_layout_goes_on_from_the_chunks_of_another(
-    cluster_of: Clusters, name: str, master: torch.dtype | None, ways: list[tuple[Where, Where]]
+    cluster_of: Clusters,
+    tmp_path: Path,
+    name: str,
+    master: torch.dtype | None,
+    ways: list[Any],
 ) -> None:
     case = replace(CASES[name], batches=(12, 13, 7, 12, 5))
     if master is not None:
@@ -89,39 +75,27 @@ def test_any_layout_goes_on_from_the_chunks_of_another(
         part = partition_model(model, layout, Mesh(dp=md.size()))
         return Engine(part, sharded, layout, case.loss, Precision("fp32"))
 
-    def save(zero: int) -> Any:
+    def save(zero: int) -> contract.Trained:
         engine = make(zero, md.rank())
         with pytest.MonkeyPatch.context() as patch:
             if name == "unused":
                 patch.setattr(optimizer_slices, "SLICE_BYTES", 5 * 8)
             contract.steps(engine, batches[:3])
-            boxes = [(c.name, c.shape, box_of(c), c.tensor.clone()) for c in engine.strategy.state_boxes()]
-            settings = engine.strategy.settings()
-            return boxes, settings, contract.steps(engine, batches[3:])
+            md.save(engine, tmp_path / f"from {zero}")
+            return contract.steps(engine, batches[3:])
 
-    def load(zero: int, whole: dict[str, Tensor], settings: Any) -> contract.Trained:
+    def load(before: int, zero: int) -> contract.Trained:
         engine = make(zero, 9)
-        state: dict[str, dict[str, Any]] = {}
-        for full, value in whole.items():
-            if full.startswith("optimizer."):
-                parameter, _, key = full.removeprefix("optimizer.").rpartition(".")
-                state.setdefault(parameter, {})[key] = (tuple(value.shape), value.dtype)
-        engine.strategy.load_settings(settings, state)
-        with torch.no_grad():
-            for box in engine.strategy.state_boxes():
-                box.tensor.copy_(whole[box.name][box_of(box)])
-        engine.strategy.loaded()
+        md.load(engine, tmp_path / f"from {before}")
         return contract.steps(engine, batches[3:])
 
     expected = contract.train_in_one_process(case)
     for (zero, ranks), (zero_after, ranks_after) in ways:
-        saved = cluster_of(ranks).run(save, zero)
-        whole = put_together([box for boxes, _, _ in saved for box in boxes], once=zero == 3)
-        wanted = saved[0][2]
+        wanted = cluster_of(ranks).run(save, zero)[0]
         if master is None:
+            contract.compare(wanted, contract.Trained(expected.losses[3:], expected.state))
             wanted = contract.Trained(expected.losses[3:], expected.state)
-            contract.compare(saved[0][2], wanted)
-        for trained in cluster_of(ranks_after).run(load, zero_after, whole, saved[0][1]):
+        for trained in cluster_of(ranks_after).run(load, zero, zero_after):
             if master is None:
                 contract.compare(trained, wanted)
             else:  # another sum of gradients in float32
