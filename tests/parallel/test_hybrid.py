@@ -31,7 +31,7 @@ PARSE = md.Layout.parse
 
 def partly_frozen(seed: int) -> nn.Module:
     """A tied GPT with a frozen matrix and a frozen vector."""
-    model = gpt(seed, 2)
+    model = gpt(seed, layers=2)
     for name in ("layers.1.mlp.up.weight", "layers.2.attention_norm.weight"):
         model.get_parameter(name).requires_grad_(False)
     return model
@@ -166,7 +166,7 @@ class Counted:
 
 
 def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
-    engine = md.prepare(gpt(md.rank(), 2), contract.ADAMW, layout, fully_shard=options)
+    engine = md.prepare(gpt(md.rank(), layers=2), contract.ADAMW, layout, fully_shard=options)
     inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), 4, 8)
     for _ in range(2):
         engine.step(inputs, targets)
@@ -244,7 +244,7 @@ def test_a_rank_holds_as_much_as_one_of_so_few_ranks(
 ) -> None:
     found = counted(cluster_of, md.Layout(dp, zero=zero, shard=shard))
     plain = counted(cluster_of, md.Layout(shard, zero=zero))
-    elements = sum(parameter.numel() for parameter in gpt(0, 2).parameters())
+    elements = sum(parameter.numel() for parameter in gpt(0, layers=2).parameters())
     for rank, each in enumerate(found):
         for part in ("parameters", "gradients", "optimizer"):
             assert getattr(each.memory, part) == getattr(plain[rank % shard].memory, part), part
@@ -319,7 +319,7 @@ test_a_shard_that_fits_no_layout_is_refused = refuses(
 def test_secondary_shares_that_fit_no_layout_are_refused(secondary: object) -> None:
     layout = md.Layout(8, zero=3, shard=4)
     with pytest.raises(ValueError, match="and 4 ranks share the parameters; give"):
-        md.prepare(gpt(0, 2), SGD, layout, fully_shard={"secondary": secondary})
+        md.prepare(gpt(0, layers=2), SGD, layout, fully_shard={"secondary": secondary})
 
 
 # What ranks do differently, and what users do between steps.

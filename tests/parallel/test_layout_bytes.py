@@ -22,7 +22,7 @@ Sent = tuple[dict[str, int], int, int]
 
 def count(layout: md.Layout) -> Sent:
     """Bytes by axis in the third step; elements and number of this rank's parameters."""
-    engine = md.prepare(gpt(md.rank(), BLOCKS), SGD, layout, clip_norm=0.5)
+    engine = md.prepare(gpt(md.rank(), layers=BLOCKS), SGD, layout, clip_norm=0.5)
     inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), ROWS, LENGTH)
     for _ in range(2):
         engine.step(inputs, targets)
@@ -91,7 +91,7 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
 
     # Tensor parallelism: over the stages together that of the whole model.
     if layout.tp > 1:
-        shape = gpt(0, BLOCKS).config
+        shape = gpt(0, layers=BLOCKS).config
         rows, passes = ROWS // layout.micro_batches, layout.micro_batches
         one = bytes_per_pass(shape, rows, LENGTH // layout.cp, layout.tp, layout.sequence_parallel, F64)
         for first in range(per_stage):
@@ -100,7 +100,7 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
 
 def order(layout: md.Layout) -> list[str]:
     """The axes along which a step sends, in order: with a message for each gradient."""
-    engine = md.prepare(gpt(md.rank(), BLOCKS), SGD, layout, data_parallel={"bucket_mb": 0})
+    engine = md.prepare(gpt(md.rank(), layers=BLOCKS), SGD, layout, data_parallel={"bucket_mb": 0})
     inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), ROWS, LENGTH)
     for _ in range(2):
         engine.step(inputs, targets)

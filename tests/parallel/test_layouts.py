@@ -36,7 +36,7 @@ from minidist.parallel.engine import (
 )
 from minidist.parallel.sharding import sharded
 from minidist.parallel.tensor_parallel import linear_layers
-from tests.helpers import contract
+from tests.helpers import contract, models
 from tests.helpers.contract import nothing, patched
 from tests.helpers.models import tokens
 from tests.helpers.on_ranks import Clusters
@@ -45,9 +45,7 @@ SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 """Unlike Adam's, its steps grow with the gradients: a sum that counts twice shows."""
 
 
-def gpt(seed: int, layers: int) -> GPT:
-    shape = config("byte-tiny", vocabulary=11, context=16, layers=layers, heads=8, width=16)
-    return GPT(shape, seed=seed, dtype=torch.float64)
+gpt = partial(models.gpt, context=16, heads=8, width=16)
 
 
 @cache

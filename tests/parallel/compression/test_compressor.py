@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import MLP
 from minidist.parallel.compression import by_name
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
-from tests.helpers import contract
+from tests.helpers import contract, models
 from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
 from tests.helpers.step_bytes import bytes_of_a_step
@@ -23,15 +22,8 @@ from tests.helpers.step_bytes import bytes_of_a_step
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 20, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 12, (count,), generator=generator)
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((20, 16, 12), seed=seed, dtype=torch.float64)
-
-
+vectors = partial(models.vectors, width=20, classes=12)
+mlp = partial(models.mlp, sizes=(20, 16, 12))
 CASE = contract.Case(mlp, vectors, SGD)
 
 

@@ -88,8 +88,7 @@ class Parts(nn.Module):
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.relu(self.first(self.frozen(x)))) * self.scale
-        return out
+        return self.second(torch.relu(self.first(self.frozen(x)))) * self.scale
 
 
 def trained(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> md.Engine:

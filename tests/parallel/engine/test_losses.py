@@ -14,6 +14,7 @@ from torch.nn import functional
 import minidist as md
 from minidist.model import GPT, config
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
+from tests.helpers.models import Chain
 from tests.helpers.on_ranks import Clusters
 
 PARSE = md.Layout.parse
@@ -40,18 +41,6 @@ class Tagger(nn.Module):
         if labels is None:
             return {"scores": scores}
         return {"scores": scores, "loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
-
-
-class Chain(nn.Module):
-    """The same layers, for a pipeline."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layers = Tagger(seed).layers
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        scores: Tensor = self.layers(tokens)
-        return scores
 
 
 def batch(rows: int, step: int) -> dict[str, Tensor]:
@@ -195,7 +184,9 @@ def test_a_pipeline_cannot_call_the_model() -> None:
 
 def test_a_pipelines_metric_cannot_call_it_either(cluster_of: Clusters) -> None:
     def refused() -> None:
-        engine = md.prepare(Chain(md.rank()), SGD, PARSE("pp=2"), lambda scores, _: scores.mean())
+        engine = md.prepare(
+            Chain(*Tagger(md.rank()).layers), SGD, PARSE("pp=2"), lambda scores, _: scores.mean()
+        )
         with pytest.raises(ValueError, match=r"the metric takes the model, and the layout has pp=2"):
             engine.evaluate(batch(2, 0)["tokens"], batch(2, 0), of_model)
 
@@ -230,7 +221,7 @@ def detached(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["dp=1", "pp=2,micro_batches=2"])
 def test_a_detached_loss_is_refused(cluster_of: Clusters, layout: str) -> None:
     def refused() -> None:
-        engine = md.prepare(Chain(0), SGD, PARSE(layout), loss=detached)
+        engine = md.prepare(Chain(*Tagger().layers), SGD, PARSE(layout), loss=detached)
         engine.step(torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 7, dtype=torch.int64))
 
     with pytest.raises(

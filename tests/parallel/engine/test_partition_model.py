@@ -20,6 +20,7 @@ from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
 from tests.helpers import contract
+from tests.helpers.models import Chain
 from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES
 from tests.parallel.test_layouts import CASE, gpt
@@ -30,12 +31,8 @@ PARSE = md.Layout.parse
 def chain(seed: int) -> nn.Module:
     """Layers with statistics that training changes, of any number of features."""
     torch.manual_seed(seed)
-    model = nn.Module()
-    model.layers = nn.ModuleList(
-        [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Sequential(nn.ReLU(), nn.Linear(5, 7)), nn.Linear(7, 3)]
-    )
-    model.forward = lambda x: nn.Sequential(*model.layers)(x)  # type: ignore[method-assign]
-    return model.double()
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(5, 7))
+    return Chain(nn.Linear(6, 5), nn.BatchNorm1d(5), inner, nn.Linear(7, 3)).double()
 
 
 def named(seed: int) -> nn.Module:
@@ -119,16 +116,22 @@ def beside() -> nn.Module:
     return model
 
 
+two_blocks = partial(gpt, 0, layers=2)
 WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
     "layers": (partial(chain, 0), "pp=5", {}, "pp is 5 with chunks=1, 5 parts, and the model has 4 layers"),
     "no chain": (lambda: nn.Linear(2, 2), "pp=2", {}, "pp is 2, and a Linear has no `layers`"),
     "beside": (beside, "pp=2", {}, "pp is 2, and the model's scale is in none of its `layers`"),
     "no attention": (partial(chain, 0), "cp=2", {}, "cp is for models with modules that have an attribute"),
-    "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Module; give one"),
-    "stages": (partial(gpt, 0, 2), "pp=2,zero=3", {}, "zero=3 with pp=2 in the layout would send parameters"),
-    "plan": (partial(gpt, 0, 2), "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
+    "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Chain; give one"),
+    "stages": (
+        two_blocks,
+        "pp=2,zero=3",
+        {},
+        "zero=3 with pp=2 in the layout would send parameters",
+    ),
+    "plan": (two_blocks, "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
     "matrices": (
-        partial(gpt, 0, 2),
+        two_blocks,
         "tp=2",
         {"optimizer": partial(torch.optim.Adafactor, lr=0.1)},
         "optimizer is Adafactor, which needs whole parameters, and the layout has tp=2",

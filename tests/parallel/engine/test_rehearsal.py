@@ -22,6 +22,7 @@ from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.comparable_steps import RandomOff
 from tests.helpers.clocks import HANG
+from tests.helpers.models import Chain
 from tests.helpers.on_ranks import Clusters
 
 PARSE = md.Layout.parse
@@ -68,7 +69,7 @@ class Global(torch.optim.SGD):
 class Codebook(nn.Module):
     """Writes a buffer from the rows that it sees."""
 
-    def __init__(self, trained: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.map = nn.Linear(8, 8).double()
@@ -90,8 +91,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(8, 8).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
-        return y
+        return self.lstm(x)[0]
 
 
 def valid_mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -210,28 +210,22 @@ def test_some_steps_are_rehearsed_and_others_are_not(cluster_of: Clusters) -> No
 # What was wrong without a word, and is right now.
 
 
-class Shared(nn.Module):
-    """A block that two stages share, with a parameter that nobody uses."""
+class Block(nn.Module):
+    """With a parameter that nobody uses."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.never = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.tanh(self.a(x))
-
-        block = Block()
-        self.layers = nn.ModuleList([block, nn.Linear(8, 8), block]).double()
+        self.a, self.never = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return torch.tanh(self.a(x))
+
+
+def shared() -> nn.Module:
+    """A block that two stages share."""
+    torch.manual_seed(0)
+    block = Block()
+    return Chain(block, nn.Linear(8, 8), block).double()
 
 
 def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> None:
@@ -240,7 +234,7 @@ def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> 
     def refused() -> list[str]:
         told = []
         for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2"):
-            model: nn.Module = Shared(0) if "pp" in layout else net()
+            model: nn.Module = shared() if "pp" in layout else net()
             with pytest.raises(ValueError, match="holds model and loss") as caught:
                 md.prepare(model, lambda ps: SGD([*ps, scale]), PARSE(layout), functional.mse_loss)
             told.append(str(caught.value))
@@ -269,8 +263,7 @@ class Noisy(nn.Module):
         self.times += 1
         self.history.append(self.times)
         x = functional.dropout(self.first(x), 0.3, self.training)
-        y: Tensor = self.second(x + 0.1 * torch.randn_like(x))
-        return y
+        return self.second(x + 0.1 * torch.randn_like(x))
 
 
 class Halves(nn.Module):
@@ -281,8 +274,7 @@ class Halves(nn.Module):
         self.inner = net()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(functional.dropout(x.div_(2), 0.3, self.training))
-        return y
+        return self.inner(functional.dropout(x.div_(2), 0.3, self.training))
 
 
 def penalized(model: nn.Module) -> Any:
@@ -306,9 +298,9 @@ UNCHANGED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "clipped": ("dp=2,zero=2", net, {"clip_norm": 0.1}),
     "random numbers": ("dp=2,zero=3", Noisy, {}),
     "random numbers, shares of the state": ("dp=2,zero=1", Noisy, {}),
-    "recomputed": ("dp=2,recompute=true", partial(Shared, 0), {}),
+    "recomputed": ("dp=2,recompute=true", shared, {}),
     "cut": ("tp=2", net, {"plan": {"0": "column", "2": "row"}}),
-    "stages": ("pp=2", partial(Shared, 0), {"clip_norm": 0.1}),
+    "stages": ("pp=2", shared, {"clip_norm": 0.1}),
     "own statistics": ("dp=2", normed, {}),
     "synchronized statistics": ("dp=2", normed, {"batch_norm": "synchronized"}),
     "a penalty": ("dp=2", net, {"loss": penalized}),
@@ -347,21 +339,9 @@ def test_a_rehearsed_training_is_the_same_to_the_bit(
     assert "was not compared" not in capfd.readouterr().err
 
 
-class Masked(nn.Module):
-    """Layers with a buffer that a state_dict has, and one that it has not."""
-
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Scaled(persistent), nn.Tanh(), Scaled(persistent)]).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Scaled(nn.Linear):
+    """A layer with a buffer that a state_dict has, and one that it may not have."""
+
     def __init__(self, persistent: bool) -> None:
         super().__init__(8, 8)
         self.register_buffer("scale", torch.empty(8))
@@ -384,7 +364,8 @@ def test_a_model_made_on_the_meta_device_is_rehearsed(
 ) -> None:
     def losses(loss: Any, rehearse: bool) -> list[float]:
         with torch.device("meta"):
-            model = Masked("pp" in layout)  # rank 0 has no other buffers of other stages
+            persistent = "pp" in layout  # rank 0 has no other buffers of other stages
+            model = Chain(Scaled(persistent), nn.Tanh(), Scaled(persistent)).double()
         options = {"example": torch.zeros(2, 8, **DOUBLE)} if "pp" in layout else {}
         return train(md.prepare(model, SGD, PARSE(layout), loss, rehearse=rehearse, **options), batches(3))
 
@@ -457,8 +438,7 @@ class Uncopied(nn.Module):
         self.map, self.rows = nn.Linear(8, 8).double(), (each for each in "abc")
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.map(x)
-        return y
+        return self.map(x)
 
 
 class Draws(Uncopied):
@@ -569,7 +549,7 @@ def counts_in_a_first_argument(state: dict[str, int], outputs: Tensor, targets: 
 class Counting(nn.Module):
     """Keeps a list of what it has seen, and a global."""
 
-    def __init__(self, trained: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner, self.seen, self.results = net(), [], []
         self.parts = [*self.inner]  # a list of its own modules
@@ -581,8 +561,7 @@ class Counting(nn.Module):
         for part in self.parts:
             x = part(x)
         self.results.append(x)
-        y: Tensor = x * (1 + len(self.seen) % 3) * (1 + CALLS % 2)
-        return y
+        return x * (1 + len(self.seen) % 3) * (1 + CALLS % 2)
 
 
 @pytest.mark.parametrize("which", ["global", "iterator", "argument", "first argument", "model"])
@@ -676,8 +655,7 @@ def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clu
             if self.calls % 3 == 0:
                 with torch.no_grad():
                     self.weight.clamp_(-0.1, 0.1)
-            y: Tensor = self.inner(x) @ self.weight
-            return y
+            return self.inner(x) @ self.weight
 
     def run() -> list[float]:
         engine = md.prepare(Clamped(), SGD, md.Layout(dp=2, zero=3), functional.mse_loss)

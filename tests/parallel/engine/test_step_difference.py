@@ -40,8 +40,7 @@ class Between(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, 8) -> (B, T, 4)
-        y: Tensor = self.last(x + self.scale * self.second(self.act(self.first(x))))
-        return y
+        return self.last(x + self.scale * self.second(self.act(self.first(x))))
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ def first_loss(model: Callable[[], nn.Module], layout: str, **options: Any) -> f
     made = model()
     engine = md.prepare(made, SGD, md.Layout.parse(layout), **{"plan": PLAN, "rehearse": True, **options})
     inputs, targets = (x[engine.data_rank :: engine.data_ranks] for x in batch(4))
-    loss: float = engine.step(inputs, targets)
-    return loss
+    return engine.step(inputs, targets)
 
 
 REFUSED = r"The plan makes another model: the output of second differs by \d.*column_packed=3"
@@ -107,8 +105,7 @@ class TwoParts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         weighted = (self.scale * hidden.square().mean(-1, keepdim=True)) * hidden.new_ones(8)
-        y: Tensor = self.last(x + self.second(hidden) + weighted)
-        return y
+        return self.last(x + self.second(hidden) + weighted)
 
 
 def test_gradients_are_compared_too(cluster_of: Clusters) -> None:

@@ -12,23 +12,16 @@ from torch import Tensor
 
 import minidist as md
 from minidist.comm.mesh import Mesh
-from minidist.model import GPT, GPTConfig
 from minidist.parallel.engine import prepare, training_step
 from minidist.parallel.experts.load_balance import balance_experts
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from tests.helpers import contract
+from tests.helpers import contract, models
 from tests.helpers.models import tokens
 from tests.helpers.on_ranks import Clusters
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
-TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=4, width=16, experts=4, balance_rate=0.01)
-
-
-def gpt(seed: int) -> GPT:
-    return GPT(TINY, seed=seed, dtype=torch.float64)
-
-
+gpt = partial(models.gpt, context=16, heads=4, width=16, experts=4, balance_rate=0.01)
 CASE = contract.Case(gpt, tokens, SGD, batches=(5, 4, 4), clip_norm=0.5)
 LAYOUTS = (
     "dp=2,ep=2",
@@ -132,24 +125,9 @@ def test_the_contract_catches_a_planted_fault(name: str, cluster_of: Clusters) -
     contract.check_catches(cluster_of, fault, CASE, f"dp=4,ep=2,{zero}", rehearse=False)
 
 
-def go_on(folder: Path, layout: md.Layout, first: int, last: int) -> contract.Trained:
-    """Take steps `first` to `last`, from the checkpoint of the step before, and save."""
-    engine = md.prepare(gpt(md.rank()), SGD, layout, clip_norm=0.5)
-    if first:
-        md.load(engine, folder, latest=True)
-    trained = contract.steps(engine, [*CASE.global_batches()][first:last])
-    md.save(engine, folder, step=last)
-    return trained
-
-
-def test_a_checkpoint_goes_on_with_other_ranks_for_the_experts(
-    expected: contract.Trained, cluster_of: Clusters, tmp_path: Path
-) -> None:
-    for number, text in enumerate(("dp=4,ep=2,zero=1", "dp=2,ep=2,zero=3", "dp=4,ep=4")):
-        layout = md.Layout.parse(text)
-        found = cluster_of(layout.ranks).run(go_on, tmp_path, layout, number, number + 1)
-    for trained in found:
-        contract.compare(trained, contract.Trained(expected.losses[2:], expected.state))
+def test_a_checkpoint_goes_on_with_other_ranks_for_the_experts(cluster_of: Clusters, tmp_path: Path) -> None:
+    layouts = "dp=4,ep=2,zero=1", "dp=2,ep=2,zero=3", "dp=4,ep=4"
+    contract.check_continues(cluster_of, tmp_path, CASE, *layouts)
 
 
 def test_ranks_that_the_experts_do_not_divide_are_refused() -> None:

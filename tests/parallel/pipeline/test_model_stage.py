@@ -165,31 +165,10 @@ def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
 # What an engine does with it.
 
 
-def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [("dp=2,pp=2,zero=1", "pp=3"), ("pp=2", "dp=2")])
+def test_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: Path, layouts: tuple[str, str]) -> None:
     longer = replace(case("own"), batches=(9, 8, 7))
-    options = {"example": EXAMPLES["own"]}
-    ((inputs, targets), *_) = longer.global_batches()
-    alone = float(longer.loss(longer.model(0)(inputs), targets).detach())
-    expected = contract.train_in_one_process(longer)
-
-    def first(layout: str) -> float:
-        engine = md.prepare(longer.model(md.rank()), SGD, PARSE(layout), clip_norm=0.5, **options)
-        loss = engine.evaluate(*contract.own_rows(engine, (inputs, targets)))
-        contract.steps(engine, longer.global_batches()[:2])
-        md.save(engine, tmp_path / "saved").wait()
-        return loss
-
-    def second(layout: str) -> contract.Trained:
-        engine = md.prepare(longer.model(3), SGD, PARSE(layout), clip_norm=0.5, **options)
-        md.load(engine, tmp_path / "saved")
-        trained = contract.steps(engine, longer.global_batches()[2:])
-        return contract.Trained(expected.losses[:2] + trained.losses, trained.state)
-
-    for before, after in (("dp=2,pp=2,zero=1", "pp=3"), ("pp=2", "dp=2")):
-        for loss in cluster_of(PARSE(before).ranks).run(first, before):
-            assert loss == pytest.approx(alone, rel=1e-12)
-        for trained in cluster_of(PARSE(after).ranks).run(second, after):
-            contract.compare(trained, expected)
+    contract.check_continues(cluster_of, tmp_path, longer, *layouts, example=EXAMPLES["own"])
 
 
 def test_a_model_on_the_meta_device(cluster_of: Clusters) -> None:

@@ -134,8 +134,7 @@ def test_checkpoints_metrics_and_predictions_of_a_v(cluster_of: Clusters, tmp_pa
     def load() -> float:
         engine = md.prepare(CASE.model(7), CASE.optimizer, md.Layout(pp=2))
         md.load(engine, tmp_path / "saved")
-        loss: float = engine.evaluate(inputs, targets)
-        return loss
+        return engine.evaluate(inputs, targets)
 
     outputs = CASE.model(0)(inputs).detach()
     expected = float(cross_entropy(outputs, targets))

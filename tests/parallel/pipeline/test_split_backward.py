@@ -25,8 +25,7 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(self.twice(x).tanh())
-        out: Tensor = self.twice(x + x @ (self.scaled / self.scaled.norm()))
-        return out
+        return self.twice(x + x @ (self.scaled / self.scaled.norm()))
 
 
 class Squares(torch.autograd.Function):
@@ -49,8 +48,7 @@ class Own(nn.Module):
         self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Squares.apply(self.linear(x), self.weight)
-        return out
+        return Squares.apply(self.linear(x), self.weight)
 
 
 def block() -> nn.Module:
@@ -65,8 +63,7 @@ class Recomputed(nn.Module):
         recompute(self.inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
 
 class Hooked(nn.Module):

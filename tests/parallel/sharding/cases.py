@@ -15,7 +15,7 @@ from minidist.kernels import CPU_LADDER
 from minidist.model import GPT, MLP, config
 from minidist.model.matmul import Linear
 from tests.helpers import contract
-from tests.helpers.models import gpt, mlp, tokens, vectors
+from tests.helpers.models import gpt, mlp, seeded, tokens, vectors
 
 OPTIM = torch.optim
 
@@ -216,16 +216,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "one's own": Normed,
     "groups": in_groups,
 }
-
-
-def seeded(build: Callable[[], nn.Module], dtype: torch.dtype | None = torch.float64) -> Callable[[int], Any]:
-    """From a seed to what `build` makes with it, in `dtype`, or as it is for None."""
-
-    def make(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return build().to(dtype) if dtype else build()
-
-    return make
 
 
 CASES = {

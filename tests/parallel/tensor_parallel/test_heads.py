@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import minidist as md
 from tests.helpers import contract
-from tests.helpers.models import FusedAttention
+from tests.helpers.models import FusedAttention, vectors
 from tests.helpers.on_ranks import Clusters
 
 
@@ -29,8 +29,7 @@ class SplitAttention(nn.Module):
         parts = self.c_attn(x).split(self.n_embd, dim=2)
         q, k, v = (y.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for y in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y: Tensor = self.c_proj(mixed.transpose(1, 2).contiguous().view(rows, length, width))
-        return y
+        return self.c_proj(mixed.transpose(1, 2).contiguous().view(rows, length, width))
 
 
 class Block(nn.Module):
@@ -43,8 +42,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
-        y: Tensor = x + self.mlp(x)
-        return y
+        return x + self.mlp(x)
 
 
 class Blocks(nn.Module):
@@ -58,13 +56,10 @@ class Blocks(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, 12) -> (B, 4)
-        y: Tensor = self.head(self.blocks(x).mean(1))
-        return y
+        return self.head(self.blocks(x).mean(1))
 
 
-def patches(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 5, 12, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 4, (count,), generator=generator)
+patches = partial(vectors, width=12, length=5, classes=4)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +86,7 @@ def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> Non
             rows, length, width = x.shape
             qkv = self.qkv(x).reshape(rows, length, self.num_heads, 3, self.head_dim)
             mixed = functional.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
-            y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-            return y
+            return self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
 
     def train() -> float:
         engine = md.prepare(Blocks(Other, 0), torch.optim.AdamW, md.Layout(tp=2), rehearse=True)

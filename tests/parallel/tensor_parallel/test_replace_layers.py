@@ -51,8 +51,7 @@ class Grouped(nn.Module):
             part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Own(nn.Module):
@@ -70,8 +69,7 @@ class Own(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         x = x + self.attention(self.norm(x))
-        out: Tensor = self.fc3(x + self.fc2(functional.gelu(self.fc1(x))))
-        return out
+        return self.fc3(x + self.fc2(functional.gelu(self.fc1(x))))
 
 
 class Flat(nn.Module):
@@ -89,8 +87,7 @@ class Flat(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, 6), one token each
         heads = (part(x).unflatten(-1, (-1, self.head_size))[:, :, None] for part in (self.q, self.k, self.v))
         x = x + self.o(functional.scaled_dot_product_attention(*heads).flatten(1))
-        out: Tensor = self.last(x + self.down(functional.silu(self.gate(x)) * self.up(x)))
-        return out
+        return self.last(x + self.down(functional.silu(self.gate(x)) * self.up(x)))
 
 
 FLAT_PLAN = {"q|k|v": "column", "o": "row", "gate|up": "column", "down": "row"}

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_whole
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
@@ -22,19 +21,13 @@ from minidist.parallel.sharding.units.gathered_model import named_shards
 from minidist.parallel.training import muon
 from minidist.scale.step_time.gradient_exchange import PRODUCTS
 from minidist.scale.step_time.prediction import predict_step
-from tests.helpers import contract
+from tests.helpers import contract, models
 from tests.helpers.models import Logits, tokens
 from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES, own_loop
 
 MUON = partial(md.Muon, lr=0.05, weight_decay=0.1)
-SHAPE = GPTConfig(vocabulary=11, context=8, layers=2, heads=4, width=8, tied=False)
-
-
-def gpt(seed: int, **changes: Any) -> GPT:
-    return GPT(GPTConfig(**{**vars(SHAPE), **changes}), seed=seed, dtype=torch.float64)
-
-
+gpt = partial(models.gpt, heads=4, tied=False)
 CASE = contract.Case(gpt, tokens, MUON, batches=(6, 7, 8), clip_norm=0.5)
 EXPERTS = contract.Case(partial(gpt, experts=4), tokens, MUON, batches=(6, 7), clip_norm=0.5)
 
@@ -74,16 +67,6 @@ def test_each_expert_is_a_matrix_by_itself(cluster_of: Clusters, text: str) -> N
     contract.check(cluster_of, EXPERTS, text)
 
 
-def go_on(folder: Path, layout: md.Layout, first: int) -> contract.Trained:
-    """Take step `first` from the checkpoint of the step before, and save."""
-    engine = md.prepare(gpt(md.rank()), MUON, layout, clip_norm=0.5)
-    if first:
-        md.load(engine, folder, latest=True)
-    trained = contract.steps(engine, CASE.global_batches()[first : first + 1])
-    md.save(engine, folder, step=first + 1)
-    return trained
-
-
 @pytest.mark.parametrize(
     "texts",
     [
@@ -94,12 +77,7 @@ def go_on(folder: Path, layout: md.Layout, first: int) -> contract.Trained:
 def test_a_checkpoint_goes_on_in_other_layouts(
     cluster_of: Clusters, tmp_path: Path, texts: tuple[str, ...]
 ) -> None:
-    expected = contract.train_in_one_process(CASE)
-    for number, text in enumerate(texts):
-        layout = md.Layout.parse(text)
-        found = cluster_of(layout.ranks).run(go_on, tmp_path, layout, number)
-    for trained in found:
-        contract.compare(trained, contract.Trained(expected.losses[2:], expected.state))
+    contract.check_continues(cluster_of, tmp_path, CASE, *texts)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -147,8 +147,7 @@ class Mixed(nn.Module):
         self.register_buffer("order", torch.tensor([2, 1, 0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = (self.last(torch.relu(self.norm(self.first(x)))) * self.scale)[..., self.order]
-        return out
+        return (self.last(torch.relu(self.norm(self.first(x)))) * self.scale)[..., self.order]
 
 
 @pytest.mark.parametrize("precision", HALF)

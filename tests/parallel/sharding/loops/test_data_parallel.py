@@ -44,8 +44,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
-        out: Tensor = self.single(x.float()).double()
-        return out
+        return self.single(x.float()).double()
 
 
 def batches(count: int, rows: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
@@ -287,8 +286,7 @@ class Recomputing(nn.Module):
         x = x.requires_grad_()
         for layer in (self.a, self.b):
             x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:

@@ -52,8 +52,7 @@ class Headed(nn.Module):
 
     def forward(self, tokens: Tensor, hidden_only: bool = False) -> Tensor:
         hidden = torch.tanh(self.body(self.embed(tokens)))
-        out: Tensor = hidden if hidden_only else self.head(hidden)
-        return out
+        return hidden if hidden_only else self.head(hidden)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -111,8 +110,7 @@ def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> No
                 self.part[0].weight, self.part[0].bias = (Quantized(p) for p in self.part.parameters())
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.last(self.part[0](x))
-            return out
+            return self.last(self.part[0](x))
 
     model, message = Around(), r"part\.0\.weight has no values now.* that is never called"
     if of_a_library:

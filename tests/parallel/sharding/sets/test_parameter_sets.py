@@ -5,29 +5,26 @@ That the sets train to the weights of one process, and what breaks that, is test
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.sharded import Sharded
 from tests.helpers.contract import ADAMW, own_rows
 from tests.helpers.on_ranks import Clusters
-from tests.parallel.experts.test_expert_layouts import CASE, TINY
+from tests.parallel.experts.test_expert_layouts import CASE, gpt
 
 RANKS, F64 = 4, 8
 
 
 def step_of(zero: int) -> tuple[int, int, md.Memory, list[int], list[int]]:
     """Bytes that a step sends, and by the formula; memory; elements and numbers of both sets' parameters."""
-    model = GPT(replace(TINY, balance_rate=0.0), dtype=torch.float64)
+    model = gpt(0, balance_rate=0.0)
     engine = md.prepare(model, ADAMW, md.Layout(dp=RANKS, ep=2, zero=zero))
     parts: tuple[list[int], list[int]] = [], []
     for name, parameter in model.named_parameters():

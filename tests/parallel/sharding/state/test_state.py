@@ -172,24 +172,7 @@ def test_groups_move_between_stages(
     cluster_of: Clusters, tmp_path: Path, name: str, before: int, after: int
 ) -> None:
     case = replace(GROUPS[name], batches=(12, 13, 7, 12))
-    batches = case.global_batches()
-    path = str(tmp_path / "saved")
-
-    def train(zero: int, ranks: int, first: bool) -> tuple[contract.Trained, list[float]]:
-        layout = md.Layout(dp=ranks, zero=zero)
-        engine = md.prepare(case.model(md.rank() + 5 * (not first)), case.optimizer, layout)
-        if not first:
-            md.load(engine, path)
-        trained = contract.steps(engine, batches[:3] if first else batches[3:])
-        if first:
-            md.save(engine, path)
-        return trained, [g["lr"] for g in engine.optimizer.param_groups]
-
-    expected = contract.train_in_one_process(case)
-    rates = cluster_of(2).run(train, before, 2, True)[0][1]
-    for trained, now in cluster_of(3).run(train, after, 3, False):
-        contract.compare(trained, contract.Trained(expected.losses[3:], expected.state))
-        assert now == rates
+    contract.check_continues(cluster_of, tmp_path, case, f"dp=2,zero={before}", f"dp=3,zero={after}")
 
 
 def test_other_groups_than_the_saved_are_refused(tmp_path: Path) -> None:

@@ -257,8 +257,7 @@ def test_a_model_may_return_parameters_and_views_of_them(cluster_of: Clusters) -
     x, _ = vectors(torch.Generator(), 6)
 
     def total(model: Any) -> Tensor:
-        found: Tensor = sum(each.square().mean() for each in model(x).values())
-        return found
+        return sum(each.square().mean() for each in model(x).values())
 
     def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
         loss = total(model)
