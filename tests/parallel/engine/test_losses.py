@@ -15,7 +15,7 @@ import minidist as md
 from minidist.model import GPT, config
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 from tests.helpers.models import Chain
-from tests.helpers.on_ranks import Clusters
+from tests.helpers.on_ranks import Clusters, on_ranks
 
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -97,15 +97,13 @@ def test_ignored_labels_do_not_count(cluster_of: Clusters, form: str, layout: st
         compare(found, in_one_process())
 
 
-def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
-    def refused() -> None:
-        model = GPT(config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8))
-        model.register_forward_hook(lambda module, _, scores: {"loss": scores.mean()})
-        engine = md.prepare(model, SGD, md.Layout(cp=2))
-        with pytest.raises(ValueError, match="the model computes its loss itself, and cp=2 gives each rank"):
-            engine.step({"tokens": batch(2, 0)["tokens"]})
-
-    cluster_of(2).run(refused)
+@on_ranks(2)
+def test_a_models_own_loss_cannot_share_tokens() -> None:
+    model = GPT(config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8))
+    model.register_forward_hook(lambda module, _, scores: {"loss": scores.mean()})
+    engine = md.prepare(model, SGD, md.Layout(cp=2))
+    with pytest.raises(ValueError, match="the model computes its loss itself, and cp=2 gives each rank"):
+        engine.step({"tokens": batch(2, 0)["tokens"]})
 
 
 # What is refused in the first step, on all ranks.
@@ -182,15 +180,11 @@ def test_a_pipeline_cannot_call_the_model() -> None:
         md.prepare(Tagger().layers, SGD, md.Layout(pp=2), of_model)
 
 
-def test_a_pipelines_metric_cannot_call_it_either(cluster_of: Clusters) -> None:
-    def refused() -> None:
-        engine = md.prepare(
-            Chain(*Tagger(md.rank()).layers), SGD, PARSE("pp=2"), lambda scores, _: scores.mean()
-        )
-        with pytest.raises(ValueError, match=r"the metric takes the model, and the layout has pp=2"):
-            engine.evaluate(batch(2, 0)["tokens"], batch(2, 0), of_model)
-
-    cluster_of(2).run(refused)
+@on_ranks(2)
+def test_a_pipelines_metric_cannot_call_it_either() -> None:
+    engine = md.prepare(Chain(*Tagger(md.rank()).layers), SGD, PARSE("pp=2"), lambda scores, _: scores.mean())
+    with pytest.raises(ValueError, match=r"the metric takes the model, and the layout has pp=2"):
+        engine.evaluate(batch(2, 0)["tokens"], batch(2, 0), of_model)
 
 
 def test_a_model_without_a_loss() -> None:

@@ -16,9 +16,9 @@ from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
 from tests.helpers import contract
+from tests.helpers.activations import Live
 from tests.helpers.models import Chain
 from tests.helpers.on_ranks import Clusters
-from tests.parallel.sharding.loops.test_fully_shard import Live
 from tests.parallel.test_layouts import CASE, SGD
 
 PARSE = md.Layout.parse
@@ -172,10 +172,10 @@ def test_a_function_or_a_sentence_says_how_modules_begin(cluster_of: Clusters) -
             return str(error), engine.full_state_dict()["layers.1.weight"].tolist(), as_before
         return "", engine.full_state_dict()["layers.1.weight"].tolist(), True
 
-    for message, filled, as_before in cluster_of(2).run(make, "pp=2"):
-        assert "layers.1, a Bare, has no reset_parameters; give initialize=" in message
-        assert filled == [4, 4, 4]
-        assert as_before
     for layout in ("pp=2", "dp=2,zero=3"):
+        for message, filled, as_before in cluster_of(2).run(make, layout):
+            assert "layers.1, a Bare, has no reset_parameters; give initialize=" in message
+            assert filled == [4, 4, 4]
+            assert as_before
         for found in cluster_of(2).run(partial(make, layout, initialize=fours)):
             assert found == ("", [4, 4, 4], True)

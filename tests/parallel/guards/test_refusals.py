@@ -12,27 +12,24 @@ import torch
 from torch import nn
 
 import minidist as md
-from tests.helpers.on_ranks import Clusters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_tables_that_renormalise_their_rows(cluster_of: Clusters, kind: type[nn.Module]) -> None:
-    def check() -> None:
-        model = nn.Sequential(nn.Linear(1, 1), kind(5, 3, max_norm=0.5))
-        makers: list[Callable[[], Any]] = [
-            partial(md.prepare, model, SGD, md.Layout(dp=md.size(), zero=zero)) for zero in range(4)
-        ]
-        makers += [partial(md.DataParallel, model), partial(md.FullyShard, model, SGD)]
-        for make in makers:
-            with pytest.raises(ValueError, match=rf"1 is an {kind.__name__} with max_norm=0\.5, .*; leave"):
-                make()
-        whole = nn.Sequential(kind(5, 3))
-        md.prepare(whole, SGD, md.Layout(dp=md.size()))
-
-    cluster_of(2).run(check)
+@on_ranks(2, kind=[nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_renormalise_their_rows(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), kind(5, 3, max_norm=0.5))
+    makers: list[Callable[[], Any]] = [
+        partial(md.prepare, model, SGD, md.Layout(dp=md.size(), zero=zero)) for zero in range(4)
+    ]
+    makers += [partial(md.DataParallel, model), partial(md.FullyShard, model, SGD)]
+    for make in makers:
+        with pytest.raises(ValueError, match=rf"1 is an {kind.__name__} with max_norm=0\.5, .*; leave"):
+            make()
+    whole = nn.Sequential(kind(5, 3))
+    md.prepare(whole, SGD, md.Layout(dp=md.size()))
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -14,7 +14,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.sequence_share.sequence_share import SequenceShare
 from tests.helpers import contract, models
 from tests.helpers.models import Logits
-from tests.helpers.on_ranks import Clusters
+from tests.helpers.on_ranks import Clusters, on_ranks
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 
@@ -77,7 +77,8 @@ def prepared(model: Any) -> Any:
     return md.prepare(model.double(), SGD, PARSE("cp=2"), loss=loss_of)
 
 
-def look() -> None:
+@on_ranks(2)
+def test_batches_of_loaders_beside_a_model_with_the_same_config() -> None:
     """Batches as loaders give them, in a process where another model has the same config."""
     ids = batch()[0]["input_ids"]
     config = models.hugging_face("Llama", 0).config
@@ -94,10 +95,6 @@ def look() -> None:
     loss = float(loss_of(expected, targets).detach())
     assert engine.evaluate(given, targets) == pytest.approx(loss, rel=1e-10)
     assert engine.step(given, targets) == pytest.approx(loss, rel=1e-10)
-
-
-def test_batches_of_loaders_beside_a_model_with_the_same_config(cluster_of: Clusters) -> None:
-    cluster_of(2).run(look)
 
 
 def refuse() -> None:

@@ -25,7 +25,7 @@ from minidist.parallel.tensor_parallel.vocabulary import (
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers import contract, models
 from tests.helpers.contract import Fault, instead_of, patched
-from tests.helpers.on_ranks import Clusters
+from tests.helpers.on_ranks import Clusters, on_ranks
 
 VOCABULARY, TOKENS = 11, 12
 """An odd vocabulary; a length that 2, 3 and 4 ranks divide, as sequence parallelism needs it."""
@@ -309,23 +309,21 @@ def test_a_computed_weight_is_cut(cluster_of: Clusters) -> None:
         torch.testing.assert_close(by_new, two)
 
 
-def test_targets_and_tokens_are_checked(cluster_of: Clusters) -> None:
-    def check() -> None:
-        logits, targets = torch.randn(4, 3 - md.rank()), torch.zeros(4, dtype=torch.int64)
-        vocab_parallel_cross_entropy(logits[:, : 2 + md.rank()][:, :2], targets, vocabulary=4)
-        with pytest.raises(ValueError, match="a vocabulary of 6, of which this rank has 3"):
-            vocab_parallel_cross_entropy(logits[:, :2], targets, vocabulary=6)
-        with pytest.raises(ValueError, match="the mean loss of an empty batch is undefined"):
-            vocab_parallel_cross_entropy(logits[:0, :2], targets[:0], vocabulary=4)
-        with pytest.raises(TypeError, match=r"targets are torch.float32; give class numbers"):
-            vocab_parallel_cross_entropy(logits[:, :2], targets.float(), vocabulary=4)
-        for wrong in (-1, 4):
-            with pytest.raises(IndexError, match="the vocabulary has 4; give 0 to 3"):
-                vocab_parallel_cross_entropy(logits[:, :2], targets + wrong, vocabulary=4)
-        with pytest.raises(IndexError, match="the vocabulary has 5; give 0 to 4"):
-            md.VocabParallelEmbedding(5, 2)(torch.tensor([5]))
-
-    cluster_of(2).run(check)
+@on_ranks(2)
+def test_targets_and_tokens_are_checked() -> None:
+    logits, targets = torch.randn(4, 3 - md.rank()), torch.zeros(4, dtype=torch.int64)
+    vocab_parallel_cross_entropy(logits[:, : 2 + md.rank()][:, :2], targets, vocabulary=4)
+    with pytest.raises(ValueError, match="a vocabulary of 6, of which this rank has 3"):
+        vocab_parallel_cross_entropy(logits[:, :2], targets, vocabulary=6)
+    with pytest.raises(ValueError, match="the mean loss of an empty batch is undefined"):
+        vocab_parallel_cross_entropy(logits[:0, :2], targets[:0], vocabulary=4)
+    with pytest.raises(TypeError, match=r"targets are torch.float32; give class numbers"):
+        vocab_parallel_cross_entropy(logits[:, :2], targets.float(), vocabulary=4)
+    for wrong in (-1, 4):
+        with pytest.raises(IndexError, match="the vocabulary has 4; give 0 to 3"):
+            vocab_parallel_cross_entropy(logits[:, :2], targets + wrong, vocabulary=4)
+    with pytest.raises(IndexError, match="the vocabulary has 5; give 0 to 4"):
+        md.VocabParallelEmbedding(5, 2)(torch.tensor([5]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import comm
@@ -25,6 +23,7 @@ from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units import collective_order, cut_into_units
 from minidist.parallel.sharding.units import units as shard_units
 from tests.helpers import contract
+from tests.helpers.activations import Live
 from tests.helpers.on_ranks import Clusters, on_ranks
 from tests.parallel.sharding.cases import (
     CASES,
@@ -193,30 +192,6 @@ def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
 # Bytes and memory.
 
 
-class Live(TorchDispatchMode):
-    """The bytes of tensors alive after each operation, of those that operations made; at most, and now."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self.now = 0, 0
-        self._seen: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            # What the ranks exchange lies in shared memory, which cannot be resized.
-            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage().resizable():
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self._seen.setdefault(reference.cdata, reference)
-        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key in self._seen]
-        self._seen = {
-            k: v for (k, v), each in zip(self._seen.items(), alive, strict=True) if each is not None
-        }
-        self.now = sum(each.nbytes() for each in alive if each is not None)
-        self.most = max(self.most, self.now)
-        return result
-
-
 WIDE = config("byte-tiny", vocabulary=16, context=8, layers=12, heads=2, width=32, tied=False)
 
 
@@ -302,25 +277,6 @@ def test_a_tied_head_with_a_bias_begins_once(head_first: bool, by_itself: bool) 
         wanted.initialize_part(part)
     assert sorted(model.begun) == ["layers.0", "layers.1", "layers.2"][: 3 - head_first]
     same(state, wanted.state_dict())
-
-
-def test_other_models_on_meta_say_how_they_begin() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-    with torch.device("meta"):
-        model, linear = nn.Sequential(Bare()), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="0, a Bare, has no reset_parameters; give initialize="):
-        md.FullyShard(model, torch.optim.SGD)
-    state = md.FullyShard(linear, torch.optim.SGD).state_dict()
-    assert state["1.running_var"].tolist() == [1, 1]
-    assert state["0.weight"].abs().max() < 1
-    with torch.device("meta"):
-        model = nn.Sequential(Bare())
-    filled = md.FullyShard(model, torch.optim.SGD, initialize=lambda part: part.weight.fill_(4)).state_dict()  # type: ignore[operator, union-attr]
-    assert filled["0.weight"].tolist() == [4, 4, 4]
 
 
 # Offload.
