@@ -62,6 +62,17 @@ class Chain(nn.Module):
         return x
 
 
+class Calls(nn.Module):
+    """Calls a function with what is inside and the model's arguments."""
+
+    def __init__(self, inner: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(self.inner, *given)
+
+
 def seeded(build: Callable[[], nn.Module], dtype: torch.dtype | None = torch.float64) -> Callable[[int], Any]:
     """From a seed to what `build` makes with it, in `dtype`, or as it is for None."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
+from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.flat.buckets import Done, GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
@@ -113,40 +114,6 @@ def test_secondary_shares_change_no_weight(cluster_of: Clusters, text: str, rank
     contract.check(cluster_of, CASE, text, fully_shard={"secondary": ranks})
 
 
-def train_in_bf16(layout: md.Layout, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of a GPT with float32 masters."""
-    model = partly_frozen(md.rank()).float()
-    engine = md.prepare(model, SGD, layout, clip_norm=0.5, fully_shard=options)
-    losses = []
-    for inputs, targets in CASE.global_batches():
-        own = slice(engine.data_rank, None, engine.data_ranks)
-        losses.append(engine.step(inputs[own], targets[own]))
-    return losses, engine.full_state_dict()
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("dp=4,zero=1,shard=2,micro_batches=2", None),
-        ("dp=4,zero=3,shard=2", None),
-        ("dp=4,zero=3,micro_batches=2", {"secondary": 2}),
-        pytest.param("dp=4,zero=2,shard=2,micro_batches=2", None, marks=[pytest.mark.deep]),
-    ],
-)
-def test_half_precision_has_float32_masters(
-    cluster_of: Clusters, text: str, options: dict[str, Any] | None
-) -> None:
-    layout = replace(PARSE(text), precision="bf16")
-    wanted, _ = train_in_bf16(md.Layout(precision="bf16"), None)
-    found = cluster_of(layout.ranks).run(train_in_bf16, layout, options)
-    first = found[0][1]
-    for losses, state in found:
-        # bfloat16 rounds weights and activations to 3 digits.
-        torch.testing.assert_close(losses, wanted, rtol=0.03, atol=0.03)
-        for name, value in state.items():
-            assert torch.equal(value, first[name]), name  # all copies to the last bit
-
-
 # Bytes and memory.
 
 
@@ -187,10 +154,6 @@ def counted(cluster_of: Clusters, layout: md.Layout, secondary: int = 0) -> list
     return cluster_of(layout.ranks).run(count, layout, {"secondary": secondary} if secondary else None)
 
 
-def all_reduce(size: int, ranks: int) -> int:
-    return 2 * (ranks - 1) * size // ranks
-
-
 def neighbours(rank: int, ranks: int) -> tuple[int, ...]:
     first = rank // ranks * ranks
     return tuple(range(first, first + ranks))
@@ -208,9 +171,9 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, zero: int, dp:
         copies = tuple(range(rank % shard, dp, shard))
         assert found.sent == {
             neighbours(rank, shard): (shard - 1) * (found.padded + gathered) // shard,
-            copies: sum(all_reduce(bucket // shard, len(copies)) for bucket in found.buckets),
+            copies: sum(all_reduce_bytes(bucket // shard, len(copies)) for bucket in found.buckets),
             # On how many ranks each parameter was used, and totals.
-            tuple(range(dp)): all_reduce(8 * (found.parameters + (2 if zero == 3 else 3)), dp),
+            tuple(range(dp)): all_reduce_bytes(8 * (found.parameters + (2 if zero == 3 else 3)), dp),
         }
         assert found.formula == sum(found.sent.values())
 
@@ -232,7 +195,7 @@ def test_secondary_shares_leave_one_gather_over_all_owners(
         again = (2 * micro_batches - 1) * found.padded - micro_batches * found.buckets[0]
         assert found.sent[neighbours(rank, ranks)] == (ranks - 1) * again // ranks
         rest = (owners - 1) * found.padded * (1 + micro_batches) // owners
-        tail = all_reduce(8 * (found.parameters + 2), dp)
+        tail = all_reduce_bytes(8 * (found.parameters + 2), dp)
         assert found.sent[neighbours(rank, owners)] == rest + (tail if owners == dp else 0)
         assert found.formula == sum(found.sent.values())
 

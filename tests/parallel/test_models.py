@@ -8,7 +8,7 @@ run every day.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -23,6 +23,7 @@ from minidist.parallel.engine import step_executor
 from tests.helpers.contract import TOLERANCE, Trained, compare, own_rows, plain_steps
 from tests.helpers.models import FusedAttention, hugging_face, images
 from tests.helpers.on_ranks import Clusters
+from tests.parallel.engine import test_compiled
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "functorch.compile", "torch._inductor.pattern_matcher"]
 
@@ -302,11 +303,7 @@ def check(found: list[Any], name: str, layout: str) -> None:
         torch.testing.assert_close(each[1], outputs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[md.Cluster]:
-    """Two ranks with time to compile."""
-    with md.Cluster(2, timeout=200.0) as cluster:
-        yield cluster
+compiling = test_compiled.ranks
 
 
 def cases(layouts: list[str]) -> list[Any]:

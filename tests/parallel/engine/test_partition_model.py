@@ -57,7 +57,9 @@ def test_checkpoints_of_a_stage_without_parameters(
     )
 
 
-def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[int], dict[str, Tensor]]:
+def train_in_halves(
+    layout: md.Layout, **options: Any
+) -> tuple[list[float], list[float], list[int], dict[str, Tensor]]:
     """Four steps; in the second an infinite gradient comes up on the last rank alone."""
     model = GPT(config("byte-tiny", vocabulary=11, context=13, layers=2, heads=8, width=16), seed=md.rank())
     engine = md.prepare(
@@ -66,6 +68,7 @@ def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[i
         layout,
         loss_scale=LossScale(2.0**10) if layout.precision == "fp16" else None,
         clip_norm=1.0,
+        **options,
     )
     batch, _ = CASE.global_batches()
     losses, scales, skipped = [], [], []
@@ -81,13 +84,22 @@ def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[i
     return losses, scales, skipped, engine.full_state_dict()
 
 
+HALVES: list[tuple[str, dict[str, Any]]] = [
+    ("tp=2,pp=2,micro_batches=2", {}),
+    ("dp=2,pp=2,zero=1", {}),
+    ("tp=2,cp=2,zero=3", {}),
+    ("dp=4,zero=1,shard=2,micro_batches=2", {}),
+    ("dp=4,zero=3,shard=2", {}),
+    ("dp=4,zero=3,micro_batches=2", {"fully_shard": {"secondary": 2}}),
+]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_on_all_axes(cluster_of: Clusters, precision: str) -> None:
     alone, *_ = cluster_of(1).run(train_in_halves, md.Layout(precision=precision))
-    texts = ("tp=2,pp=2,micro_batches=2", "dp=2,pp=2,zero=1", "tp=2,cp=2,zero=3")
-    for text in texts if precision == "bf16" else texts[:2]:
+    for text, options in HALVES if precision == "bf16" else HALVES[:2]:
         layout = replace(PARSE(text), precision=precision)
-        found = cluster_of(4).run(train_in_halves, layout)
+        found = cluster_of(4).run(train_in_halves, layout, **options)
         for losses, scales, skipped, weights in found:
             # A bfloat16 has 8 bits, and 4 steps of 0.01 lead through as many roundings.
             torch.testing.assert_close(losses, alone[0], rtol=0.02, atol=0.0)

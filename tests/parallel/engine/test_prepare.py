@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ import minidist as md
 from minidist.parallel.training.precision import LossScale
 from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
-
-
-def meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Sequential(nn.Linear(5, 3))
+from tests.parallel.guards.test_refusals import BATCH, SGD, meta, net
 
 
 class NoOptimizer:
@@ -108,14 +103,6 @@ test_wrong_arguments = refuses(
 )
 
 
-SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-
-BATCH = torch.ones(4, 5), torch.tensor([0, 1, 2, 0])
 BF16 = {"precision": "bf16", "recompute": True}
 
 

@@ -22,7 +22,7 @@ from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.comparable_steps import RandomOff
 from tests.helpers.clocks import HANG
-from tests.helpers.models import Chain
+from tests.helpers.models import Calls, Chain
 from tests.helpers.on_ranks import Clusters
 
 PARSE = md.Layout.parse
@@ -82,16 +82,13 @@ class Codebook(nn.Module):
         return y
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Takes (time, rows, features), as nn.LSTM does unless it is told otherwise."""
+    torch.manual_seed(0)
+    return Calls(nn.LSTM(8, 8).double(), lambda lstm, x: lstm(x)[0])
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm = nn.LSTM(8, 8).double()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
+SYNCHRONIZED = {"model": normed, "batch_norm": "synchronized"}
 
 
 def valid_mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -104,47 +101,28 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum()
 
 
-FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
-    # model, optimizer, layout, loss, options of `prepare`, and what is told
-    "a global optimizer": (
-        net,
-        partial(Global, lr=0.1),
-        "dp=2,zero=1",
-        None,
-        {},
-        "looks at several parameters",
-    ),
-    "a buffer of rows": (
-        Codebook,
-        SGD,
-        "dp=2",
-        None,
-        {},
-        "mean is written in the model's forward pass",
-    ),
-    "time first": (Recurrent, SGD, "micro_batches=2", None, {}, "first dimension of a batch's tensors"),
-    "a sum": (net, SGD, "dp=2", summed, {}, "is no mean over rows"),
-    "a sum after a BatchNorm": (normed, SGD, "dp=2", summed, {}, "is no mean over rows"),
-    "a sum after a synchronized one": (
-        normed,
-        SGD,
-        "dp=2",
-        summed,
-        {"batch_norm": "synchronized"},
-        "is no mean over rows",
-    ),
-    "an unknown weight": (net, SGD, "dp=2,zero=3", valid_mean, {}, r"or \(mean, weight\)"),
+GLOBAL = partial(Global, lr=0.1)
+MSE: dict[str, Any] = {"model": net, "optimizer": SGD, "loss": functional.mse_loss}
+FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    # layout, what is given otherwise than in MSE, and what is told
+    "a global optimizer": ("dp=2,zero=1", {"optimizer": GLOBAL}, "looks at several parameters"),
+    "a buffer of rows": ("dp=2", {"model": Codebook}, "mean is written in the model's forward pass"),
+    "time first": ("micro_batches=2", {"model": recurrent}, "first dimension of a batch's tensors"),
+    "a sum": ("dp=2", {"loss": summed}, "is no mean over rows"),
+    "a sum after a BatchNorm": ("dp=2", {"model": normed, "loss": summed}, "is no mean over rows"),
+    "a sum after a synchronized one": ("dp=2", {**SYNCHRONIZED, "loss": summed}, "is no mean over rows"),
+    "an unknown weight": ("dp=2,zero=3", {"loss": valid_mean}, r"or \(mean, weight\)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
-    model, optimizer, layout, loss, options, told = FAULTS[fault]
+    layout, changes, told = FAULTS[fault]
+    given = {**MSE, **changes}
 
     def first_step(rehearse: bool) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        engine = md.prepare(
-            model(), optimizer, PARSE(layout), loss or functional.mse_loss, rehearse=rehearse, **options
-        )
+        own = {**given, "model": given["model"]()}
+        engine = md.prepare(layout=PARSE(layout), rehearse=rehearse, **own)
         before = engine.full_state_dict()
         try:
             return train(engine, batches(1))[0], before, engine.full_state_dict()
@@ -266,15 +244,9 @@ class Noisy(nn.Module):
         return self.second(x + 0.1 * torch.randn_like(x))
 
 
-class Halves(nn.Module):
+def halves() -> nn.Module:
     """Writes to its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(functional.dropout(x.div_(2), 0.3, self.training))
+    return Calls(net(), lambda inner, x: inner(functional.dropout(x.div_(2), 0.3, inner.training)))
 
 
 def penalized(model: nn.Module) -> Any:
@@ -304,7 +276,7 @@ UNCHANGED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "own statistics": ("dp=2", normed, {}),
     "synchronized statistics": ("dp=2", normed, {"batch_norm": "synchronized"}),
     "a penalty": ("dp=2", net, {"loss": penalized}),
-    "writes": ("dp=2", Halves, {}),
+    "writes": ("dp=2", halves, {}),
     "groups": ("dp=2", net, {"optimizer": a_group_each}),
     "groups of shares": ("dp=2,zero=1", net, {"optimizer": a_group_each}),
 }
@@ -593,19 +565,14 @@ def test_objects_that_differ_between_ranks_are_no_false_alarm(cluster_of: Cluste
         def __init__(self, edges: Tensor) -> None:
             self.edges = edges
 
-    class Passing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor, graph: Graph) -> Tensor:
-            y: Tensor = self.inner(x)
-            return y + y[graph.edges]
+    def passing(inner: nn.Module, x: Tensor, graph: Graph) -> Tensor:
+        y = inner(x)
+        return y + y[graph.edges]
 
     def run() -> float:
         generator = torch.Generator().manual_seed(md.rank())
         graph = Graph(torch.randperm(4, generator=generator))
-        engine = md.prepare(Passing(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
+        engine = md.prepare(Calls(net(), passing), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
         x, y = torch.randn(2, 4, 8, dtype=torch.float64, generator=generator)
         return engine.step((x, graph), y)
 
@@ -701,16 +668,11 @@ def test_rows_without_a_label_do_not_make_weights_nan(
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-class Texts(nn.Module):
+def texts() -> nn.Module:
     """Takes vectors and a caption for each, of which it reads the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor, captions: Any) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y * torch.tensor([[float(len(caption))] for caption in captions], **DOUBLE)
+    return Calls(
+        net(), lambda inner, x, captions: inner(x) * torch.tensor([[len(each)] for each in captions])
+    )
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -721,7 +683,7 @@ def test_a_list_with_an_item_for_each_row_is_cut_with_the_rows(
     shape = PARSE(layout)
 
     def losses(shape: md.Layout | None) -> list[float]:
-        engine = md.prepare(Texts(), SGD, shape, functional.mse_loss, rehearse=shape is not None)
+        engine = md.prepare(texts(), SGD, shape, functional.mse_loss, rehearse=shape is not None)
         own = slice(engine.data_rank, None, engine.data_ranks)
         captions = ["a", "bcd", "ef", "ghijk", "", "l", "mno", "p"]
         return [engine.step((x[own], kind(captions[own])), y[own]) for x, y in batches(3)]

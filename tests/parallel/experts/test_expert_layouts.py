@@ -39,16 +39,10 @@ LAYOUTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def expected() -> contract.Trained:
-    return contract.train_in_one_process(CASE)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shared_experts_train_to_the_weights_of_one_process(
-    layout: str, expected: contract.Trained, cluster_of: Clusters
-) -> None:
+def test_shared_experts_train_to_the_weights_of_one_process(layout: str, cluster_of: Clusters) -> None:
     contract.check(cluster_of, CASE, layout)
+    expected = contract.train_in_one_process(CASE)
     assert any(value.any() for name, value in expected.state.items() if name.endswith("router.bias"))
 
 
@@ -75,9 +69,9 @@ def with_unequal_loaders(layout: md.Layout) -> tuple[contract.Trained, Tensor]:
     ],
 )
 def test_experts_learn_from_rows_of_ranks_whose_loaders_have_not_ended(
-    layout: str, expected: contract.Trained, cluster_of: Clusters
+    layout: str, cluster_of: Clusters
 ) -> None:
-    chosen, alone = md.Layout.parse(layout), gpt(0)
+    chosen, alone, expected = md.Layout.parse(layout), gpt(0), contract.train_in_one_process(CASE)
     alone.load_state_dict(expected.state)
     for trained, predicted in cluster_of(chosen.ranks).run(with_unequal_loaders, chosen):
         contract.compare(trained, expected)

@@ -22,7 +22,7 @@ from minidist.parallel.training import fp8
 from minidist.plain import gpt, low_precision
 from minidist.scale.memory.estimates import estimate
 from minidist.scale.step_time import predict_step
-from tests.helpers import contract
+from tests.helpers import contract, models
 from tests.helpers.on_ranks import Clusters
 from tests.helpers.plain_rungs import ADAMW, EXACT, draw_batches, module_of, small
 
@@ -112,9 +112,7 @@ WIDE = GPTConfig(vocabulary=64, context=8, layers=2, heads=2, width=64)
 WIDER = GPTConfig(vocabulary=256, context=8, layers=1, heads=2, width=256)
 
 
-def tokens(generator: torch.Generator, count: int, length: int = 8) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 64, (count, length + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
+tokens = partial(models.tokens, vocabulary=64)
 
 
 def model_of(shape: GPTConfig, seed: int) -> GPT:

@@ -20,23 +20,13 @@ from minidist.parallel.sharding.optimizer import optimizer_slices
 from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
+from tests.helpers.models import Calls
 from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES, OPTIM, SMALL, to_update
 from tests.parallel.sharding.optimizer.test_parameter_groups import CASES as GROUPS
 from tests.parallel.sharding.optimizer.test_parameter_groups import GROUPED
 
 Where = tuple[int, int]  # a row of the table, and ranks
-
-
-class Narrow(nn.Module):
-    """A model of the contract in float32."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner.float()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x.float()).double()
 
 
 WAYS: list[tuple[Where, Where]] = [((1, 3), (2, 2)), ((1, 3), (0, 1)), ((0, 1), (2, 3))]
@@ -63,7 +53,8 @@ def test_any_layout_goes_on_from_the_chunks_of_another(
     case = replace(CASES[name], batches=(12, 13, 7, 12, 5))
     if master is not None:
         build = case.model
-        case = replace(case, model=lambda seed: Narrow(build(seed)))
+        narrow = lambda inner, x: inner(x.float()).double()  # noqa: E731
+        case = replace(case, model=lambda seed: Calls(build(seed).float(), narrow))
     batches = case.global_batches()
 
     def make(zero: int, seed: int) -> Any:

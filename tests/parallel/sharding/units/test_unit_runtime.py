@@ -15,7 +15,7 @@ import minidist as md
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
 from tests.helpers.on_ranks import Clusters
-from tests.parallel.sharding.cases import SGD, check_loop, seeded, vectors
+from tests.parallel.sharding.cases import SGD, check_loop, mixture, seeded, vectors
 
 
 class Repeating(nn.Module):
@@ -35,27 +35,6 @@ class Repeating(nn.Module):
             if self.between:
                 x = torch.tanh(self.layers[1](x))
         return self.head(torch.tanh(self.layers[1](x)))
-
-
-class Experts(nn.Module):
-    """Each row goes to one of four experts, which a gate chooses that is listed after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(4))
-        self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates, chosen = self.gate(x).softmax(-1).max(-1)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero()[:, 0]
-            if len(rows):  # a rank calls the experts of its own rows alone
-                x = x.index_add(0, rows, gates[rows, None] * torch.tanh(expert(x[rows])))
-        return x
-
-
-def mixture() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), Experts(), Experts(), nn.Linear(6, 3))
 
 
 class Attending(nn.Module):
