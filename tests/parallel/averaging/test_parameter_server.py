@@ -285,13 +285,10 @@ def test_a_worker_that_dies_does_not_stop_the_others(
 def test_bound_0_goes_on_with_the_rows_that_are_left(mortal: md.Cluster) -> None:
     results = mortal.run(die_in_the_middle, 2, 0, False, (4,))
     model, generator = mlp(0), torch.Generator().manual_seed(3)
-    optimizer = SGD(model.parameters())
-    for number in range(STEPS):
-        inputs, targets = vectors(generator, BATCH)
-        left = BATCH if number < 2 else 10  # the last of three workers has rows 10 to 14
-        optimizer.zero_grad()
-        md.cross_entropy(model(inputs[:left]), targets[:left]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    drawn = [vectors(generator, BATCH) for _ in range(STEPS)]
+    left = [BATCH] * 2 + [10] * (STEPS - 2)  # the last of three workers has rows 10 to 14
+    batches = [(x[:rows], y[:rows]) for (x, y), rows in zip(drawn, left, strict=True)]
+    contract.plain_steps(model, SGD(model.parameters()), batches, contract.of_outputs(md.cross_entropy))
     for result in results[:4]:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(result[1][name], value, rtol=1e-10, atol=1e-10)

@@ -20,6 +20,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers.activations import Live
 from tests.helpers.contract import instead_of, with_fault
 from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.refusals import refuses
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 """Float64 holds 16 digits, and the longest sums here have some tens of terms."""
@@ -289,19 +290,14 @@ def test_the_next_block_is_on_its_way_while_this_one_is_computed(cluster_of: Clu
 # Mistakes.
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((2, 4, 6), (2, 4, 6), (2, 4, 6)), r"give q \(B, H, T, D\)"),
-        (((2, 4, 6, 5), (2, 4, 7, 5), (2, 4, 7, 5)), r"q is \(2, 4, 6, 5\), k \(2, 4, 7, 5\)"),
-        (((2, 4, 6, 5), (2, 4, 6, 5), (2, 4, 6, 4)), "give q"),
-        (((2, 4, 6, 5), (2, 4, 6, 4), (2, 4, 6, 4)), "one width"),
-        (((2, 4, 6, 5), (2, 3, 6, 5), (2, 3, 6, 5)), "has to divide"),
-    ],
+test_shapes_that_do_not_fit_are_refused = refuses(
+    lambda shapes: ring_attention(*map(torch.zeros, shapes)),
+    (((2, 4, 6), (2, 4, 6), (2, 4, 6)), r"give q \(B, H, T, D\)"),
+    (((2, 4, 6, 5), (2, 4, 7, 5), (2, 4, 7, 5)), r"q is \(2, 4, 6, 5\), k \(2, 4, 7, 5\)"),
+    (((2, 4, 6, 5), (2, 4, 6, 5), (2, 4, 6, 4)), "give q"),
+    (((2, 4, 6, 5), (2, 4, 6, 4), (2, 4, 6, 4)), "one width"),
+    (((2, 4, 6, 5), (2, 3, 6, 5), (2, 3, 6, 5)), "has to divide"),
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ring_attention(*map(torch.zeros, shapes))
 
 
 def test_other_mistakes_are_refused(cluster_of: Clusters) -> None:

@@ -24,13 +24,17 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
     )
 
 
-def text_of(*arguments: Any, **options: Any) -> str:
-    """What the error says; "" where the ranks are in sync."""
+def told_here(*arguments: Any, **options: Any) -> tuple[int, str, str]:
+    """Which rank and tensor the error names, and its text; "" where the ranks are in sync."""
     try:
         md.assert_in_sync(*arguments, **options)
     except md.OutOfSync as error:
-        return str(error)
-    return ""
+        return error.rank, error.name, str(error)
+    return -1, "", ""
+
+
+def text_of(*arguments: Any, **options: Any) -> str:
+    return told_here(*arguments, **options)[-1]
 
 
 def told(
@@ -43,11 +47,7 @@ def told(
         if md.rank() == md.size() - 1:
             with torch.no_grad():
                 change(copy)
-        try:
-            md.assert_in_sync(copy, **options)
-        except md.OutOfSync as error:
-            return error.rank, error.name, str(error)
-        return -1, "", ""
+        return told_here(copy, **options)
 
     return cluster.run(compare)
 

@@ -31,16 +31,12 @@ def expected() -> tuple[contract.Trained, dict[str, Tensor]]:
     model = gpt(0, layers=1)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     average.update_parameters(model)
-    optimizer, losses = SGD(model.parameters()), []
-    for inputs, targets in CASE.global_batches():
-        optimizer.zero_grad()
-        loss = CASE.loss(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        average.update_parameters(model)
-        losses.append(float(loss.detach()))
-    losses.append(float(CASE.loss(average.module(inputs), targets).detach()))
-    return contract.Trained(losses, average.module.state_dict()), dict(model.state_dict())
+    optimizer, batches = SGD(model.parameters()), CASE.global_batches()
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    loss = contract.of_outputs(CASE.loss)
+    trained = contract.plain_steps(model, optimizer, batches, loss)
+    losses = [*trained.losses, float(loss(average.module, batches[-1]).detach())]
+    return contract.Trained(losses, average.module.state_dict()), trained.state
 
 
 def prepared(layout: md.Layout) -> tuple[md.Engine, md.EMA]:

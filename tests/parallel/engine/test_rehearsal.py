@@ -413,13 +413,9 @@ class Uncopied(nn.Module):
         return self.map(x)
 
 
-class Draws(Uncopied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.binomial(torch.full_like(x, 4), torch.full_like(x, 0.5))
+def draws() -> nn.Module:
+    half = partial(torch.full_like, fill_value=0.5)
+    return Calls(net(), lambda inner, x: inner(x) + torch.binomial(8 * half(x), half(x)))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +423,7 @@ class Draws(Uncopied):
     [
         (net, calls_torch, "it calls torch.distributed itself"),
         (Uncopied, functional.mse_loss, "the model cannot be copied: cannot pickle 'generator' object"),
-        (Draws, functional.mse_loss, "cannot be switched off: torch's binomial"),
+        (draws, functional.mse_loss, "cannot be switched off: torch's binomial"),
         (net, Elsewhere, "the loss reads the parameters of the engine's model"),
     ],
 )
@@ -547,15 +543,11 @@ def test_what_functions_count_is_left_alone(cluster_of: Clusters, which: str) ->
     }
 
     def run() -> list[float]:
-        model = Counting() if which == "model" else net()
-        return train(md.prepare(model, SGD, md.Layout(dp=2), losses[which], rehearse=True), batches(6))
+        model, ranks = Counting() if which == "model" else net(), md.size()
+        engine = md.prepare(model, SGD, md.Layout(dp=ranks), losses[which], rehearse=ranks > 1)
+        return train(engine, batches(6))
 
-    def alone() -> list[float]:
-        return train(
-            md.prepare(Counting() if which == "model" else net(), SGD, None, losses[which]), batches(6)
-        )
-
-    expected = cluster_of(1).run(alone)[0]
+    [expected] = cluster_of(1).run(run)
     for found in cluster_of(2).run(run):
         assert found == pytest.approx(expected, rel=1e-12)
 

@@ -128,13 +128,9 @@ def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
     ["tp=2", "dp=2,tp=2,zero=3", "tp=2,sequence_parallel=True", "dp=2,tp=2,zero=1,micro_batches=2", "tp=3"],
 )
 def test_plans_that_fit_train_as_before(cluster_of: Clusters, layout: str) -> None:
-    plan = OWN_PLAN if "sequence" not in layout else None
-    made = Own if plan else gpt
-    if plan is None:
-        plan = plan_for(gpt(0))
+    made, plan = (gpt, plan_for(gpt(0))) if "sequence" in layout else (Own, OWN_PLAN)
     case = contract.Case(made, tokens, batches=(4, 2, 3))
-    options = {"plan": plan, "rehearse": True}
-    contract.check(cluster_of, case, layout, **options)
+    contract.check(cluster_of, case, layout, plan=plan, rehearse=True)
     if layout == "tp=2":  # each row is one token, so queries and keys have gradients of rounding alone
         case = contract.Case(Flat, vectors, batches=(4, 2, 3))
         contract.check(cluster_of, case, layout, plan=FLAT_PLAN, rehearse=True)

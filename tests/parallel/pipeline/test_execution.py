@@ -22,7 +22,7 @@ from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.schedules.instructions import Instruction
 from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
-from tests.helpers.models import gpt, tokens
+from tests.helpers.models import Calls, gpt, tokens
 from tests.helpers.on_ranks import Clusters
 
 Gradients = dict[str, Tensor]
@@ -248,28 +248,19 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
                 assert first == second + 2 * 80 * outputs
 
 
-class Doubling(nn.Module):
-    """Works in place without saying so."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
-class Transposed(nn.Linear):
-    """Its outputs lie in memory in another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).transpose(1, 2)
+def transposed() -> nn.Module:
+    return Calls(nn.Linear(4, 4), lambda inner, x: inner(x).transpose(1, 2))
 
 
 STAGES: dict[str, Callable[[], list[nn.Module]]] = {
     "in place": lambda: [
         nn.Linear(4, 4),
         nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
-        Doubling(),
+        Calls(nn.Identity(), lambda _, x: x.mul_(2)),  # which does not say so
     ],
     "nothing": lambda: [nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)],
-    "another order": lambda: [Transposed(4, 4), Transposed(4, 4), nn.Linear(4, 4)],
+    # Outputs lie in memory in another order.
+    "another order": lambda: [transposed(), transposed(), nn.Linear(4, 4)],
 }
 
 
@@ -303,10 +294,6 @@ def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
 
 
 def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x, "a mask"
-
     class Growing(nn.Module):
         calls = 0
 
@@ -317,16 +304,12 @@ def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
     def step(stage: nn.Module) -> None:
         Pipeline(stage, "gpipe", 2).step(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
 
-    class Whole(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.long()
-
     run = cluster_of(2).run
     with pytest.raises(md.RankError, match="stage 0 gave a tuple; between stages goes one floating-point"):
-        run(step, Pair())
+        run(step, Calls(nn.Identity(), lambda _, x: (x, "a mask")))
     with pytest.raises(
         md.RankError, match=r"stage 0 gave float32\[2x2\] for micro-batch 1 and float32\[2x1\]"
     ):
         run(step, Growing())
     with pytest.raises(md.RankError, match=r"a stage gave int64\[2x2\]; between stages goes one floating"):
-        run(step, Whole())
+        run(step, Calls(nn.Identity(), lambda _, x: x.long()))

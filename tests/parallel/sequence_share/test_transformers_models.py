@@ -97,7 +97,8 @@ def test_batches_of_loaders_beside_a_model_with_the_same_config() -> None:
     assert engine.step(given, targets) == pytest.approx(loss, rel=1e-10)
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_what_ring_attention_cannot_do_is_refused() -> None:
     engine, ones = prepared(models.hugging_face("Llama")), torch.ones(2, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"attention_mask hides . tokens of padding"):
         engine.step(*batch(attention_mask=ones * 0))
@@ -116,7 +117,3 @@ def refuse() -> None:
         with pytest.raises(ValueError, match=why):
             prepared(model)
         assert (model.forward, model.config) == (forward, config)
-
-
-def test_what_ring_attention_cannot_do_is_refused(cluster_of: Clusters) -> None:
-    cluster_of(2).run(refuse)

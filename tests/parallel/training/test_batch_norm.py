@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import minidist as md
 from tests.helpers import contract
 from tests.helpers.on_ranks import Clusters
+from tests.helpers.refusals import refuses
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -152,28 +153,19 @@ def test_own_statistics_agree_before_they_are_read(cluster_of: Clusters, zero: i
     assert value > 0
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "batch_norm", "text"),
-    [
-        (nn.BatchNorm1d(2), md.Layout(), "sync", "batch_norm is 'sync'; give 'synchronized', or None"),
-        (nn.Linear(2, 2), md.Layout(), "synchronized", "the model has no BatchNorm to synchronize"),
-        (
-            nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)),
-            md.Layout(),
-            "synchronized",
-            "^0 keeps no running statistics",
-        ),
-        (
-            nn.BatchNorm1d(2),
-            md.Layout(micro_batches=2),
-            "synchronized",
-            "micro_batches=2 and pp=1, where a Batch",
-        ),
-    ],
+NORM = nn.BatchNorm1d(2)
+test_refusals = refuses(
+    lambda model, layout=None, batch_norm="synchronized": md.prepare(
+        model, contract.ADAMW, layout, batch_norm=batch_norm
+    ),
+    ({"model": NORM, "batch_norm": "sync"}, "batch_norm is 'sync'; give 'synchronized', or None"),
+    ({"model": nn.Linear(2, 2)}, "the model has no BatchNorm to synchronize"),
+    (
+        {"model": nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))},
+        "^0 keeps no running statistics",
+    ),
+    ({"model": NORM, "layout": md.Layout(micro_batches=2)}, "micro_batches=2 and pp=1, where a Batch"),
 )
-def test_refusals(model: nn.Module, layout: md.Layout, batch_norm: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        md.prepare(model, contract.ADAMW, layout, batch_norm=batch_norm)
 
 
 def test_one_value_a_channel_is_refused() -> None:

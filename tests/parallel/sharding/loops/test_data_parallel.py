@@ -271,27 +271,24 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
 
 
 class Recomputing(nn.Module):
-    """Two layers whose activations are not kept; they share a weight if tied."""
+    """Two layers whose activations are not kept; they share a weight."""
 
-    def __init__(self, use_reentrant: bool, tied: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.use_reentrant = use_reentrant
-        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        self.last = nn.Linear(4, 2).double()
-        if tied:
-            self.b.weight = self.a.weight
+        self.a, self.b, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.b.weight = self.a.weight
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for layer in (self.a, self.b):
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            x = checkpoint(layer, x, use_reentrant=True)
         return self.last(x)
 
 
 def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
     def train() -> None:
-        model = md.DataParallel(Recomputing(use_reentrant=True, tied=True))
+        model = md.DataParallel(Recomputing())
         for x, y in batches(3):
             model.zero_grad()
             loss_of(model, mine(x), mine(y)).backward()
