@@ -14,7 +14,6 @@ Each package imports only from the packages above it in this list:
 | arithmetic | what instructions compute |
 | synchronization | barriers, mbarriers, clusters, groups of asynchronous operations, atomics' ordering |
 | accesses | loads and stores with their checks: **races are found in `accesses/race_faults.py`** |
-| copies | asynchronous and tensor copies |
 | instructions | all other instructions |
 | execution | the schedule of instructions, lanes and blocks; `run_kernel` |
 | launch_and_profile | `launch`, `profile`, and the table of counts |

@@ -43,9 +43,7 @@ def seconds(launches: list[Any], programs: list[str], arrays: list[Array]) -> fl
         for call in calls:
             call()
 
-    run()
-    timer.wait()
-    return min(timer.seconds(run, CALLS) for _ in range(ROUNDS))
+    return min(gpu_timer.rounds(timer, run, 0.0, CALLS, ROUNDS))
 
 
 def _there(x: Any, there: list[Any]) -> list[Any]:

@@ -7,7 +7,6 @@ several, by the GPU's own clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,10 +66,4 @@ def _copy_rate(torch: Any, timer: gpu_timer.GpuTimer, seconds: float) -> float:
 
 
 def _best_seconds(timer: gpu_timer.GpuTimer, call: Callable[[], object], seconds: float) -> float:
-    call()  # loads the library and chooses its kernel
-    timer.wait()
-    best, spent = math.inf, 0.0
-    while spent < seconds:
-        took = timer.seconds(call, CALLS)
-        best, spent = min(best, took), spent + CALLS * took
-    return best
+    return min(gpu_timer.rounds(timer, call, seconds, CALLS))

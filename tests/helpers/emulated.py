@@ -22,9 +22,9 @@ def run(opcode, *operands):
     arrays = [as_kind(x, kind) for x, kind in zip(operands, found.operands, strict=True)]
     with np.errstate(all="ignore"):
         got = found.function(*arrays)
-    first = got[0] if found.results == 2 else got
+    first = got[0] if found.writes_carry else got
     assert first.dtype == DTYPES[found.result], f"{opcode} gives {first.dtype} for {found.result}"
-    if found.results == 2:
+    if found.writes_carry:
         assert got[1].dtype == np.bool_
     return got
 

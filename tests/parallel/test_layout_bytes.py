@@ -12,10 +12,10 @@ import minidist as md
 from minidist import comm
 from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_bytes
-from minidist.parallel.tensor_parallel.plans import bytes_per_pass
 from minidist.parallel.tensor_parallel.shares import share_of
 from tests.helpers.models import tokens
 from tests.helpers.on_ranks import Clusters
+from tests.helpers.step_bytes import bytes_per_pass
 from tests.parallel.test_layouts import SGD, gpt
 
 ROWS, LENGTH, BLOCKS, WIDTH, HEADS, VOCABULARY, F64 = 4, 8, 2, 16, 8, 11, 8

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..base.addresses import WINDOWS, generic, shared_blocks
 from ..base.instruction_batch import Batch
+from ..machine.global_memory import Buffer
 from ..machine.machine_state import Machine
 from ..machine.races_in_global_memory import AccessKind
 from ..ptx.dtypes import Array
@@ -110,6 +111,19 @@ class Access:
             text = f"{self.at} byte {self.first(outside)} of local memory"
             self.blame(outside, "out of bounds", f"{text}, of which a thread has {size}")
         return self.lanes * self.machine.local.shape[1] + self.addresses
+
+    def by_buffer(self) -> Iterator[tuple[Buffer, slice | Array, Access]]:
+        """Yield the buffers that one instruction accesses, with the lanes of each, and their access.
+
+        Fault for an address outside of all.
+        """
+        for buffer, where in self.machine.memory.find(self.addresses[0], self.width):
+            if buffer is None:
+                self.out_of_bounds(where)
+            elif where is None:
+                yield buffer, slice(None), self
+            else:
+                yield buffer, where, self.part(0, where)
 
     def out_of_bounds(self, where: Array | None) -> NoReturn:
         """Fault for addresses outside of all arrays; `where` is of them, None for all."""

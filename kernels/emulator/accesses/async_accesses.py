@@ -18,6 +18,7 @@ from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes
 from ..synchronization.async_groups import snapshot
 from ..synchronization.mbarriers import Mbarriers
+from . import race_faults as races
 
 
 class Proxies:
@@ -79,22 +80,28 @@ class TensorMapFences:
         return bool((clocks.knows(own, agents % clocks.agents) >= list(fences.values())).any())
 
 
-def fault_for_missing_data(machine: Machine, granules: Array, what: str, lane: int) -> None:
-    """Fault if no thread has written a granule, or a copy still fills it."""
-    if (machine.clocks.written[granules] == 0).any():
-        machine.fault_at("unwritten shared memory", f"lets {what} shared memory that nobody wrote", lane)
-    if machine.clocks.any_pending and machine.clocks.pending[granules].any():
-        text = f"lets {what} shared memory that an asynchronous copy still fills"
-        machine.fault_at("async copy read before it was waited for", text, lane)
-
-
-def fault_for_missing_fence(
-    machine: Machine, granules: Array, reader: int, clock: Array, what: str, lane: int
+def read_by_engine(
+    machine: Machine, granules: Array, agents: Array, known: Array, what: str, lanes: list[int]
 ) -> None:
-    """Fault if a thread stored last, and the reader, who knows `clock`, knows of no fence since."""
-    if machine.state(Proxies).hidden(granules, reader, clock).any():
-        text = f"lets {what} what a thread stored, with no fence.proxy.async in between"
-        machine.fault_at("missing fence", text, lane)
+    """Note what asynchronous agents (n,) read, granules (n, m); agent i knows known[i], and lane i began it.
+
+    Fault for data that nobody wrote or that a copy still fills, for a race, and for data that a thread stored
+    last if the reader knows of no fence since.
+    """
+    clocks = machine.clocks
+    for row, lane in zip(granules, lanes, strict=True):
+        if (clocks.written[row] == 0).any():
+            machine.fault_at("unwritten shared memory", f"lets {what} shared memory that nobody wrote", lane)
+        if clocks.any_pending and clocks.pending[row].any():
+            text = f"lets {what} shared memory that an asynchronous copy still fills"
+            machine.fault_at("async copy read before it was waited for", text, lane)
+    found = clocks.read(granules, agents)
+    races.of_engine(machine, found, granules, agents, what, lanes[int(np.argmax(found.any(axis=1)))])
+    for row, agent, clock, lane in zip(granules, agents.tolist(), known, lanes, strict=True):
+        if machine.state(Proxies).hidden(row, agent, clock).any():
+            text = f"lets {what} what a thread stored, with no fence.proxy.async in between"
+            machine.fault_at("missing fence", text, lane)
+    clocks.tick(agents)
 
 
 @unit_of_lanes(

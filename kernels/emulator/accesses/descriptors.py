@@ -21,8 +21,6 @@ stored in pieces of 8 lines of 16 bytes:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ..ptx.dtypes import Array
@@ -31,105 +29,65 @@ from ..ptx.fault import Fault
 CHUNK = 16  # bytes that stay together
 
 
-def swizzle(addresses: Array, span: int) -> Array:
+def swizzle(addresses: Array, span: Array | int) -> Array:
     """Return `addresses` under the swizzle of `span` bytes (0: none, 32, 64 or 128), its own inverse."""
-    if span == 0:
-        return addresses
-    mask = (span - 1) & ~(CHUNK - 1)
-    return addresses ^ ((addresses >> 3) & mask)
-
-
-def pattern(span: int) -> int:
-    """Return the bytes after which the swizzle repeats. A tile begins at a multiple of it."""
-    return 8 * span if span else CHUNK
+    return addresses ^ ((addresses >> 3) & (np.maximum(span, CHUNK) - CHUNK))
 
 
 _SPAN = np.array([0, 128, 64, 32])  # bytes, by bits 62 and 63
-_RESERVED = sum(1 << bit for bit in (14, 15, 30, 31, 46, 47, 48, *range(52, 62)))
+_RESERVED = np.uint64(sum(1 << bit for bit in (14, 15, 30, 31, 46, 47, 48, *range(52, 62))))
 
 
-@dataclass(frozen=True)
-class Descriptors:
-    """The fields of many descriptors, (groups,) int64 each, in bytes."""
-
-    start: Array  # the address in shared memory
-    leading: Array
-    stride: Array
-    base: Array  # base offset: 0 where the swizzle's pattern begins at a multiple of its size
-    span: Array  # of the swizzle: 0, 32, 64 or 128
-
-
-def decode_descriptors(words: Array) -> Descriptors:
-    """Return the fields of descriptors (groups,) uint64. Raises Fault for a reserved bit that is set."""
-    if (words & np.uint64(_RESERVED)).any():
-        word = int(words[np.flatnonzero(words & np.uint64(_RESERVED))[0]])
-        raise Fault("descriptor", f"{word:#018x} has reserved bits set: a matrix descriptor leaves them 0")
-    bits = words.astype(np.int64)
-
-    def field(first: int, size: int) -> Array:
-        return bits >> first & (1 << size) - 1
-
-    return Descriptors(
-        field(0, 14) << 4, field(16, 14) << 4, field(32, 14) << 4, field(49, 3), _SPAN[field(62, 2)]
-    )
-
-
-def chunk_addresses(descriptors: Descriptors, mn: int, bits: int, transposed: bool) -> Array:
+def chunk_addresses(words: Array, mn: int, bits: int, transposed: bool) -> Array:
     """Return the addresses of the 16-byte chunks of tiles (mn, 32 bytes deep), swizzled.
 
-    `bits` is the size of an element, 16 or 32. The result is (groups, mn, 2) for a K-major tile and
-    (groups, depth, mn / 8) for a transposed one. Raises Fault for a form that the hardware does not have.
+    words: descriptors (groups,) uint64. `bits` is the size of an element, 16 or 32. The result is
+    (groups, mn, 2) for a K-major tile and (groups, depth, mn / 8) for a transposed one. Raises Fault for a
+    reserved bit that is set, and for a form that the hardware does not have.
     """
+    if (reserved := words & _RESERVED != 0).any():
+        word = int(words[np.argmax(reserved)])
+        raise Fault("descriptor", f"{word:#018x} has reserved bits set: a matrix descriptor leaves them 0")
     if transposed and bits != 16:
         raise Fault(
             "descriptor", f"a tile of {bits}-bit elements is transposed: only f16 and bf16 tiles can be"
         )
-    spans = np.unique(descriptors.span)
-    if len(spans) == 1:
-        return _addresses(descriptors, int(spans[0]), mn, transposed)
-    parts = [np.flatnonzero(descriptors.span == span) for span in spans]
-    addresses = [
-        _addresses(
-            Descriptors(*(field[part] for field in vars(descriptors).values())), int(span), mn, transposed
-        )
-        for span, part in zip(spans, parts, strict=True)
-    ]
-    return np.concatenate(addresses)[np.argsort(np.concatenate(parts))]
 
+    def field(first: int, size: int) -> Array:
+        return words.astype(np.int64)[:, None, None] >> first & (1 << size) - 1
 
-def _addresses(descriptors: Descriptors, span: int, mn: int, transposed: bool) -> Array:
-    _check_start(descriptors, span, min(2 * mn, span) if transposed else 2 * CHUNK)
-    start, leading, stride = (
-        field[:, None, None] for field in (descriptors.start, descriptors.leading, descriptors.stride)
-    )
+    start, leading, stride = (field(first, 14) << 4 for first in (0, 16, 32))  # in bytes
+    span = _SPAN[field(62, 2)]
+    _check_start(start, field(49, 3), span, 2 * mn if transposed else 2 * CHUNK)
+    row = np.maximum(span, CHUNK)  # of the pattern: without a swizzle, one chunk
     if transposed:
-        step, chunk = np.arange(16)[:, None], np.arange(mn // 8)
-        if span:
-            wide = span // CHUNK  # chunks in a row of the pattern
-            offsets = chunk // wide * leading + chunk % wide * CHUNK + step // 8 * stride + step % 8 * span
-        else:
-            offsets = chunk * stride + step // 8 * leading + step % 8 * CHUNK
+        step, chunk, wide = np.arange(16)[:, None], np.arange(mn // 8), row // CHUNK
+        further, deeper = np.where(span, leading, stride), np.where(span, stride, leading)
+        offsets = chunk // wide * further + chunk % wide * CHUNK + step // 8 * deeper + step % 8 * row
     else:
-        row, chunk = np.arange(mn)[:, None], np.arange(2)
-        if span:
-            offsets = row // 8 * stride + row % 8 * span + chunk * CHUNK
-        else:
-            offsets = row // 8 * stride + row % 8 * CHUNK + chunk * leading
+        line, chunk = np.arange(mn)[:, None], np.arange(2)
+        offsets = line // 8 * stride + line % 8 * row + chunk * np.where(span, CHUNK, leading)
     return swizzle(start + offsets, span)
 
 
-def _check_start(descriptors: Descriptors, span: int, inner: int) -> None:
-    """Fault unless the tile begins in the first line of the pattern, which bits of the address define."""
-    if descriptors.base.any():
-        base = int(descriptors.base[np.flatnonzero(descriptors.base)[0]])
-        raise Fault(
-            "descriptor", f"the base offset is {base}: align the tile to {pattern(span)} bytes, and pass 0"
-        )
-    wrong = descriptors.start % pattern(span) + inner > span
-    if span and wrong.any():
-        start = int(descriptors.start[np.flatnonzero(wrong)[0]])
+def _check_start(start: Array, base: Array, span: Array, line: int) -> None:
+    """Fault unless a tile begins in the first line of the pattern, which bits of the address define.
+
+    base: the base offset, 0 where the pattern begins at a multiple of its size. line: bytes of the tile.
+    """
+    pattern, inner = np.where(span, 8 * span, CHUNK), np.minimum(span, line)
+    if base.any():
+        first = np.argmax(base != 0)
         raise Fault(
             "descriptor",
-            f"{inner} bytes from {start:#x} leave the first line of the {span}-byte swizzle's pattern: "
-            f"align the tile to {pattern(span)} bytes, and step through a line by whole tiles",
+            f"the base offset is {base.flat[first]}: "
+            f"align the tile to {pattern.flat[first]} bytes, and pass 0",
+        )
+    if (wrong := start % pattern + inner > np.where(span, span, pattern)).any():
+        first = np.argmax(wrong)
+        raise Fault(
+            "descriptor",
+            f"{inner.flat[first]} bytes from {start.flat[first]:#x} leave the first line of the "
+            f"{span.flat[first]}-byte swizzle's pattern: align the tile to {pattern.flat[first]} bytes, "
+            "and step through a line by whole tiles",
         )

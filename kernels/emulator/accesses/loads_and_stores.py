@@ -14,7 +14,7 @@ from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
 from ..machine.races_in_global_memory import AccessKind
-from ..ptx.dtypes import DTYPES, SIZES, VECTORS, Array, Mask
+from ..ptx.dtypes import DTYPES, SIZES, Array, Mask
 from ..ptx.program import Address, Symbol
 from ..synchronization.atomic_ordering import AtomicOrder
 from . import race_faults as races
@@ -26,7 +26,7 @@ def load(batch: Batch) -> Run:
     """ld{.space}{.v2|.v4}.kind d, [a]: the destination may be wider than the kind."""
     opcode = batch.first.opcode
     kind = opcode[-1]
-    width, count = SIZES[kind], _count(opcode)
+    width, count = SIZES[kind], batch.first.vector
     write = batch.targets(0, kind)
     operand = batch.first.operands[1]
     if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.space == "param":
@@ -52,9 +52,9 @@ def load(batch: Batch) -> Run:
 def store(batch: Batch) -> Run:
     """st{.space}{.v2|.v4}.kind [a], b: of a wider source, the low bits are stored."""
     opcode = batch.first.opcode
-    width, count = SIZES[opcode[-1]], _count(opcode)
+    width, count = SIZES[opcode[-1]], batch.first.vector
     address, read, space = batch.address(0), batch.sources(1, opcode[-1]), space_of(opcode)
-    releases = len(batch) == 1 and id(batch.first) in batch.program.flow.releases
+    releases = len(batch) == 1 and batch.first.number in batch.program.flow.releases
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
@@ -85,10 +85,6 @@ def _parameter(batch: Batch, kind: str) -> Run:
     return run
 
 
-def _count(opcode: tuple[str, ...]) -> int:
-    return next((VECTORS[word] for word in opcode if word in VECTORS), 1)
-
-
 def fetch(access: Access, space: str) -> Array:
     """Check loads and return their bytes, (instructions, lanes, width) uint8."""
     machine, width = access.machine, access.width
@@ -101,30 +97,26 @@ def fetch(access: Access, space: str) -> Array:
         return data
     if space == "shared":
         guesses = access.batch.program.flow.guesses
-        if guesses and any(id(one) in guesses for one in access.batch.instructions):
+        if guesses and any(one.number in guesses for one in access.batch.instructions):
             access.kind = "guesses"
         return gather(machine.shared, races.in_shared_memory(access, *access.shared_places()), width)
     if space == "local":
         return gather(machine.local, access.local_offsets(), width)
     access.count(shared=False)
-    if len(access.batch) > 1 and len(machine.memory.find(access.addresses, width)) > 1:
-        # Instructions that read different arrays.
-        return np.concatenate([_fetch_global(access.part(i)) for i in range(len(access.batch))])
-    return _fetch_global(access)
-
-
-def _fetch_global(access: Access) -> Array:
-    addresses, width = access.addresses, access.width
-    data = np.empty((*addresses.shape, width), np.uint8)
-    for buffer, where in access.machine.memory.find(addresses, width):
-        if buffer is None:
-            access.out_of_bounds(where)
-        for i in range(len(addresses)) if buffer.watched else ():
-            access.machine.instruction = access.batch.instructions[i]
-            races.in_global_memory(access.part(i, slice(None) if where is None else where[i]), buffer)
-        if where is None:
-            return buffer.read(addresses - buffer.start, width)
-        data[where] = buffer.read((addresses - buffer.start)[where], width)
+    only, apart = machine.memory.find(access.addresses, width)[0]
+    if only is not None and apart is None:  # one buffer holds all addresses
+        for i in range(len(access.batch)) if only.watched else ():
+            machine.instruction = access.batch.instructions[i]
+            races.in_global_memory(access.part(i), only)
+        return only.read(access.addresses - only.start, width)
+    data = np.empty((*access.addresses.shape, width), np.uint8)
+    for i in range(len(access.batch)):
+        part = access.part(i)
+        machine.instruction = part.batch.first
+        for buffer, where, there in part.by_buffer():
+            if buffer.watched:
+                races.in_global_memory(there, buffer)
+            data[i, where] = buffer.read(there.addresses[0] - buffer.start, width)
     return data
 
 
@@ -156,15 +148,12 @@ def put(access: Access, space: str, data: Array) -> None:
 def _put_global(access: Access, data: Array) -> None:
     machine, instruction = access.machine, access.batch.first
     machine.instruction = instruction
-    for buffer, where in machine.memory.find(access.addresses[0], access.width):
-        if buffer is None:
-            access.out_of_bounds(where)
-        there = access if where is None else access.part(0, where)
-        values = data if where is None else data[where]
+    for buffer, some, there in access.by_buffer():
+        values = data[some]
         if not buffer.writable:
             machine.fault("read-only memory", f"the kernel writes to {buffer.name}, which is read-only")
         if buffer.watched:
-            there.kind = "settles" if id(instruction) in access.batch.program.flow.settles else "writes"
+            there.kind = "settles" if instruction.number in access.batch.program.flow.settles else "writes"
             races.in_global_memory(there, buffer, values)
         offset = there.addresses[0] - buffer.start
         buffer.write(offset, values)

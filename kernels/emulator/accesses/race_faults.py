@@ -85,7 +85,7 @@ def in_global_memory(access: Access, buffer: Buffer, values: Array | None = None
         addresses,
         access.width,
         lanes,
-        machine.clocks.number(access.batch.first),
+        access.batch.first.number,
         same,
     )
     if conflict is None:

@@ -15,8 +15,7 @@ from ..base.instruction_batch import Batch
 from ..base.instruction_registry import InstructionUnit
 from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
-from ..ptx.program import Operand, PtxInstruction
-from ..ptx.static_analysis import registers_of
+from ..ptx.program import Operand, PtxInstruction, registers_in
 
 EXCHANGES = ("shfl", "vote", "match")
 
@@ -50,18 +49,18 @@ class UndefinedValues:
         active = np.ones(self.machine.lanes, np.bool_) if mask is None else mask
         for instruction in batch.instructions:
             operands = instruction.operands
-            if instruction.guard is not None:
-                self.use(batch, (instruction.guard,), active, instruction)
+            self.use(batch, (instruction.guard,), active, instruction)
             if unit.uses:
                 self.use(batch, operands[unit.results :], active, instruction)
                 held: Array = np.zeros(self.machine.lanes, np.int16)
             else:
                 held = self._result(batch, instruction)
-            for operand in operands[: unit.results]:
-                for row in self._rows(batch, operand):
-                    row[active] = held[active]
+            for row in self._rows(batch, *operands[: unit.results]):
+                row[active] = held[active]
 
-    def use(self, batch: Batch, operands: tuple[Operand, ...], active: Lanes, user: PtxInstruction) -> None:
+    def use(
+        self, batch: Batch, operands: tuple[Operand | None, ...], active: Lanes, user: PtxInstruction
+    ) -> None:
         """Fault if an operand is undefined in an active lane."""
         found = np.where(active, self._of(batch, *operands), 0)
         if found.any():
@@ -86,14 +85,13 @@ class UndefinedValues:
             return np.where((one == 0) & ~a | (two == 0) & ~b, 0, np.maximum(one, two))
         return self._of(batch, *operands[1:])
 
-    def _of(self, batch: Batch, *operands: Operand) -> Array:
+    def _of(self, batch: Batch, *operands: Operand | None) -> Array:
         """Return the marks of all these operands together, (lanes,)."""
         found = np.zeros(self.machine.lanes, np.int16)
-        for operand in operands:
-            for row in self._rows(batch, operand):
-                found = np.maximum(found, row)
+        for row in self._rows(batch, *operands):
+            found = np.maximum(found, row)
         return found
 
-    def _rows(self, batch: Batch, operand: Operand) -> Iterator[Array]:
-        for key in registers_of(operand):
+    def _rows(self, batch: Batch, *operands: Operand | None) -> Iterator[Array]:
+        for key in registers_in(*operands):
             yield self.marks[key[0]][batch.layout[key]]

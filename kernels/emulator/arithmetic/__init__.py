@@ -10,7 +10,6 @@
 | rounding | rounding modes, by the processor; .ftz and .sat; the fused multiply-add, compiled by Numba |
 | compare_and_select | setp, selp, testp |
 | convert | cvt between all types |
-| warp_operations | shuffles, votes and matches of a warp |
 | fragments | where the elements of a matrix tile lie in registers |
 """
 

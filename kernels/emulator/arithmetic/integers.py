@@ -132,4 +132,4 @@ def extended(name: str, reads: str, mode: str, writes: str, kind: str) -> Operat
         return result if writes else result[0]
 
     flag = ("pred",) if reads else ()
-    return Operation(unsigned, operands + flag, function, 1 + bool(writes), bool(reads), bool(writes))
+    return Operation(unsigned, operands + flag, function, bool(reads), bool(writes))

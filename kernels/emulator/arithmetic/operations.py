@@ -43,10 +43,9 @@ class Operation:
 
     result: str  # kind of the (first) destination
     operands: tuple[str, ...]  # kinds in which the source operands are read
-    function: Function  # of an array for each operand; returns the result, or a tuple of two
-    results: int = 1  # 2 if the function returns a tuple: (d, carry)
+    function: Function  # of an array for each operand
     reads_carry: bool = False  # the last operand is the carry flag (CC.CF), which the text does not name
-    writes_carry: bool = False  # the second result is the carry flag, a borrow after a subtraction
+    writes_carry: bool = False  # the function returns (d, carry flag), the flag a borrow after a subtraction
 
 
 Build: TypeAlias = Callable[..., "Operation | None"]

@@ -36,6 +36,20 @@ def active_lanes(machine: Machine, mask: Mask) -> Lanes:
     return np.ones(machine.lanes, np.bool_) if mask is None else mask
 
 
+def word(flags: Array) -> Array:
+    """Return flags (..., 32) as the bits of one uint32 for each warp, (..., 1)."""
+    packed = np.packbits(flags, axis=-1, bitorder="little")
+    return packed.view(np.dtype("<u4"))
+
+
+def awaited(members: Array, active: Array) -> Array:
+    """Return (..., 32): for each active lane, a bit for each lane that it names and that is not active.
+
+    A `.sync` instruction waits for those of them that have not ended.
+    """
+    return np.where(active, members & ~word(active), np.uint32(0))
+
+
 def whole_warps(machine: Machine, mask: Mask) -> Array:
     """Return the numbers of the lanes that run; Fault if only a part of some warp does."""
     if mask is None:

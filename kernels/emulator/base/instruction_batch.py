@@ -26,6 +26,7 @@ from ..ptx.program import (
     Program,
     PtxInstruction,
     Register,
+    RegisterKey,
     Special,
     Symbol,
     Vector,
@@ -108,7 +109,7 @@ OTHERS: dict[str, Callable[[Machine], Any]] = {
 Source: TypeAlias = "Callable[[Machine], Array]"
 Target: TypeAlias = "Callable[[Machine, Any, Mask], None]"
 LaneRows: TypeAlias = "slice | Array"
-RegisterLayout: TypeAlias = dict[tuple[str, int], int]  # (file, row in the program) -> row in the machine
+RegisterLayout: TypeAlias = dict[RegisterKey, int]  # to the row in the machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +133,8 @@ class Batch:
         return Batch([self.instructions[i]], self.program, self.layout)
 
     def has(self, index: int) -> bool:
-        """Return whether the instructions have an operand `index` (negative counts from the end)."""
-        count = len(self.first.operands)
-        return -count <= index < count
+        """Return whether the instructions have an operand `index`."""
+        return index < len(self.first.operands)
 
     def operands(self, index: int) -> list[Operand]:
         """Return operand `index` of each instruction."""
@@ -248,9 +248,6 @@ class Batch:
     def _constant(self, operand: Operand, kind: str) -> Any:
         dtype = DTYPES[kind]
         if isinstance(operand, Symbol):
-            if operand.space in ("global", "const"):
-                # A global address: `execution.run_grid.load` gives variables theirs before the program runs.
-                return dtype.type(self.program.variables[operand.name].offset)
             return dtype.type(operand.offset)
         assert isinstance(operand, Immediate)
         if operand.kind:

@@ -18,7 +18,6 @@ several independent ones that run as one NumPy operation) and returns the functi
 - "store": writes memory; stays in order with loads and stores of its space, and like ones run together
 - "fence": stays in order with every access to memory, one at a time
 - "barrier": nothing moves past it, not even arithmetic, one at a time
-- "sync": as "barrier", for instructions that make lanes wait for each other
 
 Any unit may hold lanes back: its `run` returns the lanes that pass (a bool array; None is all). The others
 run it again when something has changed (`machine.events`). A unit must not write for a lane that it holds.
@@ -40,7 +39,7 @@ from .instruction_batch import Batch
 
 Run: TypeAlias = "Callable[[Machine, Mask], Lanes | None]"
 Act: TypeAlias = "Callable[..., Lanes | None]"
-OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier", "sync"]
+OrderingClass: TypeAlias = Literal["pure", "load", "store", "fence", "barrier"]
 
 
 @dataclass(frozen=True)

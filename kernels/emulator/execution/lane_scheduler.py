@@ -219,23 +219,20 @@ class LaneScheduler:
         if block.control is None:
             self._add(block.next, lanes)
             return
-        taken = lanes
+        control, taken = block.control.first, lanes
         if block.guard is not None:
             taken = lanes & block.guard(machine)
-            if machine.has_undefined and block.batch is not None and block.control.guard is not None:
-                undefined = machine.state(UndefinedValues)
-                undefined.use(block.batch, (block.control.guard,), lanes, block.control)
+            if machine.has_undefined:
+                machine.state(UndefinedValues).use(block.control, (control.guard,), lanes, control)
         if machine.counts is not None:
-            machine.counts.step(machine.shape, (block.control,), lanes, "branch")
-        if block.control.opcode[0] == "bra":
-            if taken.any():
+            machine.counts.step(machine.shape, (control,), lanes, "branch")
+        if taken.any():
+            if control.opcode[0] == "bra":
                 self._add(block.target, taken)
-        elif block.control.opcode[0] == "trap":
-            if taken.any():
-                machine.instruction = block.control
-                machine.fault("trap", "the kernel stops itself", lanes=taken)
-        elif taken.any():
-            machine.end(taken)
+            elif control.opcode[0] == "trap":
+                machine.fault("trap", "the kernel stops itself", control, taken)
+            else:
+                machine.end(taken)
         if block.guard is not None and (rest := lanes & ~taken).any():
             self._add(block.next, rest)
 
@@ -273,6 +270,7 @@ class LaneScheduler:
         machine, lanes = self.machine, self.running[point]
         block = self.code.blocks[point[0]]
         every = [one for step in block.steps for one in step.instructions]
+        every = every or [machine.program.instructions[point[0]]]  # a block of one branch
         looks = [one for one in every if one.opcode[0] in ("atom", "ld", "call")] or every
         others = int(lanes.sum()) - 1
         who = machine.thread_name(int(np.argmax(lanes))) + (f" (and {others} more)" if others else "")
@@ -280,4 +278,4 @@ class LaneScheduler:
             f"{who} goes round a loop for ever, as what it looks at can change no more: "
             "a lock that is not released, a flag that is not set, or that is read by no atomic"
         )
-        return machine.make_fault("deadlock", text, looks[-1] if looks else block.control)
+        return machine.make_fault("deadlock", text, looks[-1])

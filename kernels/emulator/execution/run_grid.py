@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from ..accesses import async_accesses, loads_and_stores  # noqa: F401
-from ..copies import async_copies, tensor_copies  # noqa: F401  (these register the instructions)
-from ..instructions import (  # noqa: F401
+from ..instructions import (  # noqa: F401  (these register the instructions)
+    async_copies,
     atomics,
     emulated_wgmma,
     linked_functions,
     mma,
     register_pool,
+    tensor_copies,
     warps,
 )
 from ..machine.counts import Counts
@@ -84,7 +85,6 @@ LOCAL = 512 * 1024  # bytes of a thread
 # Of cuda.jit(debug=True): where a kernel stores the first exception that it raises. Without debug, a thread
 # that raises one just ends.
 ERROR = "__errcode__"  # the end of the variable's name
-VARIABLES = 1 << 33  # the address of the program's first global or constant variable
 
 
 def run_kernel(
@@ -118,7 +118,7 @@ def run_kernel(
         raise ValueError(
             f"a grid of {whole_grid} has no whole clusters of {cluster} blocks: round it up to a multiple"
         )
-    program = load(ptx)
+    program = parse(ptx)
     if program.shared + shared > SHARED:
         raise ValueError(
             f"a block takes {program.shared + shared} bytes of shared memory, and GPUs give it {SHARED} "
@@ -148,20 +148,8 @@ def _scheduler(ptx: str, launch: Launch, first: int, size: int) -> LaneScheduler
 
 
 @functools.lru_cache(maxsize=128)
-def load(ptx: str) -> Program:
-    """Return the program of a PTX text, with addresses for its variables."""
-    program = parse(ptx)
-    address = VARIABLES
-    for variable in program.variables.values():
-        if variable.space in ("global", "const"):
-            variable.offset = address
-            address += -(-max(variable.size, 1) // 256) * 256
-    return program
-
-
-@functools.lru_cache(maxsize=128)
 def _code(ptx: str, lanes: int) -> Code:
-    return compile_steps(load(ptx), lanes)
+    return compile_steps(parse(ptx), lanes)
 
 
 def sizes(name: str, given: Sequence[int] | int) -> tuple[int, int, int]:

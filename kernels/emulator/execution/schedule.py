@@ -10,7 +10,7 @@ instructions of equal level are independent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..base.instruction_batch import Batch, RegisterLayout, Source
@@ -18,6 +18,7 @@ from ..base.instruction_registry import MEMORY, InstructionUnit, OrderingClass, 
 from ..instructions import arithmetic
 from ..ptx.fault import EmulatorError
 from ..ptx.program import (
+    CONTROL,
     Address,
     Immediate,
     Label,
@@ -26,6 +27,7 @@ from ..ptx.program import (
     Program,
     PtxInstruction,
     Register,
+    RegisterKey,
     Special,
     Symbol,
     Vector,
@@ -39,8 +41,8 @@ class Levels:
     """Finds the levels of the instructions of one basic block, in order."""
 
     def __init__(self) -> None:
-        self.written: dict[tuple[str, int], int] = {}  # the level of a register's last write
-        self.read: dict[tuple[str, int], int] = {}  # the highest level that has read it since
+        self.written: dict[RegisterKey, int] = {}  # the level of a register's last write
+        self.read: dict[RegisterKey, int] = {}  # the highest level that has read it since
         # The level of the last store to each space, and its likeness.
         self.stores: dict[str, tuple[int, object]] = dict.fromkeys(SPACES, (-1, None))
         self.loads = dict.fromkeys(SPACES, -1)  # the highest level of a load since then
@@ -49,13 +51,11 @@ class Levels:
 
     def add(self, instruction: PtxInstruction, unit: InstructionUnit) -> int:
         """Return the level of the next instruction."""
-        written = {(register.file, register.row) for register in written_by(unit, instruction)}
-        read = {(register.file, register.row) for register in registers_of(instruction)}
+        written = {*written_by(unit, instruction)}
+        read = {*registers_of(instruction)}
         if instruction.guard is None:
             # A result is no input, unless a guard may leave its old value.
-            rest = instruction.operands[unit.results :]
-            inputs = {(item.file, item.row) for operand in rest for item in registers_in(operand)}
-            read -= written - inputs
+            read -= written - {*registers_in(*instruction.operands[unit.results :])}
         level = self.floor
         for register in read:
             level = max(level, self.written.get(register, -1) + 1)
@@ -69,14 +69,14 @@ class Levels:
             self.read.pop(register, None)
         self._remember(instruction, unit.order, level)
         self.highest = max(self.highest, level)
-        if unit.order in ("barrier", "sync"):
+        if unit.order == "barrier":
             self.floor = level + 1
         return level
 
     def _memory(self, instruction: PtxInstruction, order: OrderingClass) -> int:
         if order == "pure":
             return 0
-        if order in ("barrier", "sync"):
+        if order == "barrier":
             return self.highest + 1
         like = likeness(instruction)
         level = 0
@@ -107,29 +107,21 @@ def _spaces(instruction: PtxInstruction) -> tuple[str, ...]:
     return named or SPACES  # a generic address may point anywhere
 
 
-def registers_of(instruction: PtxInstruction) -> Iterator[Register]:
+def registers_of(instruction: PtxInstruction) -> Iterator[RegisterKey]:
     """Yield all registers of an instruction, its guard included."""
-    for operand in instruction.operands:
-        yield from registers_in(operand)
-    if instruction.guard is not None:
-        yield instruction.guard
+    return registers_in(*instruction.operands, instruction.guard)
 
 
-def written_by(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[Register]:
+def written_by(unit: InstructionUnit, instruction: PtxInstruction) -> Iterator[RegisterKey]:
     """Yield the registers that an instruction writes."""
-    for operand in instruction.operands[: unit.results]:
-        if not isinstance(operand, Address):
-            yield from registers_in(operand)
+    results = instruction.operands[: unit.results]
+    return registers_in(*(operand for operand in results if not isinstance(operand, Address)))
 
 
 def likeness(instruction: PtxInstruction) -> tuple[object, ...]:
     """Return what all instructions of one batch have in common."""
-    guard = instruction.guard
-    return (
-        instruction.opcode,
-        (guard.row, instruction.negated) if guard else None,
-        tuple(_shape(operand) for operand in instruction.operands),
-    )
+    shapes = tuple(_shape(operand) for operand in instruction.operands)
+    return instruction.opcode, instruction.guard, shapes
 
 
 def _shape(operand: Operand) -> object:
@@ -148,7 +140,6 @@ def _shape(operand: Operand) -> object:
 
 
 BATCH_LANES = 1 << 15  # largest lanes times instructions of a step, so that operands fit the L2 cache
-CONTROL = ("bra", "ret", "exit", "trap")
 COUNTED_SPACES = ("shared", "local", "param", "const")
 LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
 
@@ -174,8 +165,7 @@ class BasicBlock:
     """A basic block: steps, then a branch, an exit, or the next block."""
 
     steps: tuple[BatchStep, ...]
-    control: PtxInstruction | None
-    batch: Batch | None  # of the control instruction
+    control: Batch | None  # of the control instruction
     guard: Source | None  # of the control instruction
     target: int  # the branch's target
     next: int  # the instruction after the block
@@ -194,7 +184,7 @@ def compile_steps(program: Program, lanes: int) -> Code:
     """Return the steps of `program` for `lanes` lanes; EmulatorError for an unknown instruction."""
     largest = max(1, BATCH_LANES // lanes)
     planned = []
-    for start, end in _basic_blocks(program):
+    for start, end in program.basic_blocks:
         body = list(program.instructions[start:end])
         control = body.pop() if body and body[-1].opcode[0] in CONTROL else None
         planned.append((start, end, _batches(body, largest), control))
@@ -208,20 +198,20 @@ def compile_steps(program: Program, lanes: int) -> Code:
                 _assign_rows(column, layout, counts)
         for _, batch in batches:
             for instruction in batch:
-                _assign_rows(list(registers_of(instruction)), layout, counts)
+                _assign_rows(registers_of(instruction), layout, counts)
         if control is not None:
-            _assign_rows(list(registers_of(control)), layout, counts)
+            _assign_rows(registers_of(control), layout, counts)
     blocks = {
         start: _block(program, layout, end, batches, control) for start, end, batches, control in planned
     }
     return Code(blocks, counts)
 
 
-def _assign_rows(registers: Sequence[Register], layout: RegisterLayout, counts: dict[str, int]) -> None:
-    for register in registers:
-        if (register.file, register.row) not in layout:
-            layout[register.file, register.row] = counts.get(register.file, 0)
-            counts[register.file] = counts.get(register.file, 0) + 1
+def _assign_rows(registers: Iterable[RegisterKey], layout: RegisterLayout, counts: dict[str, int]) -> None:
+    for key in registers:
+        if key not in layout:
+            layout[key] = counts.get(key[0], 0)
+            counts[key[0]] = layout[key] + 1
 
 
 def _block(
@@ -237,10 +227,10 @@ def _block(
         steps.append(BatchStep(unit.prepare(batch), _guard(batch), batch, unit, _counted(unit, batch)))
     looks = any(LOOKS & {*one.opcode} for step in steps for one in step.instructions)
     if control is None:
-        return BasicBlock(tuple(steps), None, None, None, -1, end, looks)
+        return BasicBlock(tuple(steps), None, None, -1, end, looks)
     batch = Batch([control], program, layout)
     target = batch.label(0) if control.opcode[0] == "bra" else -1
-    return BasicBlock(tuple(steps), control, batch, _guard(batch), target, end, looks)
+    return BasicBlock(tuple(steps), batch, _guard(batch), target, end, looks)
 
 
 def _counted(unit: InstructionUnit, batch: Batch) -> str:
@@ -251,10 +241,9 @@ def _counted(unit: InstructionUnit, batch: Batch) -> str:
 
 
 def _guard(batch: Batch) -> Source | None:
-    guard = batch.first.guard
-    if guard is None:
+    if batch.first.guard is None:
         return None
-    read = batch.reader([Register(guard.file, guard.row, guard.name, batch.first.negated)], "pred")
+    read = batch.reader([batch.first.guard], "pred")
     return lambda machine: read(machine)[0]
 
 
@@ -268,17 +257,6 @@ def _unit(instruction: PtxInstruction) -> InstructionUnit:
     return found
 
 
-def _basic_blocks(program: Program) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of instructions that can only be entered at its start."""
-    count = len(program.instructions)
-    starts = {0, *program.labels.values()}
-    for i, instruction in enumerate(program.instructions):
-        if instruction.opcode[0] in CONTROL:
-            starts.add(i + 1)
-    bounds = sorted(start for start in starts if start < count)
-    yield from zip(bounds, [*bounds[1:], count], strict=True)
-
-
 def _batches(body: list[PtxInstruction], largest: int) -> list[tuple[InstructionUnit, list[PtxInstruction]]]:
     """Group the instructions of a basic block into batches, in an order that respects dependencies."""
     levels = Levels()
@@ -286,7 +264,7 @@ def _batches(body: list[PtxInstruction], largest: int) -> list[tuple[Instruction
     for instruction in body:
         unit = _unit(instruction)
         level = levels.add(instruction, unit)
-        alone = unit.order in ("fence", "barrier", "sync")
+        alone = unit.order in ("fence", "barrier")
         key = (level, instruction if alone else likeness(instruction))
         batches = groups.setdefault(key, [])
         if not batches or len(batches[-1][1]) == largest:

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..arithmetic.bits import count_ones
 from ..arithmetic.operations import Operation, operation
-from ..arithmetic.warp_operations import word
-from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, active_lanes
+from ..base.addresses import LOCAL_WINDOW, SHARED_WINDOW, active_lanes, word
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import InstructionUnit, Run, unit
 from ..machine.machine_state import Machine
@@ -54,19 +53,17 @@ class Carry:
 
 
 def _with_carry(batch: Batch, found: Operation) -> Run:
-    reads = [
-        batch.source(1 + i, kind)
-        for i, kind in enumerate(found.operands[: -1 if found.reads_carry else None])
-    ]
+    named = found.operands[:-1] if found.reads_carry else found.operands
+    reads = [batch.source(1 + i, kind) for i, kind in enumerate(named)]
+    if found.reads_carry:
+        reads.append(lambda machine: machine.state(Carry).flag)
     write = batch.target(0, found.result)
 
     def run(machine: Machine, mask: Mask) -> None:
-        carry = machine.state(Carry)
-        operands = [read(machine) for read in reads]
-        result = found.function(*operands, *([carry.flag] if found.reads_carry else []))
+        result = found.function(*[read(machine) for read in reads])
         if found.writes_carry:
             result, flag = result
-            np.copyto(carry.flag, flag, where=True if mask is None else mask)
+            np.copyto(machine.state(Carry).flag, flag, where=True if mask is None else mask)
         write(machine, result, mask)
 
     return run

@@ -18,11 +18,13 @@ import functools
 import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..accesses import race_faults as races
 from ..accesses.access import Access, rows_of
+from ..arithmetic.operations import operation
 from ..arithmetic.rounding import SMALLEST_NORMAL, flushing
 from ..base.addresses import addresses_of, lanes_of, space_of
 from ..base.instruction_batch import Batch
@@ -48,14 +50,6 @@ class Atomic:
     flushes: bool = False  # subnormal float32 operands and results become zeros
 
 
-REDUCTIONS: dict[str, np.ufunc] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 OTHERS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "exch": lambda old, operand, compare: operand,
     "cas": lambda old, operand, compare: np.where(old == compare, operand, old),
@@ -87,11 +81,12 @@ def atomic(opcode: tuple[str, ...]) -> Atomic | None:
         return None
     if name in OTHERS:
         return Atomic(name, kind, OTHERS[name])
-    if kind == "f32" and "global" in words:
-        flushed = flushing(np.add)
-        return Atomic(name, kind, lambda old, operand, compare: flushed(old, operand), np.add, flushes=True)
-    ufunc = REDUCTIONS[name]
-    return Atomic(name, kind, lambda old, operand, compare: ufunc(old, operand), ufunc)
+    plain = operation((name, kind))
+    assert plain is not None
+    ufunc: Any = plain.function
+    flushes = kind == "f32" and "global" in words
+    function = flushing(ufunc) if flushes else ufunc
+    return Atomic(name, kind, lambda old, operand, compare: function(old, operand), ufunc, flushes)
 
 
 def apply(
@@ -197,13 +192,9 @@ def _apply(access: Access, space: str, operand: Array, compare: Array | None, fo
         access.blame(everywhere, "atomic", "updates memory that is neither global nor shared")
     access.count(shared=False)
     old = np.zeros(operand.shape, operand.dtype)
-    for buffer, where in machine.memory.find(access.addresses[0], width):
-        if buffer is not None and not buffer.writable:
+    for buffer, which, there in access.by_buffer():
+        if not buffer.writable:
             machine.fault("read-only memory", f"the kernel updates {buffer.name}, which is read-only")
-        if buffer is None:
-            access.out_of_bounds(where)
-        which = slice(None) if where is None else where
-        there = access.part(0, which)
         if buffer.watched and machine.memory.watch_blocks:
             races.in_global_memory(there, buffer)
         cells = buffer.view(width).view(operand.dtype)

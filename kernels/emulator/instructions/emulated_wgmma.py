@@ -20,18 +20,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..accesses import race_faults as races
-from ..accesses.async_accesses import fault_for_missing_data, fault_for_missing_fence
-from ..accesses.descriptors import CHUNK, chunk_addresses, decode_descriptors
+from ..accesses.async_accesses import read_by_engine
+from ..accesses.descriptors import CHUNK, chunk_addresses
 from ..arithmetic.floats import widen
 from ..arithmetic.fragments import WGMMA_A, wgmma_sums
 from ..base.addresses import whole_warps
-from ..base.instruction_batch import Batch, LaneRows
+from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError, Fault
-from ..ptx.program import Immediate, PtxInstruction, Register, Vector
+from ..ptx.program import Immediate, PtxInstruction, Vector, registers_in
 from ..synchronization.async_groups import AsyncGroups, snapshot
 from .mma import BITS, DEPTH, decode, encode, half_values
 
@@ -45,7 +44,7 @@ def operand_addresses(descriptors: Array, mn: int, dtype: str, transposed: bool,
     They are those of `descriptors.chunk_addresses`. `size`: bytes of a block's shared memory. Raises Fault
     for a descriptor that leaves it, or that wgmma does not take.
     """
-    addresses = chunk_addresses(decode_descriptors(descriptors), mn, BITS[dtype], transposed)
+    addresses = chunk_addresses(descriptors, mn, BITS[dtype], transposed)
     if int(addresses.max()) + CHUNK > size:
         group = int(np.argmax(addresses.max(axis=(1, 2))))
         raise Fault(
@@ -73,28 +72,26 @@ def read_operand(shared: Array, blocks: Array, addresses: Array, dtype: str, tra
     return lines.swapaxes(1, 2) if transposed else lines
 
 
-def multiply_add(a: Array, b: Array, accumulators: Array | None, sums: str = "f32") -> Array:
-    """Return the registers of d = a b + d. `accumulators` are the old registers of d; None stands for 0.
+def multiply_add(a: Array, b: Array, accumulators: Array, sums: str = "f32") -> Array:
+    """Return the registers of d = a b + d. `accumulators` are the old registers of d.
 
     a is (groups, 64, depth) float32 of any depth, b (groups, n, depth). Registers are (n / 2, lanes) float32,
     or for sums "f16" (n / 4, lanes) uint32 of two float16 each. A group has 128 lanes.
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # answers here, as on a GPU
         products = wgmma_sums(b.shape[1]).spread(np.matmul(a, b.swapaxes(1, 2)))
-        if accumulators is not None:
-            products += decode(accumulators, sums)
+        products += decode(accumulators, sums)
     return encode(products, sums)
 
 
 @dataclass(frozen=True)
 class ProductForm:
-    """The product of one wgmma.mma_async: d = (scale_a a) (scale_b b) (+ d)."""
+    """The product of one wgmma.mma_async: d = scale a b (+ d)."""
 
     n: int
     dtype: str
     sums: str
-    scale_a: int
-    scale_b: int
+    scale: int  # of a times that of b: 1 or -1
     transposed_a: bool
     transposed_b: bool
 
@@ -116,10 +113,10 @@ class PendingProduct:
 class Accumulators:
     """The sums of products under way; the registers hold NaN meanwhile."""
 
-    def __init__(self, machine: Machine, rows: LaneRows, kind: str) -> None:
+    def __init__(self, machine: Machine, rows: tuple[int, ...], kind: str) -> None:
         registers = machine.views["b32", "<f4" if kind == "f32" else "<u4"]
         self.registers = registers.reshape(len(registers), -1, GROUP)  # (rows, groups, 128)
-        self.rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        self.rows = np.array(rows)
         groups = self.registers.shape[1]
         self.values = np.zeros((self.rows.size, groups, GROUP), registers.dtype)
         self.under_way = np.zeros(groups, np.int64)  # products, by group
@@ -154,12 +151,11 @@ class WarpGroups:
         self.fenced = np.zeros(machine.lanes // GROUP, np.bool_)
         self._sums: dict[tuple[tuple[int, ...], str], Accumulators] = {}
 
-    def accumulators(self, rows: LaneRows, kind: str) -> Accumulators:
+    def accumulators(self, rows: tuple[int, ...], kind: str) -> Accumulators:
         """Return the accumulators in these rows of the registers."""
-        key = (tuple(range(rows.start, rows.stop)) if isinstance(rows, slice) else tuple(rows.tolist()), kind)
-        if key not in self._sums:
-            self._sums[key] = Accumulators(self.machine, rows, kind)
-        return self._sums[key]
+        if (rows, kind) not in self._sums:
+            self._sums[rows, kind] = Accumulators(self.machine, rows, kind)
+        return self._sums[rows, kind]
 
     def wait(self, groups: Array, allowed: int) -> None:
         """Complete products so that at most `allowed` groups of each warp group are under way."""
@@ -223,7 +219,7 @@ class WarpGroups:
         if a.dtype != np.float32:
             a = read_operand(shared, blocks, a, form.dtype, form.transposed_a)
         b = read_operand(shared, blocks, b, form.dtype, form.transposed_b)
-        return (a if form.scale_a == 1 else -a), (b if form.scale_b == 1 else -b)
+        return (a if form.scale == 1 else -a), b
 
 
 SHAPE = re.compile(r"m64n(\d+)k(\d+)")
@@ -249,33 +245,31 @@ def _when_together(act: Callable[[WarpGroups, Array], None]) -> Run:
     return run
 
 
-@unit("wgmma.fence", order="sync", results=0, counted="wait")
+@unit("wgmma.fence", order="barrier", results=0, counted="wait")
 def fence(batch: Batch) -> Run:
     """wgmma.fence.sync.aligned: later products see earlier writes to registers."""
     return _when_together(lambda state, groups: np.put(state.fenced, groups, True))
 
 
-@unit("wgmma.commit_group", order="sync", results=0, counted="wait")
+@unit("wgmma.commit_group", order="barrier", results=0, counted="wait")
 def commit_group(batch: Batch) -> Run:
     """wgmma.commit_group.sync.aligned: close the group of products begun since the last."""
     return _when_together(lambda state, groups: state.products.commit(groups))
 
 
-@unit("wgmma.wait_group", order="sync", results=0, counted="wait")
+@unit("wgmma.wait_group", order="barrier", results=0, counted="wait")
 def wait_group(batch: Batch) -> Run:
     """wgmma.wait_group.sync.aligned n: wait until at most the last n groups are under way."""
     allowed = batch.constant(0)
     return _when_together(lambda state, groups: state.wait(groups, allowed))
 
 
-@unit("wgmma.mma_async", order="sync", counted="matrix")
+@unit("wgmma.mma_async", order="barrier", counted="matrix")
 def mma_async(batch: Batch) -> Run:
     """wgmma.mma_async.sync.aligned.shape.d.a.b d, a, b, scale-d, imm-scale-a, imm-scale-b{, imm-trans...}."""
     form = _form(batch)
-    d, a = batch.first.operands[:2]
-    assert isinstance(d, Vector)
-    _, rows = batch.rows([item for item in d.items if isinstance(item, Register)], collapse=False)
-    from_registers = isinstance(a, Vector)
+    rows = tuple(batch.layout[key] for key in registers_in(batch.first.operands[0]))
+    from_registers = isinstance(batch.first.operands[1], Vector)
     left = batch.sources(1, "b32") if from_registers else batch.source(1, "b64")
     right, adds = batch.source(2, "b64"), batch.source(3, "pred")
 
@@ -333,7 +327,6 @@ def _form(batch: Batch) -> ProductForm:
     scales, transposes = numbers[:2], numbers[2:]
     from_registers = isinstance(operands[1], Vector)
     wanted = 0 if dtype == "tf32" else 1 if from_registers else 2
-    d = operands[0].items if isinstance(operands[0], Vector) else ()
     registers = n // (2 if sums == "f32" else 4)
     if (
         not 8 <= n <= 256
@@ -343,11 +336,11 @@ def _form(batch: Batch) -> ProductForm:
         or not {*scales} <= {1, -1}
         or len(transposes) != wanted
         or not {*transposes} <= {0, 1}
-        or len([item for item in d if isinstance(item, Register)]) != registers
+        or len([*registers_in(operands[0])]) != registers
     ):
         raise EmulatorError(f"operands that wgmma does not take: {batch.first.text}")
     across = [False] * (2 - wanted) + [bool(t) for t in transposes]
-    return ProductForm(n, dtype, sums, scales[0], scales[1], across[0], across[1])
+    return ProductForm(n, dtype, sums, scales[0] * scales[1], across[0], across[1])
 
 
 def _operand(machine: Machine, lanes: Array, words: Array, mn: int, dtype: str, transposed: bool) -> Array:
@@ -374,13 +367,5 @@ def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:
     clocks.join(agents, common)
     clocks.tick(warps.reshape(-1))
     result = snapshot(clocks, agents)
-    first = lanes[:, 0].tolist()
-    for i, lane in enumerate(first):
-        fault_for_missing_data(machine, everything[i], "wgmma read", lane)
-    found = clocks.read(everything, agents)
-    lane = first[int(np.argmax(found.any(axis=1)))]
-    races.of_engine(machine, found, everything, agents, "wgmma read", lane)
-    for i, lane in enumerate(first):
-        fault_for_missing_fence(machine, everything[i], int(warps[i, 0]), common[i], "wgmma read", lane)
-    clocks.tick(agents)
+    read_by_engine(machine, everything, agents, common, "wgmma read", lanes[:, 0].tolist())
     return result

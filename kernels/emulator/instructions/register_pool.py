@@ -12,11 +12,11 @@ import numpy as np
 from ..base.addresses import whole_warps
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
-from ..copies.tensor_copies import BulkCopies
 from ..machine.machine_state import Machine
 from ..ptx.dtypes import Lanes, Mask
 from ..ptx.fault import EmulatorError
 from ..ptx.program import Program
+from .tensor_copies import BulkCopies
 
 REGISTERS = 65536  # of a multiprocessor
 LARGEST = 255  # of a thread
@@ -92,7 +92,7 @@ class RegisterPool:
         self.machine.fault_at("registers", f"runs {text}", 32 * warp)
 
 
-@unit("setmaxnreg", order="sync", results=0)
+@unit("setmaxnreg", order="barrier", results=0)
 def setmaxnreg(batch: Batch) -> Run:
     """setmaxnreg.inc and .dec.sync.aligned.u32 count."""
     count, grows = batch.constant(0), batch.first.opcode[1] == "inc"

@@ -123,9 +123,7 @@ def _sectors(shape: MachineShape, addresses: Array, width: int, lanes: Array) ->
     touched = spread[..., None] // SECTOR + np.arange(-(-width // SECTOR))
     touched = np.where(there[..., None], touched, -1).reshape(len(spread), -1)
     touched.sort(axis=1)
-    new = np.ones(touched.shape, np.bool_)
-    new[:, 1:] = touched[:, 1:] != touched[:, :-1]
-    return len(spread), int((new & (touched >= 0)).sum())
+    return len(spread), int((np.diff(touched, axis=1, prepend=-1) != 0).sum())
 
 
 def _passes(
@@ -141,10 +139,7 @@ def _passes(
     held = np.repeat(there, words, axis=-1)
     key = np.where(held, word, -1)
     key.sort(axis=-1)
-    new = np.ones(key.shape, np.bool_)
-    if not update:
-        new[..., 1:] = key[..., 1:] != key[..., :-1]
-    new &= key >= 0
+    new = key >= 0 if update else np.diff(key, axis=-1, prepend=-1) != 0
     per_bank = np.zeros((*key.shape[:-1], BANKS), np.int64)
     index = np.indices(key.shape)
     np.add.at(per_bank, (index[0], index[1], key % BANKS), new)

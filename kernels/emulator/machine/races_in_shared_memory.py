@@ -171,15 +171,11 @@ class Clocks:
         location = instructions[number - 1].location if number else None
         return f" at {location}" if location else ""
 
-    def number(self, instruction: PtxInstruction | None) -> int:
-        """Return the number of an instruction in the program, counted from 1; 0 for None."""
-        return self.machine.program.numbers.get(id(instruction), 0)
-
     def _numbers(self, by: Sequence[PtxInstruction], granules: Array) -> Array | int:
         """Return the numbers of the instructions, shaped to broadcast with granules."""
         if not by:
-            return self.number(self.machine.instruction)
-        numbers = np.array([self.machine.program.numbers[id(instruction)] for instruction in by], np.int32)
+            return self.machine.instruction.number if self.machine.instruction is not None else 0
+        numbers = np.array([instruction.number for instruction in by], np.int32)
         return numbers.reshape(-1, *(1,) * (granules.ndim - 1))
 
     def own(self, agents: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ class Register:
 
     file: str  # "pred", "b16", "b32", "b64", "b128"
     row: int
-    name: str
     negated: bool = False  # `!%p1`: reads the opposite
 
 
@@ -79,22 +79,20 @@ class Address:
 
 
 Operand: TypeAlias = Register | Immediate | Special | Symbol | Label | Pair | Vector | Address
+RegisterKey: TypeAlias = tuple[str, int]  # (file, row in the program)
 
 
-def registers_in(operand: Operand) -> Iterator[Register]:
-    """Yield the registers in an operand, from left to right."""
-    if isinstance(operand, Register):
-        yield operand
-    elif isinstance(operand, Vector):
-        for item in operand.items:
-            yield from registers_in(item)
-    elif isinstance(operand, Pair):
-        yield from registers_in(operand.first)
-        yield from registers_in(operand.second)
-    elif isinstance(operand, Address):
-        yield from registers_in(operand.base)
-        for item in operand.more:
-            yield from registers_in(item)
+def registers_in(*operands: Operand | None) -> Iterator[RegisterKey]:
+    """Yield the registers in these operands, from left to right."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand.file, operand.row
+        elif isinstance(operand, Vector):
+            yield from registers_in(*operand.items)
+        elif isinstance(operand, Pair):
+            yield from registers_in(operand.first, operand.second)
+        elif isinstance(operand, Address):
+            yield from registers_in(operand.base, *operand.more)
 
 
 @dataclass
@@ -146,14 +144,19 @@ class PtxInstruction:
     opcode: tuple[str, ...]  # ("ld", "global", "v2", "f32")
     operands: tuple[Operand, ...]
     guard: Register | None  # a predicate: only lanes where it holds run the instruction
-    negated: bool  # the instruction runs where the guard is false
     location: Location | None
     text: str
+    number: int  # in its program, from 1 on
 
     @property
     def name(self) -> str:
         """The opcode as PTX writes it: "ld.global.v2.f32"."""
         return ".".join(self.opcode)
+
+    @property
+    def vector(self) -> int:
+        """How many values a load or a store moves: 4 for `ld.global.v4.f32`."""
+        return next((VECTORS[word] for word in self.opcode if word in VECTORS), 1)
 
 
 @dataclass
@@ -162,13 +165,13 @@ class Variable:
 
     space: str  # "shared", "global", "const", "local", "param"
     size: int  # bytes; 0 if the launch decides (dynamic shared memory)
-    offset: int = 0  # within the space
+    offset: int = 0  # within the space; the address of a global or constant variable
     contents: bytes = b""  # initial
 
 
 @dataclass(frozen=True)
 class DataFlow:
-    """The findings of `static_analysis` about a program. Sets hold ids of instructions."""
+    """The findings of `static_analysis` about a program. Sets of ints hold numbers of instructions."""
 
     learns: bool = False  # some atomics return a value that is used: threads learn what others have done
     learns_of_blocks: bool = False  # the same of atomics that may act on global memory
@@ -176,6 +179,9 @@ class DataFlow:
     guesses: frozenset[int] = frozenset()  # loads whose value a compare-and-swap checks again later
     settles: frozenset[int] = frozenset()  # stores that a look at the same element decides about
     releases: frozenset[int] = frozenset()  # stores that may release a lock
+
+
+CONTROL = ("bra", "ret", "exit", "trap")  # instructions that end a basic block
 
 
 @dataclass
@@ -194,9 +200,11 @@ class Program:
     flow: DataFlow = DataFlow()
 
     @functools.cached_property
-    def numbers(self) -> dict[int, int]:
-        """The number of each instruction, counted from 1, by its id."""
-        return {id(one): 1 + i for i, one in enumerate(self.instructions)}
+    def basic_blocks(self) -> list[tuple[int, int]]:
+        """The (start, end) of each run of instructions that can only be entered at its start."""
+        after = (one.number for one in self.instructions if one.opcode[0] in CONTROL)
+        bounds = sorted({0, *self.labels.values(), *after, len(self.instructions)})
+        return list(itertools.pairwise(bounds))
 
     @functools.cached_property
     def granule(self) -> int:
@@ -221,5 +229,4 @@ def _width(instruction: PtxInstruction) -> int:
     opcode = instruction.opcode
     if opcode[0] == "cp":
         return 4 if "ca" in opcode and "bulk" not in opcode else 16
-    count = next((VECTORS[word] for word in opcode if word in VECTORS), 1)
-    return min(SIZES[opcode[-1]] * count, 16)
+    return min(SIZES[opcode[-1]] * instruction.vector, 16)

@@ -10,9 +10,10 @@ jump to behind the call.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .dtypes import SIZES
 from .fault import EmulatorError
@@ -36,7 +37,10 @@ from .program import (
 )
 from .static_analysis import analyse
 
+VARIABLES = 1 << 33  # the address of the first global or constant variable
 
+
+@functools.lru_cache(maxsize=128)
 def parse(text: str) -> Program:
     """Return the program of the only kernel (`.entry`) in `text`; EmulatorError if it can't be read."""
     files = {int(number): name for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
@@ -97,6 +101,7 @@ def _braced(text: str, opening: int) -> str:
 
 
 def _module_variables(text: str, program: Program) -> None:
+    address, dynamic = VARIABLES, []
     for statement in text.split(";"):
         match = re.search(r"\.(shared|global|const)\b(.*)", statement, re.S)
         if match is None:
@@ -104,23 +109,29 @@ def _module_variables(text: str, program: Program) -> None:
         space, rest = match.groups()
         left, _, initial = rest.partition("=")
         kind, name, size = declaration(left)
-        alignment = alignment_of(rest)
         contents = b"".join(
             (int(number, 0) % 256 ** SIZES[kind]).to_bytes(SIZES[kind], "little")
             for number in re.findall(r"-?(?:0x[0-9a-fA-F]+|\d+)", initial)
         )
         variable = Variable(space, size, contents=contents.ljust(size, b"\0"))
-        if space == "shared" and size:
-            program.shared = -(-program.shared // alignment) * alignment
-            variable.offset = program.shared
-            program.shared += size
+        if space != "shared":
+            variable.offset = address
+            address += -(-max(size, 1) // 256) * 256
+        elif size:
+            variable.offset = _static_shared(program, size, alignment_of(rest))
+        else:
+            dynamic.append((variable, max(16, alignment_of(rest))))
         program.variables[name] = variable
     # Dynamic shared memory begins where the static ends: each `extern` array starts there, aligned.
-    for name, variable in program.variables.items():
-        if variable.space == "shared" and not variable.size:
-            match = re.search(rf"\.align\s+\d+\s+\.\w+\s+{re.escape(name)}\b", text)
-            alignment = max(16, alignment_of(match[0] if match else ""))
-            variable.offset = -(-program.shared // alignment) * alignment
+    for variable, alignment in dynamic:
+        variable.offset = -(-program.shared // alignment) * alignment
+
+
+def _static_shared(program: Program, size: int, alignment: int) -> int:
+    """Return the offset of new static shared memory."""
+    start = -(-program.shared // alignment) * alignment
+    program.shared = start + size
+    return start
 
 
 LIBRARY = re.compile(r"[\\/]numba_cuda[\\/]|[\\/]site-packages[\\/]numba[\\/]")
@@ -198,15 +209,13 @@ class BodyReader:
             for one in [f"{name}{i}" for i in range(int(count[:-1]))] if count else [name]:
                 row = self.program.registers.get(file, 0)
                 self.program.registers[file] = row + 1
-                scope[one] = Register(file, row, one)
+                scope[one] = Register(file, row)
 
     def _variable(self, statement: str, scope: dict[str, Operand]) -> None:
         _, name, size = declaration(statement)
         if statement.startswith(".shared"):
-            alignment = alignment_of(statement)
-            self.program.shared = -(-self.program.shared // alignment) * alignment
-            scope[name] = Symbol(name, "shared", self.program.shared)
-            self.program.shared += size
+            start = _static_shared(self.program, size, alignment_of(statement))
+            scope[name] = Symbol(name, "shared", start)
             return
         self.program.local = -(-self.program.local // 16) * 16
         scope[name] = Symbol(name, "local", self.program.local)
@@ -214,11 +223,10 @@ class BodyReader:
 
     def _instruction(self, statement: str, copy: _InlinedCall) -> None:
         operands: list[Operand]
-        text, guard, negated = statement, None, False
+        text, guard = statement, None
         if statement[0] == "@":
             word, statement = statement.split(None, 1)
-            negated = word[1] == "!"
-            found = self._operand(word[2 if negated else 1 :], copy)
+            found = self._operand(word[1:], copy)
             if not isinstance(found, Register):
                 raise EmulatorError(f"not a predicate: {text}")
             guard = found
@@ -228,17 +236,23 @@ class BodyReader:
         opcode = tuple(match[0].split("."))
         rest = statement[match.end() :].strip()
         if opcode[0] == "call":
-            self._call(rest, guard, copy, text)
-            return
-        if opcode[0] in ("ret", "exit") and copy.returns_to:
+            called = self._call(rest, guard, copy, text)
+            if called is None:
+                return
+            opcode, operands = called
+        elif opcode[0] in ("ret", "exit") and copy.returns_to:
             opcode, operands = ("bra",), [Label(copy.returns_to)]
         else:
             operands = [self._operand(part, copy) for part in _split(rest)]
+        number = len(self.program.instructions) + 1
         self.program.instructions.append(
-            PtxInstruction(opcode, tuple(operands), guard, negated, copy.location, text)
+            PtxInstruction(opcode, tuple(operands), guard, copy.location, text, number)
         )
 
-    def _call(self, rest: str, guard: Register | None, copy: _InlinedCall, text: str) -> None:
+    def _call(
+        self, rest: str, guard: Register | None, copy: _InlinedCall, text: str
+    ) -> tuple[tuple[str, ...], list[Operand]] | None:
+        """Inline a function, or return opcode and operands of its call if the PTX does not define it."""
         parts = _split(rest)
         returned = _split(parts.pop(0)[1:-1]) if parts[0].startswith("(") else []
         name = parts.pop(0)
@@ -246,10 +260,7 @@ class BodyReader:
         variables = [self._operand(part, copy) for part in (*returned, *passed)]
         function = self.functions.get(name)
         if function is None:
-            self.program.instructions.append(
-                PtxInstruction(("call", name), tuple(variables), guard, False, copy.location, text)
-            )
-            return
+            return ("call", name), variables
         if guard is not None:
             raise EmulatorError(f"the emulator reads no call under a predicate: {text}")
         formal = [declaration(part)[1] for part in (*function.returns, *function.parameters)]
@@ -257,6 +268,7 @@ class BodyReader:
         inner: dict[str, Operand] = dict(zip(formal, variables, strict=True))
         self._read(function, _InlinedCall(copy.depth + 1, after, copy.location, [inner]))
         self.program.labels[after] = len(self.program.instructions)
+        return None
 
     def _operand(self, text: str, copy: _InlinedCall) -> Operand:
         text = text.strip()
@@ -270,7 +282,7 @@ class BodyReader:
         if text[0] == "!":
             inner = self._operand(text[1:], copy)
             if isinstance(inner, Register):
-                return Register(inner.file, inner.row, inner.name, negated=True)
+                return replace(inner, negated=True)
         return self._named(text, copy)
 
     def _address(self, text: str, copy: _InlinedCall) -> Address:

@@ -9,10 +9,8 @@ import functools
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from .program import Address, DataFlow, Operand, Program, PtxInstruction, Register, Symbol, registers_in
+from .program import Address, DataFlow, Program, PtxInstruction, Register, RegisterKey, Symbol, registers_in
 
-ENDS = ("bra", "ret", "exit", "trap")
-RegisterKey: TypeAlias = tuple[str, int]  # (width, row in the program)
 _Key: TypeAlias = RegisterKey | str  # a register, or "memory": all of shared and local memory
 
 
@@ -34,7 +32,7 @@ class _Analysis:
         learning = [
             one
             for one in instructions
-            if one.opcode[0] == "atom" and {*registers_of(one.operands[0])} & reads
+            if one.opcode[0] == "atom" and {*registers_in(one.operands[0])} & reads
         ]
         learns = bool(learning)
         loads = [one for one in instructions if one.opcode[0] == "ld"]
@@ -46,21 +44,18 @@ class _Analysis:
             learns_of_blocks=any("shared" not in " ".join(one.opcode) for one in learning),
             stored=self._stored(),
             # A load before a loop around a compare-and-swap. The swap finds out if the value is stale.
-            guesses=frozenset(id(one) for one in loads if self._address(one) in compared),
+            guesses=frozenset(one.number for one in loads if self._address(one) in compared),
             settles=self._settles(loads),
             # A store to what atomics also update may release a lock.
-            releases=frozenset(id(one) for one in stores if learns and self._address(one) in updated),
+            releases=frozenset(one.number for one in stores if learns and self._address(one) in updated),
         )
 
-    def _moved_symbols(self) -> dict[tuple[str, int], Symbol]:
+    def _moved_symbols(self) -> dict[RegisterKey, Symbol]:
         """Return the registers that always hold the address of one variable, with that variable."""
-        found: dict[tuple[str, int], Symbol] = {}
-        written: set[tuple[str, int]] = set()
+        found: dict[RegisterKey, Symbol] = {}
+        written: set[RegisterKey] = set()
         for one in self._program.instructions:
-            results = (
-                [] if one.opcode[0] == "st" else [*registers_of(one.operands[0])] if one.operands else []
-            )
-            for key in results:
+            for key in registers_in(*one.operands[:1]) if one.opcode[0] != "st" else ():
                 if one.opcode[0] == "mov" and isinstance(one.operands[1], Symbol) and key not in written:
                     found[key] = one.operands[1]
                 else:
@@ -72,7 +67,7 @@ class _Analysis:
         """Return the address of a load, a store or an atomic, as the text writes it."""
         address = next((one for one in instruction.operands if isinstance(one, Address)), None)
         if address is None:
-            return ("none", id(instruction))
+            return ("none", instruction.number)
         base: object = address.base
         if isinstance(base, Register):
             base = self._symbols.get((base.file, base.row), (base.file, base.row))
@@ -83,36 +78,27 @@ class _Analysis:
 
         The stored value does not depend on the old one, so other threads may see the store or miss it.
         """
-        block_of = self._blocks()
+        bounds = self._program.basic_blocks
+        block_of = {i + 1: start for start, end in bounds for i in range(start, end)}
         stores = [one for one in self._program.instructions if one.opcode[:2] == ("st", "global")]
         pairs = [
             (load, store)
             for store in stores
             for load in loads
-            if self._address(load) == self._address(store) and block_of[id(load)] != block_of[id(store)]
+            if self._address(load) == self._address(store) and block_of[load.number] != block_of[store.number]
         ]
         if not pairs:
             return frozenset()
-        bits = {id(load): 1 << i for i, (load, _) in enumerate(pairs)}
+        bits = {load.number: 1 << i for i, (load, _) in enumerate(pairs)}
         held = self._spread(bits, everywhere=True)
         branches = [one.guard for one in self._program.instructions if one.opcode[0] == "bra" and one.guard]
         decides = functools.reduce(int.__or__, (held.get((one.file, one.row), 0) for one in branches), 0)
         return frozenset(
-            id(store)
+            store.number
             for load, store in pairs
-            if bits[id(load)] & decides
-            and not any(held.get(key, 0) & bits[id(load)] for key in registers_of(store.operands[1]))
+            if bits[load.number] & decides
+            and not any(held.get(key, 0) & bits[load.number] for key in registers_in(store.operands[1]))
         )
-
-    def _blocks(self) -> dict[int, int]:
-        """Return the basic block of each instruction, by its id."""
-        starts = {*self._program.labels.values()}
-        found, block = {}, 0
-        for i, instruction in enumerate(self._program.instructions):
-            block += i in starts
-            found[id(instruction)] = block
-            block += instruction.opcode[0] in ENDS
-        return found
 
     def _stored(self) -> frozenset[str] | None:
         """Return the parameters that may be part of the address of a store; None if any may.
@@ -121,7 +107,7 @@ class _Analysis:
         """
         bits = {name: 1 << i for i, name in enumerate(self._program.parameters)}
         seeds = {
-            id(one): sum(bits[name] for name in _parameters(one))
+            one.number: sum(bits[name] for name in _parameters(one))
             for one in self._program.instructions
             if one.opcode[0] == "ld"
         }
@@ -130,18 +116,18 @@ class _Analysis:
         for one in self._program.instructions:
             if one.opcode[0] == "st" and not {"shared", "local", "param"} & {*one.opcode}:
                 address = next(operand for operand in one.operands if isinstance(operand, Address))
-                parts = functools.reduce(int.__or__, (held.get(key, 0) for key in registers_of(address)), 0)
+                parts = functools.reduce(int.__or__, (held.get(key, 0) for key in registers_in(address)), 0)
                 if not parts:
                     return None
                 stored |= parts
         return frozenset(name for name, bit in bits.items() if stored & bit)
 
     def _spread(self, seeds: dict[int, int], everywhere: bool) -> dict[_Key, int]:
-        """Follow bits from the results of `seeds` (by id), through atomics and predicates if `everywhere`."""
+        """Follow bits from the results of `seeds`; through atomics and predicates, too, if `everywhere`."""
         held: dict[_Key, int] = {}
         steps = []
         for one in self._program.instructions:
-            own, values = seeds.get(id(one), 0), list(_values(one, everywhere))
+            own, values = seeds.get(one.number, 0), list(_values(one, everywhere))
             if values or own:
                 steps.append((own, values, list(_results(one))))
         changed = True
@@ -158,22 +144,12 @@ class _Analysis:
         return held
 
 
-def registers_of(operand: Operand) -> Iterator[RegisterKey]:
-    """Yield the registers in an operand as (width, row in the program)."""
-    return ((register.file, register.row) for register in registers_in(operand))
-
-
-def _sources(instruction: PtxInstruction) -> Iterator[tuple[str, int]]:
+def _sources(instruction: PtxInstruction) -> Iterator[RegisterKey]:
     """Yield the registers that an instruction reads."""
-    first = instruction.operands[:1]
-    for operand in instruction.operands[1:]:
-        yield from registers_of(operand)
-    if first and (
-        instruction.opcode[0] in ("st", "red", "bra", "call", "bar") or isinstance(first[0], Address)
-    ):
-        yield from registers_of(first[0])
-    if instruction.guard is not None:
-        yield instruction.guard.file, instruction.guard.row
+    operands, writes = instruction.operands, instruction.opcode[0] not in ("st", "red", "bra", "call", "bar")
+    if operands and writes and not isinstance(operands[0], Address):
+        operands = operands[1:]
+    return registers_in(*operands, instruction.guard)
 
 
 def _values(instruction: PtxInstruction, everywhere: bool) -> Iterator[_Key]:
@@ -191,7 +167,7 @@ def _results(instruction: PtxInstruction) -> Iterator[_Key]:
         if "global" not in instruction.opcode:
             yield "memory"
     elif instruction.operands and not isinstance(instruction.operands[0], Address):
-        yield from registers_of(instruction.operands[0])
+        yield from registers_in(instruction.operands[0])
 
 
 def _parameters(instruction: PtxInstruction) -> Iterator[str]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arithmetic.warp_operations import awaited, word
-from ..base.addresses import active_lanes, lanes_of, of_every_lane
+from ..base.addresses import active_lanes, awaited, lanes_of, of_every_lane, word
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
 from ..machine.machine_state import Machine
@@ -82,23 +81,22 @@ class Barriers:
     def first_mixed(self, block: int) -> PtxInstruction | None:
         """Return a barrier of a block at which some of its threads stood while others stood at another."""
         two = self.mixed.get(block)
-        return min(two, key=self.machine.clocks.number) if two else None
+        return min(two, key=lambda barrier: barrier.number) if two else None
 
     def _note_mixed(self, here: Lanes, full: Lanes) -> None:
         """Note when threads of one block are at different barriers: later faults may stem from it."""
         instruction = self.machine.instruction
         if instruction is None:
             return
-        number = self.machine.clocks.number(instruction)
-        other = here & (self.came_at >= 0) & (self.came_at != number)
+        other = here & (self.came_at >= 0) & (self.came_at != instruction.number)
         for block in np.flatnonzero(other).tolist():
             first = self.machine.program.instructions[int(self.came_at[block]) - 1]
             self.mixed.setdefault(block, (first, instruction))
-        self.came_at[here & (self.came_at < 0)] = number
+        self.came_at[here & (self.came_at < 0)] = instruction.number
         self.came_at[full] = -1
 
 
-@unit(*names("sync"), order="sync", results=0, counted="barrier", missed=MISSED)
+@unit(*names("sync"), order="barrier", results=0, counted="barrier", missed=MISSED)
 def barrier_sync(batch: Batch) -> Run:
     """bar.sync a{, b}: wait until all threads of the block, or b of them, have arrived at barrier a."""
     name, count = batch.source(0, "u32"), batch.source(1, "u32") if batch.has(1) else None
@@ -110,7 +108,7 @@ def barrier_sync(batch: Batch) -> Run:
     return run
 
 
-@unit(*names("red"), order="sync", counted="barrier", missed=MISSED)
+@unit(*names("red"), order="barrier", counted="barrier", missed=MISSED)
 def barrier_reduction(batch: Batch) -> Run:
     """bar.red.popc.u32 d, a{, b}, p and bar.red.and|or.pred q, a{, b}, p: a barrier with a vote."""
     kind = "u32" if "popc" in batch.first.opcode else "pred"
@@ -256,7 +254,7 @@ def handle(batch: Batch) -> Run:
     return run
 
 
-@unit("call.cudaCGSynchronize", order="sync", results=0, counted="branch", missed=MISSED)
+@unit("call.cudaCGSynchronize", order="barrier", results=0, counted="branch", missed=MISSED)
 def synchronize(batch: Batch) -> Run:
     """Wait until all threads of the grid have arrived."""
     returned = next(operand.offset for operand in batch.first.operands if isinstance(operand, Symbol))

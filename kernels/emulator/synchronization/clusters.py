@@ -142,17 +142,12 @@ class ClusterBarriers:
 
 @unit_of_lanes("barrier.cluster.arrive", order="barrier", counted="barrier")
 def arrive(machine: Machine, lanes: Array) -> None:
-    """barrier.cluster.arrive{.release}{.aligned}: arrive, and go on."""
-    machine.state(ClusterBarriers).arrive(lanes, releases=True)
+    """barrier.cluster.arrive{.release|.relaxed}{.aligned}: arrive, and go on; .relaxed shows nothing."""
+    assert machine.instruction is not None
+    machine.state(ClusterBarriers).arrive(lanes, releases="relaxed" not in machine.instruction.opcode)
 
 
-@unit_of_lanes("barrier.cluster.arrive.relaxed", order="barrier", counted="barrier")
-def arrive_relaxed(machine: Machine, lanes: Array) -> None:
-    """barrier.cluster.arrive.relaxed{.aligned}: arrive, and show nothing."""
-    machine.state(ClusterBarriers).arrive(lanes, releases=False)
-
-
-@unit_of_lanes("barrier.cluster.wait", order="sync", counted="barrier", missed=MISSED)
+@unit_of_lanes("barrier.cluster.wait", order="barrier", counted="barrier", missed=MISSED)
 def wait(machine: Machine, lanes: Array) -> Lanes:
     """barrier.cluster.wait{.acquire}{.aligned}: wait until all threads of the cluster have arrived."""
     return machine.state(ClusterBarriers).wait(lanes)

@@ -270,68 +270,40 @@ def announce(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -
             machine.events += mbarrier.expect(sign * int(amounts[which].sum()))
 
 
-def _look(batch: Batch, waits: bool) -> Callable[[Machine, Array], Lanes]:
-    """Return a function that tells which of some lanes find their phase over.
+@unit("mbarrier.try_wait", order="barrier", counted="barrier")
+@unit("mbarrier.test_wait", order="fence", counted="barrier")
+def look(batch: Batch) -> Run:
+    """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}: wait.
 
-    Those learn what the arrivals released. The others wait, or look again.
+    mbarrier.test_wait only tests. Lanes that find their phase over learn what the arrivals released.
     """
-    by_state = "parity" not in batch.first.opcode
-    address, phase = batch.address(1), batch.source(2, "b64" if by_state else "u32")
+    opcode = batch.first.opcode
+    waits, by_state = opcode[1] == "try_wait", "parity" not in opcode
+    write, address = batch.target(0, "pred"), batch.address(1)
+    phase = batch.source(2, "b64" if by_state else "u32")
 
-    def look(machine: Machine, lanes: Array) -> Lanes:
-        mbarriers, clocks = machine.state(Mbarriers), machine.clocks
+    def run(machine: Machine, mask: Mask) -> Lanes | None:
+        lanes, mbarriers, clocks = lanes_of(machine, mask), machine.state(Mbarriers), machine.clocks
         wanted = of_lanes(phase(machine), machine, lanes)
-        passed = np.zeros(lanes.size, np.bool_)
-        agents = clocks.agents_of_lanes[lanes]
+        over = np.zeros(machine.lanes, np.bool_)
         for key, which in mbarriers.by_key(of_lanes(address(machine), machine, lanes), lanes):
             mbarrier = mbarriers.at(key, lanes[which])
             for one in np.unique(wanted[which]):
-                those = which[wanted[which] == one]
+                those = lanes[which[wanted[which] == one]]
                 waiting = mbarriers.awaited.setdefault(key, set())
                 if mbarrier.phase > int(one) if by_state else mbarrier.over(int(one) & 1):
-                    passed[those] = True
-                    clocks.join(np.unique(agents[those]), mbarrier.completed)
-                    waiting.difference_update(lanes[those].tolist())
+                    over[those] = True
+                    clocks.join(np.unique(clocks.agents_of_lanes[those]), mbarrier.completed)
+                    waiting.difference_update(those.tolist())
                 elif waits:
-                    waiting.update(lanes[those].tolist())
+                    waiting.update(those.tolist())
                     mbarriers.waits[key] = machine.instruction
                 else:
                     mbarriers.looks[key] = mbarriers.looks.get(key, 0) + 1
                     if mbarriers.looks[key] % PATIENCE == 0:
                         mbarriers.bring([key])
-        return passed
-
-    return look
-
-
-@unit("mbarrier.try_wait", order="sync", counted="barrier")
-def try_wait(batch: Batch) -> Run:
-    """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}."""
-    write, look = batch.target(0, "pred"), _look(batch, waits=True)
-
-    def run(machine: Machine, mask: Mask) -> Lanes:
-        lanes = lanes_of(machine, mask)
-        back = np.ones(machine.lanes, np.bool_)
-        if lanes.size:
-            back[lanes] = look(machine, lanes)
+        write(machine, over[None], over if waits else mask)
         # Lanes that the guard leaves out pass without a result.
-        passed = back if mask is None else back & mask
-        if passed.any():
-            write(machine, np.ones((1, 1), np.bool_), passed)
-        return back
-
-    return run
-
-
-@unit("mbarrier.test_wait", order="fence", counted="barrier")
-def test_wait(batch: Batch) -> Run:
-    """mbarrier.test_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity: tests only."""
-    write, look = batch.target(0, "pred"), _look(batch, waits=False)
-
-    def run(machine: Machine, mask: Mask) -> None:
-        lanes = lanes_of(machine, mask)
-        result = np.zeros((1, machine.lanes), np.bool_)
-        result[0, lanes] = look(machine, lanes)
-        write(machine, result, mask)
+        return None if not waits else over if mask is None else over | ~mask
 
     return run

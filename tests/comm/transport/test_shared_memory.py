@@ -231,7 +231,7 @@ def test_a_peer_may_end_once_it_has_come() -> None:
 
     late = [1]
     waiting = object.__new__(shared_memory.SharedMemory)
-    waiting.peers = [Peer(), Peer()]  # type: ignore[list-item]
+    waiting.names, waiting.peers = [0, 1], [Peer(), Peer()]  # type: ignore[list-item]
     waiting.look_after(lambda: list(late))
     assert not late, "it was looked at"
 

@@ -12,8 +12,8 @@ import pytest
 
 from minidist.kernels.cuda.runtime.compiler import compile_ptx
 from minidist.kernels.emulator.arithmetic.operations import operation
-from minidist.kernels.emulator.arithmetic.warp_operations import warp_operation
 from minidist.kernels.emulator.instructions.atomics import atomic
+from minidist.kernels.emulator.instructions.warps import warp_operation
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 pytest.importorskip("numba_cuda", reason="needs numba-cuda, which compiles without a GPU too")
@@ -158,7 +158,7 @@ def check_shapes(opcode, found, rng):
     with np.errstate(all="ignore"):
         results = found.function(*operands)
     for result, kind in zip(
-        results if found.results == 2 else [results], [found.result, "pred"], strict=False
+        results if found.writes_carry else [results], [found.result, "pred"], strict=False
     ):
         assert result.dtype == DTYPES[kind], opcode
         assert result.shape == (3, 32), opcode

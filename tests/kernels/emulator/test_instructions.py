@@ -7,10 +7,9 @@ import pytest
 
 from minidist.kernels.cuda.runtime.matrix import TensorMap
 from minidist.kernels.emulator.accesses import descriptors
-from minidist.kernels.emulator.accesses.descriptors import chunk_addresses, decode_descriptors
-from minidist.kernels.emulator.copies import tensor_copies
+from minidist.kernels.emulator.accesses.descriptors import chunk_addresses
 from minidist.kernels.emulator.instructions import emulated_wgmma as wgmma
-from minidist.kernels.emulator.instructions import mma
+from minidist.kernels.emulator.instructions import mma, tensor_copies
 from minidist.kernels.emulator.instructions.register_pool import at_launch
 from minidist.kernels.emulator.ptx.fault import EmulatorError, Fault
 from minidist.kernels.emulator.ptx.program import Program
@@ -132,7 +131,7 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
     size, depth = (4, 8) if dtype == "tf32" else (2, 16)
     if major == "mn" and size == 4:
         with pytest.raises(Fault, match="only f16 and bf16"):
-            chunk_addresses(decode_descriptors(np.array([descriptor(0, 16, 16, span)])), 64, 32, True)
+            chunk_addresses(np.array([descriptor(0, 16, 16, span)]), 64, 32, True)
         return
     rng = np.random.default_rng(span)
     mn = 72 if major == "k" else 128
@@ -163,9 +162,9 @@ def test_wgmma_reads_every_canonical_layout(major, span, layout, dtype):
 def test_wgmma_takes_descriptors_of_several_swizzles_at_once():
     spans = [128, 0, 32, 128, 64]
     words = np.array([descriptor(1024 * i, 256, 1024, span) for i, span in enumerate(spans)])
-    together = chunk_addresses(decode_descriptors(words), 64, 16, False)
+    together = chunk_addresses(words, 64, 16, False)
     for i, word in enumerate(words):
-        alone = chunk_addresses(decode_descriptors(np.array([word])), 64, 16, False)
+        alone = chunk_addresses(np.array([word]), 64, 16, False)
         np.testing.assert_array_equal(together[i], alone[0])
 
 
@@ -193,12 +192,10 @@ def test_wgmma_accumulates_in_the_manual_s_registers(n, sums):
     a, b, d = small_integers(rng, 2, 64, 16), small_integers(rng, 2, n, 16), small_integers(rng, 2, 64, n)
     group = range(128)
     held = side_by_side(words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in d)
-    for accumulators, expected in ((held, a @ b.swapaxes(1, 2) + d), (None, a @ b.swapaxes(1, 2))):
-        wanted = side_by_side(
-            words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in expected
-        )
-        result = wgmma.multiply_add(a, b, accumulators, sums)
-        np.testing.assert_array_equal(result.view(np.uint32), wanted)
+    result = wgmma.multiply_add(a, b, held, sums)
+    d = a @ b.swapaxes(1, 2) + d
+    wanted = side_by_side(words_of(registers_of(tile, manual.d_64xn, n // 2, group), sums) for tile in d)
+    np.testing.assert_array_equal(result.view(np.uint32), wanted)
 
 
 def tensor(values, box, swizzle=0, dtype=None, pitch=None):

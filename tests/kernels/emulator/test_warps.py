@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.kernels.emulator.arithmetic.warp_operations import awaited, warp_operation
+from minidist.kernels.emulator.base.addresses import awaited
 from minidist.kernels.emulator.instructions.atomics import apply, atomic
+from minidist.kernels.emulator.instructions.warps import warp_operation
 from minidist.kernels.emulator.ptx.dtypes import DTYPES
 
 ALL = 0xFFFFFFFF

@@ -16,7 +16,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.tensor_parallel import operators, vocabulary
 from minidist.parallel.tensor_parallel import sequence_parallel as sequence_parts
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
-from minidist.parallel.tensor_parallel.plans import bytes_per_pass, plan_for
+from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from minidist.parallel.tensor_parallel.vocabulary import (
     vocab_parallel_cross_entropy,
@@ -27,6 +27,7 @@ from tests.helpers import contract, models
 from tests.helpers.contract import Fault, instead_of, patched
 from tests.helpers.on_ranks import Clusters, on_ranks
 from tests.helpers.refusals import refuses
+from tests.helpers.step_bytes import bytes_per_pass
 
 VOCABULARY, TOKENS = 11, 12
 """An odd vocabulary; a length that 2, 3 and 4 ranks divide, as sequence parallelism needs it."""

@@ -2,7 +2,7 @@
 
 | File | Holds |
 |---|---|
-| data_parallel.py | `DataParallel`: gradients are averaged after each backward pass (`LoopMeans`) |
+| data_parallel.py | `DataParallel`: gradients are averaged after each backward pass |
 | zero.py | `ZeroOptimizer`: an optimizer of this rank's share |
 | fully_shard.py | `FullyShard`: gather a unit, compute, free it; step on the shards |
 | loop_classes.py | `delegated`: what the three have in common, and what they refuse |

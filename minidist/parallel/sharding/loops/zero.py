@@ -2,7 +2,8 @@
 
 A reduce-scatter brings a rank its n-th of the gradients, summed; it updates that n-th of the parameters, and
 an all-gather publishes everyone's. An all-reduce consists of just these two, so a step sends what data
-parallelism sends. Stage 2 reduces gradients while backward runs, and keeps only its share of them.
+parallelism sends. Stage 2 reduces gradients while backward runs, and keeps only its share of them. The
+reduce-scatter and the all-gather are `Bucket.reduce` and `Bucket.gather` in flat/buckets.py.
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """

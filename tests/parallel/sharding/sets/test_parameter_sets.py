@@ -14,7 +14,7 @@ from minidist import comm
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from tests.helpers.contract import ADAMW, own_rows
 from tests.helpers.on_ranks import Clusters
 from tests.parallel.experts.test_expert_layouts import CASE, gpt
@@ -56,4 +56,4 @@ def test_each_set_sends_and_keeps_what_its_row_says(cluster_of: Clusters, zero: 
 def test_sets_are_whole_together_or_not_at_all() -> None:
     model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ParameterSet(ROWS[1], GradientComm(None))
     with pytest.raises(ValueError, match="either all sets of parameters are whole between steps, or none"):
-        Sharded(model, torch.optim.SGD, ROWS[3], others=[other])
+        share_model(model, torch.optim.SGD, ROWS[3], others=[other])

@@ -19,11 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..accesses import race_faults as races
-from ..accesses.async_accesses import (
-    TensorMapFences,
-    fault_for_missing_data,
-    fault_for_missing_fence,
-)
+from ..accesses.async_accesses import TensorMapFences, read_by_engine
 from ..accesses.descriptors import CHUNK, swizzle
 from ..base.addresses import in_shared_window, lanes_of, of_lanes, shared_blocks
 from ..base.instruction_batch import Batch
@@ -207,13 +203,11 @@ class BulkCopies:
 
     def begin_store(self, store: Transfer) -> None:
         """Check a store, note what it will read, and begin it."""
-        machine, clocks, lane, what = self.machine, self.machine.clocks, store.lane, "the copy engine read"
-        granules, warp = store.granules(clocks), clocks.agents_of_lanes[[lane]]
-        fault_for_missing_data(machine, granules, what, lane)
-        agents, (store.clock,) = begin(clocks, warp)
-        races.of_engine(machine, clocks.read(granules, agents), granules, agents, what, lane)
-        fault_for_missing_fence(machine, granules[0], int(warp[0]), store.clock, what, lane)
-        clocks.tick(agents)
+        machine, clocks, lane = self.machine, self.machine.clocks, store.lane
+        granules = store.granules(clocks)
+        agents, known = begin(clocks, clocks.agents_of_lanes[[lane]])
+        read_by_engine(machine, granules, agents, known, "the copy engine read", [lane])
+        (store.clock,) = known
         self.unread.begin(store, np.array([lane]))
         self.unwritten.begin(store, np.array([lane]))
 
