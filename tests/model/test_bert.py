@@ -31,7 +31,7 @@ CASE = contract.Case(
     ["dp=2", "dp=2,zero=3,micro_batches=2", "tp=2", "pp=2,micro_batches=2"],
 )
 def test_layouts_train_it_as_one_process_does(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(2), CASE, md.Layout.parse(layout))
+    contract.check(cluster_of, CASE, layout)
 
 
 def test_every_row_hides_as_many_tokens() -> None:
