@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPED = 143
-"""The exit code after SIGTERM: 128 + 15, as shells count."""
+STOPPED, INTERRUPTED = 143, 130
+"""The exit codes after SIGTERM and after Ctrl-C: 128 + 15 and 128 + 2, as shells count."""
 
 
 class Stopped(SystemExit):
-    """SIGTERM ended the program when there was nothing to save. If it is not caught, the exit code is 143."""
+    """A signal stops the program; the message says how to go on. Uncaught, it ends Python with `code`."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(STOPPED)
+    def __init__(self, message: str, code: int = STOPPED) -> None:
+        super().__init__(code)
         self.message = message
 
 

@@ -1,4 +1,4 @@
-"""The time of recorded launches on a GPU, by its own clock: told beside the score, and no part of it.
+"""Time recorded launches on a GPU, by its own clock. The time stands beside the score and is no part of it.
 
 The machine code is made of the PTX that the emulator has run without a fault, on the same numbers. PTX is
 compiled for sm_90a, which H100 and H200 run.
@@ -43,9 +43,7 @@ def seconds(launches: list[Any], programs: list[str], arrays: list[Array]) -> fl
         for call in calls:
             call()
 
-    run()
-    timer.wait()
-    return min(timer.seconds(run, CALLS) for _ in range(ROUNDS))
+    return min(gpu_timer.rounds(timer, run, 0.0, CALLS, ROUNDS))
 
 
 def _there(x: Any, there: list[Any]) -> list[Any]:

@@ -85,6 +85,21 @@ class GpuTimer:
             time.sleep(20e-6)
 
 
+def rounds(
+    timer: GpuTimer, program: Callable[[], object], seconds: float, calls: int = 1, least: int = 1
+) -> list[float]:
+    """Return the GPU's seconds for one call of `program`, from each of several rounds of `calls`.
+
+    A first call is not timed. The rounds go on until `seconds` have passed on the GPU, and there are `least`.
+    """
+    program()
+    timer.wait()
+    times: list[float] = []
+    while len(times) < least or calls * sum(times) < seconds:
+        times.append(timer.seconds(program, calls))
+    return times
+
+
 def find() -> GpuTimer | None:
     """Return a clock for torch's current GPU; None if torch has none."""
     if importlib.util.find_spec("torch") is None:

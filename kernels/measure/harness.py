@@ -1,4 +1,4 @@
-"""The needs of every test and benchmark of a product: inputs, a reference, an error bound, work and timing.
+"""What every test and benchmark of a product needs: inputs, a reference, an error bound, work and timing.
 
 The bound holds for any order of summation, with fused multiply-adds or without: Higham, Accuracy and
 Stability of Numerical Algorithms, 2nd edition, equation (3.13): |computed - exact| <= gamma_k |a||b|, element
@@ -19,6 +19,8 @@ from numpy.typing import DTypeLike
 
 from ..rung import Array, Rung, empty
 
+# NumPy's dtype of the same size: TF32 only rounds float32 in registers, and bfloat16 needs ml_dtypes.
+IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
 LEAST = 3  # rounds, however slow a machine is: their median is no outlier
 
 
@@ -172,7 +174,7 @@ def flops(m: int, n: int, k: int) -> int:
 
 def bytes(m: int, n: int, k: int, dtype: DTypeLike) -> int:
     """Return the fewest bytes that the product moves: a and b read once, c written once."""
-    return (m * k + k * n + m * n) * numpy_dtype(dtype).itemsize
+    return (m * k + k * n + m * n) * np.dtype(IN_MEMORY.get(str(dtype), dtype)).itemsize
 
 
 def within(seconds: float, rounds: int | None = None) -> Iterator[int]:
@@ -185,18 +187,18 @@ def within(seconds: float, rounds: int | None = None) -> Iterator[int]:
 
 
 def time_in_turns(
-    functions: Mapping[str, Callable[[], object]], rounds: int, seconds: float = math.inf
+    functions: Mapping[str, Callable[[], object]], rounds: int | None, seconds: float = math.inf
 ) -> dict[str, list[float]]:
     """Call the functions in turn, A B A B, `rounds` times each, and return the seconds of each call by name.
 
-    After `seconds`, `LEAST` rounds suffice.
+    After `seconds`, `LEAST` rounds suffice; with None for `rounds`, it takes as many as these seconds allow.
 
     Machines drift (clocks, temperature, neighbours). In turns a drift affects all functions alike, so the
     ratio of two medians holds where separate timings would mislead. Each function is called once before,
     untimed, for what happens only once: compiling, page faults, cold caches. A function that starts work
     elsewhere, on a GPU, has to wait for its end.
     """
-    if rounds < 1:
+    if rounds is not None and rounds < 1:
         raise ValueError(f"rounds is {rounds}: time at least one")
     for function in functions.values():
         function()

@@ -10,9 +10,9 @@ Source: Williams, Waterman, Patterson, CACM 52(4), 2009, which counts bytes betw
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,8 +25,6 @@ from . import gpu_timer, harness
 from .peaks import Roof
 
 Multiplication = Rung | Callable[..., Any]  # a rung, numpy.matmul, or any function of two arrays
-# NumPy's dtype of the same size: TF32 only rounds float32 in registers, and bfloat16 needs ml_dtypes.
-IN_MEMORY = {"tf32": "float32", "bfloat16": "float16"}
 
 
 def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
@@ -36,12 +34,7 @@ def intensity(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> float:
     """
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k are {m}, {n}, {k}: pass 1 or more, as an empty product has no rate")
-    return harness.flops(m, n, k) / fewest_bytes(m, n, k, dtype)
-
-
-def fewest_bytes(m: int, n: int, k: int, dtype: DTypeLike = "float32") -> int:
-    """Return the bytes of a, b and c, each moved once; `dtype` may also be "tf32" or "bfloat16"."""
-    return harness.bytes(m, n, k, IN_MEMORY.get(str(dtype), dtype))
+    return harness.flops(m, n, k) / harness.bytes(m, n, k, dtype)
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class Point:
     @property
     def bytes(self) -> int:
         """Return the fewest bytes that the product moves: a and b read once, c written once."""
-        return fewest_bytes(self.m, self.n, self.k, self.stored or self.dtype)
+        return harness.bytes(self.m, self.n, self.k, self.stored or self.dtype)
 
     @property
     def intensity(self) -> float:
@@ -115,14 +108,9 @@ def median_seconds(
     function = product.matmul if isinstance(product, Rung) else product
     # Use memory that exists already, or the time would include the pages of a new array.
     out = {"out": empty(m, n, dtype)} if isinstance(product, (Rung, np.ufunc)) else {}
-    times: list[float] = []
+    call = functools.partial(function, a, b, **out)
     with threadpool_limits(threads):
-        function(a, b, **out)
-        for _ in harness.within(seconds):
-            start = time.perf_counter()
-            function(a, b, **out)
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        return statistics.median(harness.time_in_turns({"product": call}, None, seconds)["product"])
 
 
 def median_gpu_seconds(
@@ -136,12 +124,8 @@ def median_gpu_seconds(
     a, b = (torch.randn(shape, device=timer.device).to(kind) for shape in ((m, k), (k, n)))
     function = product.matmul if isinstance(product, Rung) else product
     out = {"out": torch.empty(m, n, device=timer.device, dtype=kind)} if isinstance(product, Rung) else {}
-    function(a, b, **out)
-    timer.wait()
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:
-        times.append(timer.seconds(lambda: function(a, b, **out)))
-    return statistics.median(times)
+    call = functools.partial(function, a, b, **out)
+    return statistics.median(gpu_timer.rounds(timer, call, seconds, least=3))
 
 
 def product_name(product: Multiplication) -> str:

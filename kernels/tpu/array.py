@@ -68,6 +68,13 @@ class Registers:
         """Return a copy of the values, in which those of empty registers are masked."""
         return np.ma.MaskedArray(self.values.copy(), mask=~self.held)
 
+    def read(self, memory: Array, rows: Array, columns: Array, wanted: Array) -> int:
+        """Let the ports of an edge where `wanted` holds read memory[rows, columns]; return how many do."""
+        self.values[...] = 0
+        self.values[wanted] = memory[rows[wanted], columns[wanted]]
+        self.held = wanted
+        return int(np.count_nonzero(wanted))
+
     def shift_right(self, entering: Registers) -> None:
         """Give each PE what its left neighbour held; `entering` (rows,) comes in at the left edge."""
         shift_right(self.values, entering.values)
@@ -205,11 +212,11 @@ class ArrayMachine(ABC):
 
     def read_a(self, i: Array, p: Array, wanted: Array) -> None:
         """Read a[i, p] from memory at each port of the left edge where `wanted` holds, (rows,) each."""
-        self.a_reads += read(self.a_in, self.operands[0], i, p, wanted)
+        self.a_reads += self.a_in.read(self.operands[0], i, p, wanted)
 
     def read_b(self, p: Array, j: Array, wanted: Array) -> None:
         """Read b[p, j] from memory at each port of the top edge where `wanted` holds, (cols,) each."""
-        self.b_reads += read(self.b_in, self.operands[1], p, j, wanted)
+        self.b_reads += self.b_in.read(self.operands[1], p, j, wanted)
 
     def collect(self, i: Array, results: Registers) -> None:
         """Add what leaves at the bottom edge to rows i of c, where a later tile of k adds to earlier ones."""
@@ -221,14 +228,6 @@ class ArrayMachine(ABC):
         self.c.values[where] += values[held]
         self.c.held[where] = True
         self.c_out.values, self.c_out.held = values, held
-
-
-def read(edge: Registers, memory: Array, rows: Array, columns: Array, wanted: Array) -> int:
-    """Let the ports of an edge where `wanted` holds read memory[rows, columns]; return how many do."""
-    edge.values[...] = 0
-    edge.values[wanted] = memory[rows[wanted], columns[wanted]]
-    edge.held = wanted
-    return int(np.count_nonzero(wanted))
 
 
 def shift_right(registers: Array, entering: Array) -> None:

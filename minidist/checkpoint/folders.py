@@ -35,6 +35,13 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of one of a folder's `checkpoints`."""
+    found = re.fullmatch(_STEP, path.name)
+    assert found is not None, path
+    return int(found[1])
+
+
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in a folder, whole or not, the last saved first; none if there is no folder.
 
@@ -53,6 +60,11 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         earlier = next((i for i, other in enumerate(order) if other < step), len(order))
         order.insert(earlier, step)
     return [steps[step] for step in order]
+
+
+def newest_whole(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint of a folder that was saved last, of those that seem whole; None if none does."""
+    return next(filter(seems_whole, checkpoints(folder)), None)
 
 
 def next_number(folder: Path) -> int:

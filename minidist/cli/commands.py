@@ -215,7 +215,7 @@ for command, example in (
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit. `arguments` are the words after `minidist`; None for the process's own."""
-    from minidist._stopping import STOPPED, Stopped
+    from minidist._stopping import INTERRUPTED, Stopped
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -223,16 +223,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.stdout.reconfigure(errors="replace")  # a C locale has no "…" and no "×"
         command = typer.main.get_command(app)
         code = command.main(words or ["--help"], prog_name="minidist", standalone_mode=False)
+        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = INTERRUPTED
+        say("stopped")
     except Stopped as stopped:
-        code = STOPPED
+        code = stopped.code
         if speaks():
             say(stopped.message)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
         code = explain(error, words)
-    if code == 130:
-        say("stopped")
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""The command `minidist judge`: kernels of one's own, checked on random numbers and scored by what they cost.
+"""The command `minidist judge`: check your own kernels on random numbers, and score them by what they cost.
 
 minidist judge my_kernels.py
 minidist judge --show softmax
@@ -22,6 +22,8 @@ from minidist.cli.output import print_json, show
 
 COSTS = ["instructions", "registers", "sectors", "conflicts", "barriers", "matrix", "steps", "launches"]
 COLUMNS = ["problem", "score", "name", "date", "cost", *COSTS]
+# Of COSTS, in the printed table, where ten problems have 100 columns.
+HEADS = ["instr.", "regs", "sectors", "confl.", "barr.", "matrix", "steps", "launch"]
 
 
 def judge(
@@ -67,9 +69,8 @@ def judge(
         raise ValueError("name a file to judge; minidist judge --list has the problems")
     rows = [] if table is None else _read(table, [*PROBLEMS])
     verdicts = verdicts_on(file, names or PROBLEMS)
-    if not as_json:
-        show(f"{'problem':<18}{'score':>5}" + "".join(f"{one:>13}" for one in ("cost", "par", *COSTS)))
     found = {}
+    lines = [["problem", "score", "cost", "par", *HEADS, "GPU us"]]
     for one in verdicts:
         counted = one.costs and {"cost": one.costs.total, **dataclasses.asdict(one.costs)}
         found[one.problem] = {
@@ -83,12 +84,13 @@ def judge(
             row = {"problem": one.problem, "score": one.score, "name": name or file.stem, "date": now}
             rows.append({key: str(value) for key, value in (row | counted).items()})
             counted = {"cost": 0, "par": PROBLEMS[one.problem].par} | counted
-        if not as_json:
-            told = "".join(f"{count:>13,}" for count in counted.values()) if counted else f"  {one.wrong}"
-            took = f"{one.seconds * 1e6:>13,.1f} us on the GPU" if one.seconds is not None else ""
-            show(f"{one.problem:<18}{one.score:>5}{told}{took}")
+        took = [] if one.seconds is None else [f"{one.seconds * 1e6:,.1f}"]
+        numbers = [f"{count:,}" for count in counted.values()] if counted else []
+        lines.append([one.problem, str(one.score), *numbers, *took])
     if as_json:
         print_json(found)
+    else:
+        _show_table(lines, [one.wrong for one in verdicts])
     if table is not None:
         rows.sort(key=lambda row: ([*PROBLEMS].index(row["problem"]), -int(row["score"])))
         text = io.StringIO()
@@ -99,6 +101,15 @@ def judge(
         write_whole(table, text.getvalue())
     if any(one["wrong"] for one in found.values()):
         raise typer.Exit(1)
+
+
+def _show_table(rows: list[list[str]], wrong: list[str]) -> None:
+    """Print a header and rows in columns as wide as their content; what is wrong stands behind its row."""
+    columns = max(map(len, rows[1:]))  # a GPU's time is the last, if there is one
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    for (name, *cells), told in zip(rows, ["", *wrong], strict=True):
+        line = " ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        show(f"{line}  {told}".rstrip())
 
 
 def _read(table: Path, problems: list[str]) -> list[dict[str, str]]:

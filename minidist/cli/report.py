@@ -46,6 +46,10 @@ def report(
     else:
         if first is None:
             show("This machine has no results yet: run minidist bench. These are another's.", style="yellow")
+        days = sorted(run[:10] for run in next(iter(found.values()))["runs"])  # named after their times
+        if days:
+            when = f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}"
+            show(f"Measured {when}, not now. To measure again: minidist bench")
         printed.show(console(), found)
         others = list(found)[1:]
         if others:

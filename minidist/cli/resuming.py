@@ -23,12 +23,16 @@ import torch
 from minidist import comm
 from minidist.checkpoint import checkpoints, load, save
 from minidist.checkpoint.errors import agree
-from minidist.checkpoint.folders import end_writing
+from minidist.checkpoint.folders import end_writing, newest_whole, step_of
+from minidist.checkpoint.index import read_index
+from minidist.checkpoint.values import decode
 from minidist.model import Sampler
 from minidist.parallel.engine.training_step import Engine
 
 LOCK = ".lock"
 """A file in the folder that the run which saves there keeps locked until its rank 0 ends, however it ends."""
+OPTIONS = {"learning_rate": "--lr ", "precision": "--layout precision="}
+"""Options of the command that have another name than what they set."""
 PATIENCE = 10.0
 """Seconds to wait for a folder's lock: ranks whose launcher was killed may take one or two to end."""
 
@@ -60,28 +64,14 @@ class Resuming:
             ValueError: the checkpoints are another training's, or there are some and `resume` is False.
             CheckpointError: none of them is whole.
         """
-        found = torch.tensor(len(checkpoints(self.folder)), device=comm.device())
-        if not comm.broadcast(found):
+        there = agree(lambda: check_same(self.folder, self.description, resume), f"read {self.folder}")
+        if not there[0]:
             return []
-        if not resume:
-            raise ValueError(
-                f"{self.folder} has checkpoints, and the training must not continue from them; give another "
-                "folder, or resume"
-            )
         with warnings.catch_warnings(record=True) as passed:
             warnings.filterwarnings("always", "passed over a checkpoint")
             loaded = load(self.engine, self.folder, latest=True, sampler=self.sampler)
         for warning in passed:  # without the line of code, which does not help the command's user
             print(f"minidist: {warning.message}", file=sys.stderr)
-        saved = dict(loaded.extra["training"])
-        if saved.get("optimizer") == "sgd" and "momentum" not in saved:
-            saved["optimizer"] = "momentum"  # as "sgd" was SGD with momentum before plain SGD had a name
-        for name, mine in self.description.items():
-            if saved.get(name) != mine:
-                raise ValueError(
-                    f"{loaded.path} is of a training with {name}={saved.get(name)!r}, and this one has "
-                    f"{mine!r}; give the same {name}, or another folder"
-                )
         self.saved = loaded.step
         losses: list[float] = loaded.extra["losses"]
         return losses
@@ -102,6 +92,45 @@ class Resuming:
         return bool(stop)
 
 
+def check_same(folder: str, description: Mapping[str, Any], resume: bool = True) -> bool:
+    """Return whether a folder has checkpoints; ValueError unless this training may continue from them."""
+    if not checkpoints(folder):
+        return False
+    if not resume:
+        raise ValueError(
+            f"{folder} has checkpoints, and the training must not continue from them; give another "
+            "folder, or leave --no-resume out"
+        )
+    newest = newest_whole(folder)
+    if newest is None:  # `load` says what is wrong with each
+        return True
+    extra = decode(read_index(newest).facts["extra"])
+    if not isinstance(extra, dict) or not {"training", "losses"} <= extra.keys():
+        raise ValueError(f"{newest} was not saved by minidist train; give another folder to --save")
+    saved = dict(extra["training"])
+    if saved.get("optimizer") == "sgd" and "momentum" not in saved:
+        saved["optimizer"] = "momentum"  # as "sgd" was SGD with momentum before plain SGD had a name
+    for name in dict.fromkeys((*description, "loss")):  # a training with cross entropy has no "loss"
+        mine, theirs = description.get(name), saved.get(name)
+        if theirs != mine:
+            option = OPTIONS.get(name, f"--{name.replace('_', '-')} ")
+            remedy = f"give {option}{theirs}" if theirs is not None else f"leave {option.split()[0]} out"
+            raise ValueError(
+                f"{newest} is of a training with {name}={theirs!r}, and this one has {mine!r}; {remedy}, or "
+                "another folder to --save"
+            )
+    return True
+
+
+def how_to_continue(folder: str, resume: bool = True) -> str:
+    """Say which step of a stopped training is saved, and how to go on."""
+    newest = newest_whole(folder)
+    if newest is None:
+        return f"nothing is saved in {folder} yet; the same command starts again"
+    again = "the same command" if resume else "the same command, without --no-resume,"
+    return f"step {step_of(newest)} is saved in {folder}; {again} continues from there"
+
+
 @contextlib.contextmanager
 def reserved(folder: str) -> Iterator[None]:
     """Lock a folder, and make it if needed, so that only this run saves there. A collective.
@@ -109,7 +138,7 @@ def reserved(folder: str) -> Iterator[None]:
     Raises ValueError on all ranks if the folder cannot be written, or another run saves there.
     """
     held: list[int] = []
-    agree(lambda: held.append(_lock(folder)) if comm.rank() == 0 else None, f"lock {folder}")
+    agree(lambda: held.append(lock(folder)) if comm.rank() == 0 else None, f"lock {folder}")
     try:
         yield
     finally:
@@ -117,8 +146,11 @@ def reserved(folder: str) -> Iterator[None]:
             end_writing(descriptor)
 
 
-def _lock(folder: str) -> int:
-    """Lock a folder; return the lock's descriptor, which frees it when closed."""
+def lock(folder: str) -> int:
+    """Lock a folder, and make it if needed; return the lock's descriptor, which frees it when closed.
+
+    Raises ValueError if the folder cannot be written, or another run saves there.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)

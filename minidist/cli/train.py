@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from minidist import comm
-from minidist._stopping import Stopped, give_up, termination
+from minidist._stopping import INTERRUPTED, Stopped, give_up, termination
 from minidist.checkpoint import checkpoints
-from minidist.cli.resuming import Resuming, reserved
+from minidist.checkpoint.folders import end_writing
+from minidist.cli.resuming import Resuming, check_same, how_to_continue, lock, reserved
 from minidist.cli.train_config import TrainConfig as TrainConfig
 from minidist.cli.train_config import build, engine_of
 from minidist.comm.errors import RankDied
@@ -68,25 +69,34 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
 
     Raises:
         RankError: a rank failed; the message says which and why.
-        Stopped: SIGTERM came before the training began, or after its end.
+        ValueError: the folder for checkpoints cannot be written, another run saves there, or it has another
+            training's checkpoints.
+        Stopped: SIGTERM came before the training began, or after its end; or Ctrl-C, with `config.save`.
     """
     results: list[TrainResult]
-    if config.save is None or started_by() is not None:
-        results = launch(train, config.layout.ranks, (config, progress), timeout)
-    else:
-        started: Cluster | None = None
-        with termination(lambda: give_up() if started is None else started.signal(signal.SIGTERM)):
-            try:
-                with Cluster(config.layout.ranks, timeout) as started:
-                    results = started.run(train, config, progress)
-            except RankDied as death:
-                if death.signal != "SIGTERM":
-                    raise
-                if not checkpoints(config.save):
-                    give_up()
-                raise Stopped(
-                    f"stopped by SIGTERM; the same command continues with what is saved in {config.save}"
-                ) from death
+    if config.save is None:
+        return launch(train, config.layout.ranks, (config, progress), timeout)[0]
+    try:
+        if started_by() is not None:
+            results = launch(train, config.layout.ranks, (config, progress), timeout)
+        else:
+            # Refuse the folder before ranks start, if it is to be refused.
+            end_writing(lock(os.path.abspath(config.save)))
+            check_same(config.save, config.description, config.resume)
+            started: Cluster | None = None
+            with termination(lambda: give_up() if started is None else started.signal(signal.SIGTERM)):
+                try:
+                    with Cluster(config.layout.ranks, timeout) as started:
+                        results = started.run(train, config, progress)
+                except RankDied as death:
+                    if death.signal != "SIGTERM":
+                        raise
+                    if not checkpoints(config.save):
+                        give_up()
+                    how = how_to_continue(config.save, config.resume)
+                    raise Stopped(f"stopped by SIGTERM; {how}") from death
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; {how_to_continue(config.save, config.resume)}", INTERRUPTED) from None
     return results[0]
 
 

@@ -37,6 +37,7 @@ from minidist.parallel.engine.prepare import prepare
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.training.clipping import check_max_norm
 from minidist.scale.dryrun.one_rank import OPTIMIZERS
+from minidist.scale.memory.training_setup import check_divisible, refuse_cut_rows
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULT_MODEL = {"digits": "mlp", "bytes": "byte-tiny"}
@@ -108,10 +109,10 @@ class TrainConfig:
         if not isinstance(self.layout, Layout):
             raise TypeError(f"layout is {self.layout!r}; give a Layout, such as Layout(dp=2)")
         check_available(self.layout)
-        if self.masks:
-            from minidist.scale.memory.training_setup import refuse_cut_rows
-
-            refuse_cut_rows(CONFIGS[self.model_name], self.layout)
+        shape = CONFIGS.get(self.model_name)
+        if shape is not None:
+            refuse_cut_rows(shape, self.layout)
+            check_divisible(shape, self.layout)
         if self.layout.precision != "fp32" and self.dtype != "float32":
             raise ValueError(
                 f"precision={self.layout.precision} needs dtype float32, and dtype is {self.dtype}; leave "

@@ -40,7 +40,6 @@ from minidist.comm.work import (
     ALGORITHMS,
     CallPlan,
     Group,
-    background,
     by_minidist,
     by_torch,
     bytes_of,
@@ -365,11 +364,10 @@ def _by_messages(
     """Run an algorithm's steps, which send from `data` and receive into `target`. Both are flat."""
     rank, generator = rank_in(group), MESSAGE_ALGORITHMS[operation][algorithm]
     steps = list(generator(rank, len(ranks_of(group)), len(data), **options))
-    sent, runner = bytes_sent(steps, data.element_size(), rank), background(group)
+    sent = bytes_sent(steps, data.element_size(), rank)
 
     def call() -> None:
-        with runner.call():  # a message of a failed call could still arrive and be taken for the next one's
-            execute(steps, data, target, "sum" if op == "mean" else op, group)
+        execute(steps, data, target, "sum" if op == "mean" else op, group)
 
     return by_minidist(group, call, sent, sent, algorithm)
 
@@ -394,8 +392,7 @@ def _over_hosts(memory: SharedMemory, x: torch.Tensor, op: str, group: Group) ->
     def call() -> None:
         if members > 1:
             shared_memory.reduce_scatter(memory, x, part, op, bounds)
-        with memory.call():
-            execute(steps, part, part, "sum" if op == "mean" else op, group)
+        execute(steps, part, part, "sum" if op == "mean" else op, group)
         if members > 1:
             shared_memory.all_gather(memory, part, x, bounds)
 

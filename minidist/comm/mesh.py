@@ -58,7 +58,7 @@ class Mesh:
         # In the same order on all ranks, because making a group waits for its members.
         self._groups = {axis: self._made(self._rows(axis)) for axis in self._ranks}
         self.device_mesh: DeviceMesh | None = None
-        if dist.is_initialized():
+        if dist.is_initialized() and world.size() == dist.get_world_size():  # and this rank is not `alone`
             groups = [process_group(self._groups[axis]) for axis in AXES]
             kind = world.device().type
             self.device_mesh = DeviceMesh.from_group(groups, kind, self.grid, mesh_dim_names=AXES)
@@ -111,7 +111,7 @@ class Mesh:
 
     def _rows(self, axis: str) -> list[list[int]]:
         """The groups of all ranks along an axis."""
-        dims = [AXES.index(each) for each in _parts(axis)]
+        dims = [AXES.index(each) for each in TOGETHER.get(axis, (axis,))]
         others = [dim for dim in range(len(AXES)) if dim not in dims]
         rows: list[list[int]] = self.grid.permute(*others, *dims).flatten(len(others)).flatten(0, -2).tolist()
         return rows
@@ -132,10 +132,6 @@ class Mesh:
                 if tuple(row) == members:
                     found = made[key] = group
         return found
-
-
-def _parts(axis: str) -> tuple[str, ...]:
-    return TOGETHER.get(axis, (axis,))
 
 
 def check_ranks(sizes: dict[str, int], ranks: int) -> None:

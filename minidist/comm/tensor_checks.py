@@ -23,7 +23,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
 
 
 _UNSIGNED = ("uint16", "uint32", "uint64")
-_WHOLE = ("bool", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED)
+_WHOLE = ("bool", "int8", "int16", "int32", "int64", "uint8")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _COMPLEX = ("complex32", "complex64", "complex128")
 _BOTH = ("all_reduce", "reduce_scatter")
@@ -41,10 +41,10 @@ class Refusal(NamedTuple):
     remedy: str
 
 
+_NOT_WHOLE = "a mean need not be whole"
 REFUSALS = (
-    Refusal(
-        _BOTH, ("mean",), _WHOLE, "any", "a mean need not be whole", "use op='sum', or convert to floats"
-    ),
+    Refusal(_BOTH, ("mean",), _WHOLE, "any", _NOT_WHOLE, "use op='sum', or convert to floats"),
+    Refusal(_BOTH, ("mean",), _UNSIGNED, "any", _NOT_WHOLE, "convert to floats"),
     Refusal(_BOTH, ("min", "max"), _COMPLEX, "any", "complex numbers have no order", "convert to floats"),
     Refusal(_BOTH, ("mean",), ("complex32",), "any", "torch cannot divide it", "convert to torch.complex64"),
     Refusal(_BOTH, ("sum", "min", "max"), _UNSIGNED, "any", "torch cannot do it", "convert to torch.int64"),

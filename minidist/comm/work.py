@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -395,28 +396,6 @@ class Failed(RuntimeError):
     """A collective failed here; the communication API adds to it what and where."""
 
 
-class InStep:
-    """Calls in which all ranks of a group take part; none runs after one that has failed halfway."""
-
-    def __init__(self) -> None:
-        self._broken = ""
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Run a collective inside. After one has failed halfway, no other can run.
-
-        Raises:
-            Failed: a peer is gone, late, or makes another call; or an earlier call failed.
-        """
-        if self._broken:
-            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
-        try:
-            yield
-        except BaseException as error:
-            self._broken = str(error) or type(error).__name__
-            raise
-
-
 class Task:
     """A collective to run, with `wait` and `is_completed` like torch's handles."""
 
@@ -453,22 +432,23 @@ class Task:
         return self.completed is not None
 
 
-class Background(InStep):
+class Background:
     """Runs a group's collectives in order: asynchronous ones in its thread, others in the caller's.
 
     A group has one for all algorithms, since the hierarchical all-reduce sends messages as well: two
-    collectives at once would mix them up.
+    collectives at once would mix them up. After one that failed halfway no other runs: a message of it could
+    still arrive, and be taken for the next one's.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._broken = ""  # how a collective has failed
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Task | None = None
 
     def start(self, run: Callable[[], object]) -> Task:
         """Run a collective in the thread, after all earlier ones."""
-        task = Task(run, threading.Event())
+        task = Task(partial(self._in_step, run), threading.Event())
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="minidist collectives", daemon=True)
             self._thread.start()
@@ -480,9 +460,18 @@ class Background(InStep):
         """Run a collective after all earlier ones; in the caller's thread if none is under way."""
         if self._last is not None and not self._last.is_completed():
             return self.start(run)
-        task = Task(run)
+        task = Task(partial(self._in_step, run))
         task.run()
         return task
+
+    def _in_step(self, run: Callable[[], object]) -> None:
+        if self._broken:
+            raise Failed(f"an earlier call on these ranks failed, and left them out of step: {self._broken}")
+        try:
+            run()
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
 
     def stop(self) -> None:
         """End the thread when it has run what it was given."""

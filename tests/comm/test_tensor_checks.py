@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ import torch
 
 import minidist as md
 from minidist import comm
-from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, refusal
+from minidist.comm.tensor_checks import OPERATIONS, REFUSALS, Refusal, refusal
 from minidist.comm.work import ALGORITHMS
 from tests.comm.one_process import REDUCE
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 Shared = dict[Any, torch.Tensor]
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "complex32"),
@@ -160,6 +161,38 @@ def test_all_calls(ranks: int) -> None:
     random.Random(0).shuffle(drawn)
     with md.Cluster(ranks, timeout=500.0) as cluster:
         assert cluster.run(attempt, drawn[ranks - 2 :: 3]) == [[]] * ranks
+
+
+@pytest.mark.parametrize("row", REFUSALS)
+def test_each_remedy_helps(row: Refusal) -> None:
+    for operation, op, dtype, remedy in itertools.product(
+        row.operations, row.ops, row.dtypes, row.remedy.split(", or ")
+    ):
+        what, _, to = remedy.rpartition("convert to " if "convert" in remedy else "=")
+        told = {"op": op, "dtype": dtype, "algorithm": row.algorithm} | {
+            what.rpartition(" ")[2] or "dtype": to.strip("'").replace("floats", "torch.float32")
+        }
+        dtype_told = getattr(torch, told["dtype"].removeprefix("torch."))
+        assert refusal(operation, told["op"], dtype_told, told["algorithm"]) is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "x"),
+    [
+        ("all_reduce", [1.0, 2.0]),
+        ("all_reduce", torch.eye(2).to_sparse()),
+        ("all_gather", torch.empty(2, device="meta")),
+        ("broadcast", torch.ones(1).expand(2)),
+        ("reduce_scatter", torch.tensor(1.0)),
+    ],
+)
+def test_the_code_in_an_error_helps(operation: str, x: Any) -> None:
+    call = getattr(comm, operation)
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(x)
+    code = re.findall(r"(?:x|torch)\.\w+(?:\(.*?\))?", str(refused.value))[-1]
+    made = eval(code, {"x": x, "torch": torch})
+    call(made(x) if callable(made) else made)
 
 
 def table() -> str:

@@ -178,8 +178,8 @@ def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
         sent[call.group] += call.bytes_sent
     strategy: Any = engine.strategy
     formula = strategy.bytes_per_step(layout.micro_batches)
-    buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.shared.buckets]
-    return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.shared.parameters))
+    buckets = [bucket.length * bucket.dtype.itemsize for bucket in strategy.buckets]
+    return Counted(engine.memory(), dict(sent), formula, buckets, len(strategy.parameters))
 
 
 @cache

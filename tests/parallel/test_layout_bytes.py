@@ -11,9 +11,9 @@ import torch
 import minidist as md
 from minidist import comm
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_bytes
-from minidist.parallel.tensor_parallel.plans import bytes_per_pass
 from minidist.parallel.tensor_parallel.shares import share_of
 from tests.helpers.models import tokens
+from tests.helpers.step_bytes import bytes_per_pass
 from tests.parallel.test_layouts import SGD, gpt
 
 Clusters = Callable[[int], md.Cluster]

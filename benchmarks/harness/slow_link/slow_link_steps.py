@@ -124,7 +124,7 @@ def crossing(form: str, engine: Any) -> float:
     ranks, each = md.size(), md.size() // HOSTS
     hybrid, twice = engine.layout.shard, not engine.layout.residency.parameters and form != SECONDARY
     sent = 0.0
-    for number, bucket in enumerate(engine.strategy.shared.buckets):  # the root unit has the first
+    for number, bucket in enumerate(engine.strategy.buckets):  # the root unit has the first
         plain = each * (ranks - each) + (1 + (twice and number > 0)) * (ranks - 1)
         sent += (each * 2 * (HOSTS - 1) / HOSTS if hybrid else plain) * bucket.share * bucket.dtype.itemsize
     return sent

@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 
 from . import board
 from .bf16_instructions import matrix_unit
-from .vector_instructions import INT32, INT64, Emitter, Value, emitted
+from .vector_instructions import INT32, INT64, Emitter, Value, call, emitted
 from .vector_moves import transpose
 
 SIDE = 16  # words, and numbers, in a vector
@@ -85,11 +84,8 @@ def _halves(builder: Any, x: Value) -> Value:
 
     It takes subnormal numbers for 0, as the unit does.
     """
-    kind = ir.FunctionType(ir.VectorType(_BFloat(), SIDE), [FLOATS])
-    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    return builder.bitcast(
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x]), HALVES
-    )
+    kind = ir.VectorType(_BFloat(), SIDE)
+    return builder.bitcast(call(builder, "x86.avx512bf16.cvtneps2bf16.512", kind, [x]), HALVES)
 
 
 @emitted(types.void, *[types.intp] * 6)

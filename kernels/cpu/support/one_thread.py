@@ -14,14 +14,18 @@ from .block_sizes import blocks, memory
 from .compiling import compiled
 
 if TYPE_CHECKING:
-    from . import small_products
+    from . import packed_product, small_products
 
 
-@compiled("AAAC", uses=("small_products",), nogil=True, boundscheck=False)
+@compiled("AAAC", uses=("packed_product", "small_products"), nogil=True, boundscheck=False)
 def _multiply(
     a: Array, b: Array, out: Array, space: Array, height: int, width: int, near: int, far: int
 ) -> None:
-    small_products.multiply_alone(a, b, out, space, height, width, near, far)
+    how = small_products.way(a, b, out, near, far)
+    if how:
+        small_products.multiply(a, b, out, how)
+    else:
+        packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
 class _Kept(threading.local):

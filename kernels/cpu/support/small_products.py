@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from . import packed_product, register_tile
+from . import register_tile
 from .vector_moves import pointer, vector
 
 FEW = 2  # rows; with more, the register tile is faster although it packs
@@ -78,21 +78,6 @@ def in_columns(a: Any, b: Any, how: int) -> tuple[Any, Any]:
     if how == FEW_COLUMNS:
         return a, np.asfortranarray(b)
     return (np.ascontiguousarray(a) if how == FEW_COLUMNS + TRANSPOSED else a), b
-
-
-@njit(boundscheck=False, inline="always")
-def multiply_alone(
-    a: Any, b: Any, out: Any, space: Any, height: int, width: int, near: int, far: int
-) -> None:
-    """out (m, n) = a (m, k) b (k, n) in one thread, where they lie or packed into `space`.
-
-    A packed block of a is `height` tiles high, one of b `width` columns wide; near, far: see `way`.
-    """
-    how = way(a, b, out, near, far)
-    if how:
-        multiply(a, b, out, how)
-    else:
-        packed_product.multiply_in_blocks(a, b, out, space, height, width)
 
 
 @njit(boundscheck=False, inline="always")

@@ -20,8 +20,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from . import register_tile
-from .vector_instructions import BYTES, INT32, VOID, Emitter, Value, emitted
+from . import register_tile, vector_instructions
+from .vector_instructions import BYTES, VOID, Emitter, Value, call, emitted
 
 SIDE = 16  # rows of a tile, and words in a row
 ROWS, GRAIN = 2 * SIDE, SIDE  # rows of out in the loop, and the words of depth that it takes at a time
@@ -36,17 +36,12 @@ def configuration(rows: int = SIDE) -> bytes:
     return bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [rows] * 8 + [0] * 8)
 
 
-def _emit(builder: Any, name: str, arguments: list[Value]) -> Value:
-    kind = ir.FunctionType(VOID, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
-
-
 def _on_tiles(name: str, *tiles: int) -> Any:
     """An instruction on tiles alone."""
 
     @emitted(types.void)
     def instruction(at: Emitter) -> None:
-        _emit(at.builder, name, [ir.Constant(BYTE, tile) for tile in tiles])
+        call(at.builder, f"x86.{name}", VOID, [ir.Constant(BYTE, tile) for tile in tiles])
 
     return instruction
 
@@ -56,7 +51,8 @@ def _on_memory(name: str, tile: int) -> Any:
 
     @emitted(types.void, types.intp, types.intp)
     def instruction(at: Emitter, address: Value, stride: Value) -> None:
-        _emit(at.builder, name, [ir.Constant(BYTE, tile), at.builder.inttoptr(address, BYTES), stride])
+        there = at.builder.inttoptr(address, BYTES)
+        call(at.builder, f"x86.{name}", VOID, [ir.Constant(BYTE, tile), there, stride])
 
     return instruction
 
@@ -66,20 +62,14 @@ def begin_tiles(at: Emitter) -> None:
     """Configure this thread's tiles."""
     kept = configuration()
     data = ir.Constant(ir.ArrayType(BYTE, len(kept)), bytearray(kept))
-    _emit(
-        at.builder,
-        "ldtilecfg",
-        [at.builder.bitcast(cgutils.global_constant(at.builder, "tiles", data), BYTES)],
-    )
+    there = at.builder.bitcast(cgutils.global_constant(at.builder, "tiles", data), BYTES)
+    call(at.builder, "x86.ldtilecfg", VOID, [there])
 
 
 @emitted(types.void, types.intp)
 def _prefetch(at: Emitter, address: Value) -> None:
-    """Ask for a cache line, without waiting; no address is wrong."""
-    kind = ir.FunctionType(VOID, [BYTES, INT32, INT32, INT32])
-    ask = cgutils.get_or_insert_function(at.builder.module, kind, "llvm.prefetch.p0")
-    to_read_from_the_first_cache = [ir.Constant(INT32, flag) for flag in (0, 3, 1)]
-    at.builder.call(ask, [at.builder.inttoptr(address, BYTES), *to_read_from_the_first_cache])
+    """Ask for a cache line."""
+    vector_instructions.prefetch(at.builder, at.builder.inttoptr(address, BYTES), to_write=False)
 
 
 @njit(boundscheck=False)

@@ -57,6 +57,18 @@ def emitted(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def call(builder: Any, name: str, result: Any, arguments: Sequence[Value]) -> Value:
+    """Call LLVM's function `llvm.name`, which is declared here, and return its result."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), arguments)
+
+
+def prefetch(builder: Any, address: Value, to_write: bool) -> None:
+    """Request a cache line for the first cache before it is needed, without waiting; no address is wrong."""
+    flags = [ir.Constant(INT32, flag) for flag in (int(to_write), 3, 1)]
+    call(builder, "prefetch.p0", VOID, [address, *flags])
+
+
 def lanes(element: Any) -> int:
     """Return how many elements of this Numba type a vector holds."""
     return vector_unit().lanes(np.dtype(element.name))
@@ -116,20 +128,9 @@ class Vectors:
     def multiply_add(self, x: Value, y: Value, total: Value) -> Value:
         """x * y + total, rounded once if the machine has an instruction for it."""
         if self.pairs:  # VDPBF16PS: both products of each pair
-            kind, name = ir.VectorType(INT32, self.lanes), f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
-            dot = self._function(name, self.type, [self.type, kind, kind])
+            kind, name = ir.VectorType(INT32, self.lanes), f"x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
             pairs = [self.builder.bitcast(factor, kind) for factor in (x, y)]
-            return self.builder.call(dot, [total, *pairs])
+            return call(self.builder, name, self.type, [total, *pairs])
         if not vector_unit().fused:  # LLVM would call a function for every element
             return self.builder.fadd(self.builder.fmul(x, y), total)
-        fma = self._function(f"llvm.fma.v{self.lanes}f{8 * self.bytes}", self.type, [self.type] * 3)
-        return self.builder.call(fma, [x, y, total])
-
-    def prefetch_for_writing(self, pointer: Value) -> None:
-        """Request a cache line before it is needed, without waiting."""
-        prefetch = self._function("llvm.prefetch.p0", VOID, [BYTES, INT32, INT32, INT32])
-        flags = [ir.Constant(INT32, flag) for flag in (1, 3, 1)]  # to write, keep in the first cache, data
-        self.builder.call(prefetch, [self.builder.bitcast(pointer, BYTES), *flags])
-
-    def _function(self, name: str, result: Any, arguments: list[Any]) -> Value:
-        return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, arguments), name)
+        return call(self.builder, f"fma.v{self.lanes}f{8 * self.bytes}", self.type, [x, y, total])

@@ -66,23 +66,19 @@ def run(schedule: CollectiveSchedule, inputs: list[Contents], buffers: list[Cont
     Raises:
         ScheduleError: as in `check`, but for a wrong result.
     """
-    in_place = schedule.operation != "all_to_all"
-    ranks = [_Rank(number, steps, in_place) for number, steps in enumerate(schedule.steps)]
-    for rank in ranks:
-        rank.enter(ranks, inputs[rank.number], 0)
+    ranks = [_Rank(number, steps) for number, steps in enumerate(schedule.steps)]
+    in_place = schedule.operation != "all_to_all"  # sends and receives name elements of one buffer
+    programs = [each.program(ranks, in_place, inputs[i], buffers[i]) for i, each in enumerate(ranks)]
     moved = True
     while moved:
         moved = False
-        for rank in ranks:
-            while (delivery := rank.take(ranks)) is not None:
+        for rank, program in zip(ranks, programs, strict=True):
+            step = rank.step
+            while (delivery := next(program, None)) is not None:  # until it waits, or has ended
                 moved = True
                 yield delivery
-        for rank in ranks:
-            while rank.through():
-                moved = True
-                rank.finish(buffers[rank.number])
-                rank.enter(ranks, inputs[rank.number], rank.free)
-    waiting = [rank for rank in ranks if not rank.ended()]
+            moved |= rank.step > step
+    waiting = [rank for rank in ranks if rank.step < len(rank.steps)]
     if waiting:
         said = "; ".join(rank.waits_for() for rank in waiting)
         raise ScheduleError(f"no rank goes on: {said}", {rank.number: rank.peers() for rank in waiting})
@@ -94,86 +90,69 @@ class _Rank:
 
     number: int
     steps: tuple[Step, ...]
-    in_place: bool  # whether its sends and receives name elements of one buffer
-    step: int = -1
+    step: int = -1  # the index of the one in which it is
     entered: int = 0  # when it reached this step
     free: int = 0  # when the last message of this step was taken
-    # This step's sends that are not taken yet, and its receives that have arrived.
-    offered: list[tuple[Message, Contents]] = field(default_factory=list)
-    taken: list[tuple[Message, Contents]] = field(default_factory=list)
+    offered: list[tuple[Message, Contents]] = field(default_factory=list)  # sends that are not taken yet
+    expected: Message | None = None  # the receive for which it waits
 
-    def ended(self) -> bool:
-        return self.step >= len(self.steps)
-
-    def expected(self) -> Message | None:
-        """The next receive of this step; None if all have arrived."""
-        receives = () if self.ended() else self.steps[self.step].receives
-        return receives[len(self.taken)] if len(self.taken) < len(receives) else None
-
-    def enter(self, ranks: list[_Rank], sent: Contents, now: int) -> None:
-        """Go to the next step, and offer what it sends, as it is now."""
-        self.step += 1
-        self.entered = self.free = now
-        if self.ended():
-            return
-        step, here = self.steps[self.step], f"rank {self.number} in step {self.step}"
-        for message in (*step.sends, *step.receives):
-            if not 0 <= message.peer < len(ranks):
-                raise ScheduleError(f"{here} names rank {message.peer}; the ranks are 0 to {len(ranks) - 1}")
-        for message in step.sends:
-            _check_range(here, "sends", message, len(sent))
-        self.offered = [(message, sent[message.start : message.stop].copy()) for message in step.sends]
-        self.taken = []
-
-    def take(self, ranks: list[_Rank]) -> Delivery | None:
-        """The next message of this step, if its sender has reached it."""
-        if (message := self.expected()) is None:
-            return None
-        sender = ranks[message.peer]
-        index = next((i for i, (one, _) in enumerate(sender.offered) if one.peer == self.number), None)
-        if index is None:
-            return None
-        sent, data = sender.offered[index]
-        if sent.elements != message.elements:
-            raise ScheduleError(
-                f"rank {sender.number} in step {sender.step} sends {sent.elements} elements to rank "
-                f"{self.number}, which in step {self.step} expects {message.elements}"
-            )
-        if self.in_place and sent.start != message.start:
-            raise ScheduleError(
-                f"rank {sender.number} in step {sender.step} sends elements from {sent.start} on to rank "
-                f"{self.number}, which in step {self.step} puts them from {message.start} on"
-            )
-        del sender.offered[index]
-        self.taken.append((message, data))
-        begins = max(self.entered, sender.entered)
-        self.free, sender.free = max(self.free, begins + 1), max(sender.free, begins + 1)
-        return Delivery(sender.number, self.number, sent, message, begins)
-
-    def through(self) -> bool:
-        """Whether all messages of this step have been taken."""
-        return not self.ended() and not self.offered and self.expected() is None
-
-    def finish(self, buffer: Contents) -> None:
-        """Store or add the messages that arrived in this step."""
-        for message, data in self.taken:
-            _check_range(f"rank {self.number} in step {self.step}", "receives", message, len(buffer))
-            if message.reduce:
-                there = buffer[message.start : message.stop]
-                data = [old + new for old, new in zip(there, data, strict=True)]
-            buffer[message.start : message.stop] = data
+    def program(
+        self, ranks: list[_Rank], in_place: bool, sent: Contents, buffer: Contents
+    ) -> Iterator[Delivery | None]:
+        """Run the steps: yield each message when this rank takes it, and None where it has to wait."""
+        for index, step in enumerate(self.steps):
+            self.step, here = index, f"rank {self.number} in step {index}"
+            for message in (*step.sends, *step.receives):
+                if not 0 <= message.peer < len(ranks):
+                    last = len(ranks) - 1
+                    raise ScheduleError(f"{here} names rank {message.peer}; the ranks are 0 to {last}")
+            for message in step.sends:
+                _check_range(here, "sends", message, len(sent))
+            # Offer what it sends, as it is now, before anything arrives.
+            self.offered = [(message, sent[message.start : message.stop].copy()) for message in step.sends]
+            self.entered, arrived = self.free, list[tuple[Message, Contents]]()
+            for message in step.receives:
+                sender, self.expected = ranks[message.peer], message
+                while not (offers := [each for each in sender.offered if each[0].peer == self.number]):
+                    yield None
+                _check_alike(sender, offers[0][0], self, message, in_place)
+                sender.offered.remove(offers[0])
+                arrived.append((message, offers[0][1]))
+                begins = max(self.entered, sender.entered)
+                self.free, sender.free = max(self.free, begins + 1), max(sender.free, begins + 1)
+                yield Delivery(sender.number, self.number, offers[0][0], message, begins)
+            self.expected = None
+            while self.offered:
+                yield None
+            for message, data in arrived:
+                _check_range(here, "receives", message, len(buffer))
+                if message.reduce:
+                    there = buffer[message.start : message.stop]
+                    data = [old + new for old, new in zip(there, data, strict=True)]
+                buffer[message.start : message.stop] = data
+        self.step = len(self.steps)
 
     def peers(self) -> list[int]:
         """The ranks that this rank waits for."""
-        expected = self.expected()
-        return [message.peer for message, _ in self.offered] + ([expected.peer] if expected else [])
+        return [message.peer for message, _ in self.offered] + ([self.expected.peer] if self.expected else [])
 
     def waits_for(self) -> str:
         """Say in words what this rank waits for."""
         reasons = [f"for rank {message.peer} to take a message" for message, _ in self.offered]
-        if (message := self.expected()) is not None:
-            reasons.append(f"for a message from rank {message.peer}")
+        if self.expected is not None:
+            reasons.append(f"for a message from rank {self.expected.peer}")
         return f"rank {self.number} waits in step {self.step} {' and '.join(reasons)}"
+
+
+def _check_alike(sender: _Rank, sent: Message, receiver: _Rank, message: Message, in_place: bool) -> None:
+    """Compare a message as its sender names it with what its receiver expects."""
+    begins = f"rank {sender.number} in step {sender.step} sends"
+    ends = f"to rank {receiver.number}, which in step {receiver.step}"
+    if sent.elements != message.elements:
+        raise ScheduleError(f"{begins} {sent.elements} elements {ends} expects {message.elements}")
+    if in_place and sent.start != message.start:
+        puts = f"puts them from {message.start} on"
+        raise ScheduleError(f"{begins} elements from {sent.start} on {ends} {puts}")
 
 
 def _check_range(who: str, what: str, message: Message, size: int) -> None:

@@ -7,10 +7,11 @@ either with its own time limit.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 LENGTH = struct.Struct("!Q")
 
@@ -83,3 +84,26 @@ class Connection:
         """Close this end."""
         self.ended = True
         self.socket.close()
+
+
+def wait_for(
+    connections: Iterable[Connection], limit: float | None, listener: socket.socket | None = None
+) -> list[Connection | None]:
+    """Wait up to `limit` seconds, None for ever; return the connections with news, [] when the time is over.
+
+    What is queued is sent on meanwhile. News are messages, or that the other end is closed; of a listener,
+    which is None in the list, that somebody comes.
+    """
+    poll, known = select.poll(), dict[int, Connection | None]()
+    for each in connections:
+        known[each.socket.fileno()] = each
+        poll.register(each.socket, select.POLLIN | select.POLLOUT * each.unsent)
+    if listener is not None:
+        known[listener.fileno()] = None
+        poll.register(listener, select.POLLIN)
+    ready = poll.poll(None if limit is None else 1e3 * max(0.0, limit))
+    found = [known[descriptor] for descriptor, _ in ready]
+    for connection in found:
+        if connection is not None:
+            connection.flush()
+    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import selectors
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from minidist.comm.errors import FOLLOWS, RankDied, RankError, RankTimeout
+from minidist.comm.launching.channel import wait_for
 from minidist.comm.launching.rank_processes import RankProcess, signal_name
 from minidist.comm.launching.worker import Raised
 
@@ -53,45 +53,32 @@ def collect(
     deadline = None if limit is None else time.monotonic() + limit
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
-    with selectors.DefaultSelector() as selector:
+    while len(results) < len(processes):
+        connections = (each for process in processes for each in (process.status, process.channel))
+        left = None if deadline is None else deadline - time.monotonic()
+        ready = wait_for([each for each in connections if not each.ended], left)
+        if not ready:
+            break
         for process in processes:
-            selector.register(process.channel.socket, selectors.EVENT_READ, process)
-            selector.register(process.status, selectors.EVENT_READ, process)
-        while len(results) < len(processes):
-            for process in processes:
-                if process.channel.socket in selector.get_map():
-                    events = selectors.EVENT_READ | selectors.EVENT_WRITE * process.channel.unsent
-                    selector.modify(process.channel.socket, events, process)
-            ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for key, events in ready:
-                process = key.data
-                if key.fileobj == process.status:
-                    process.read_status()
-                    if process.exit_code is not None:
-                        selector.unregister(process.status)
-                elif events & selectors.EVENT_WRITE:
-                    process.channel.flush()
-                for kind, *values in map(pickle.loads, process.channel.messages()):
-                    if kind == "print":
-                        _print_labelled(process.rank, *values)
-                    elif kind == "raised":
-                        failures.setdefault(process.rank, Failure(values[0].when, process, values[0]))
-                    elif kind == wanted:
-                        results[process.rank] = values[0] if values else None
-                if process.channel.ended and process.channel.socket in selector.get_map():
-                    selector.unregister(process.channel.socket)  # its status says how it ended
-                if process.exit_code is not None:
-                    failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
-            for rank in failures.keys() & set(may_fail):
-                failure = failures.pop(rank)
-                results.setdefault(rank, _first_cause([failure]))
-                failure.process.kill()  # if it only raised, its peers must still notice
-            if failures:
-                pause = CAUSE_PAUSE if all(map(_follows, failures.values())) else SETTLE
-                settled = min(failure.when for failure in failures.values()) + pause
-                deadline = settled if deadline is None else min(deadline, settled)
+            if process.status in ready:
+                process.read_status()
+            for kind, *values in map(pickle.loads, process.channel.messages()):
+                if kind == "print":
+                    _print_labelled(process.rank, *values)
+                elif kind == "raised":
+                    failures.setdefault(process.rank, Failure(values[0].when, process, values[0]))
+                elif kind == wanted:
+                    results[process.rank] = values[0] if values else None
+            if process.exit_code is not None:
+                failures.setdefault(process.rank, Failure(time.monotonic(), process, None))
+        for rank in failures.keys() & set(may_fail):
+            failure = failures.pop(rank)
+            results.setdefault(rank, _first_cause([failure]))
+            failure.process.kill()  # if it only raised, its peers must still notice
+        if failures:
+            pause = CAUSE_PAUSE if all(map(_follows, failures.values())) else SETTLE
+            settled = min(failure.when for failure in failures.values()) + pause
+            deadline = settled if deadline is None else min(deadline, settled)
 
     if failures:
         raise _first_cause(list(failures.values()))

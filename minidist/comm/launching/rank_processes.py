@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 
-from minidist.comm.launching.channel import Connection
+from minidist.comm.launching.channel import Connection, wait_for
 from minidist.comm.launching.safeguards import check_not_starting
 from minidist.comm.launching.supervisor import REQUEST
 
@@ -138,7 +137,7 @@ class RankProcess:
     Attributes:
         supervisor: the process that starts and kills it.
         channel: messages to and from `minidist.comm.launching.worker.serve`.
-        status: descriptor that is readable when the process has started, and again when it has ended.
+        status: messages of the supervisor: that the process has started, and that it has ended.
         process: the process id, once known.
         exit_code: as `subprocess` gives it, once the process has ended: negative for a signal.
         failure: why the process does not exist, if the process did not cause that itself.
@@ -150,30 +149,27 @@ class RankProcess:
         self.exit_code: int | None = None
         self.failure: str | None = None
         ours, theirs = socket.socketpair()
-        read, write = os.pipe()
+        status, report = socket.socketpair()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._text = ""
-        descriptors = [theirs.fileno(), write, self._stacks.fileno()]
+        descriptors = [theirs.fileno(), report.fileno(), self._stacks.fileno()]
         if listener is not None:
             descriptors.append(listener.fileno())
         try:
             self.supervisor, self._key = supervisor, supervisor.start(descriptors)
         except BaseException:
             ours.close()
-            os.close(read)
+            status.close()
             self._stacks.close()
             raise
         finally:
             theirs.close()
-            os.close(write)
-        self.channel = Connection(ours, blocking=False)
-        self.status = read
+            report.close()
+        self.channel, self.status = (Connection(each, blocking=False) for each in (ours, status))
 
     def read_status(self) -> None:
-        """Read what the supervisor has reported; call it when `status` is readable."""
-        part = os.read(self.status, 4096)
-        self._text += part.decode()
-        for word, value in re.findall(r"^(\w+) (.*)\n", self._text, re.MULTILINE):
+        """Read what the supervisor has reported."""
+        for message in self.status.messages():
+            word, _, value = message.decode().partition(" ")
             self.supervisor.answered = True
             if word == "started":
                 self.process = int(value)
@@ -181,16 +177,14 @@ class RankProcess:
                 self.exit_code = int(value)
             else:
                 self.failure, self.exit_code = value, 1
-        if not part and self.exit_code is None:
+        if self.status.ended and self.exit_code is None:
             self.failure, self.exit_code = self.supervisor.end(), 1
 
     def wait(self, limit: float) -> bool:
         """Wait up to `limit` seconds for the process to end; True if it has."""
         deadline = time.monotonic() + limit
         while self.exit_code is None:
-            poll = select.poll()
-            poll.register(self.status, select.POLLIN)
-            if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+            if not wait_for([self.status], deadline - time.monotonic()):
                 return False
             self.read_status()
         return True
@@ -218,7 +212,7 @@ class RankProcess:
     def close(self) -> None:
         """Close the descriptors, which ends an idle process."""
         self.channel.close()
-        os.close(self.status)
+        self.status.close()
         self._stacks.close()
 
 

@@ -34,6 +34,7 @@ import time
 import traceback
 from types import FrameType
 
+from minidist.comm.launching.channel import LENGTH
 from minidist.comm.launching.safeguards import set_starting
 
 REQUEST = struct.Struct("!Q?")
@@ -201,8 +202,9 @@ def _kill_group(process: int) -> None:
 
 
 def _report(status: int, line: str) -> None:
+    message = line.encode()
     with contextlib.suppress(BrokenPipeError):  # the caller no longer reads
-        os.write(status, f"{line}\n".encode())
+        os.write(status, LENGTH.pack(len(message)) + message)
 
 
 def _wake(number: int, frame: FrameType | None) -> None:

@@ -29,6 +29,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from minidist.comm import returned_ranks
+
 HOST_VARIABLE = "MINIDIST_HOST"
 """Environment variable for experiments: ranks with different values count as on different hosts."""
 LINE = 64
@@ -75,6 +77,13 @@ def this_process() -> Process:
         texts.append(os.uname().nodename)
     text = "\n".join(texts).encode()
     return Process((zlib.crc32(text), zlib.adler32(text)), os.getpid(), started)
+
+
+def why_gone(rank: int, process: Process) -> str:
+    """Return why nothing comes from a rank of the world any more, in words; "" if something may."""
+    if not process.alive():
+        return f"connection closed by peer: the process of rank {rank} has ended"
+    return returned_ranks.why_absent(rank)
 
 
 def processes(group: dist.ProcessGroup) -> list[Process]:

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from minidist.comm import returned_ranks
 from minidist.comm.errors import FOLLOWS
 from minidist.comm.ledgers import MessageIdentity
 from minidist.comm.transport import host
@@ -304,16 +303,10 @@ class Incoming:
                 arrival.came, arrival.elsewhere = arrival.size, True
             elif reason:
                 raise RuntimeError(reason)
-            elif reason := self._why_gone():
+            elif reason := host.why_gone(self.source, self._sender):
                 continue  # it may have sent just before, and another thread may have that in its hands
             elif time.monotonic() - begun > arrival.limit():
                 raise RuntimeError(f"timed out after {arrival.limit():g} s waiting for a message")
-
-    def _why_gone(self) -> str:
-        """Why no message will come any more; "" if one may."""
-        if not self._sender.alive():
-            return "connection closed by peer: the sender's process has ended"
-        return returned_ranks.why_absent(self.source)
 
     def _take(self) -> None:
         """Take the next record, for a token that this thread has, and deliver or keep its message."""

@@ -29,12 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minidist.comm import returned_ranks
 from minidist.comm.algorithms.execute import COMBINE
 from minidist.comm.errors import failed
 from minidist.comm.transport import STAGE, host
 from minidist.comm.transport.host import ProcessBarrier
-from minidist.comm.work import Failed, Group, InStep, known, limit_of, process_group, ranks_of
+from minidist.comm.work import Failed, Group, known, limit_of, process_group, ranks_of
 
 BUFFERS = 3
 """Staging buffers of a rank. Ranks may be a step apart: one fills, one reduces, one empties a buffer."""
@@ -53,14 +52,13 @@ class Header(NamedTuple):
     sizes: tuple[int, ...]  # in an all-to-all: elements to each member, then elements from each
 
 
-class SharedMemory(InStep):
+class SharedMemory:
     """The memory that a group's ranks on one host share. All ranks make it together.
 
     If one of them cannot map the memory, `Failed` is raised on all.
     """
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
-        super().__init__()
         if not host.has_semaphores():
             raise Failed("this system has no memory and semaphores that processes can share")
         rank, everyone = dist.get_rank(group), host.processes(group)
@@ -130,12 +128,9 @@ class SharedMemory(InStep):
     def look_after(self, late: Callable[[], list[int]]) -> None:
         """Raise Failed if a member that is late has ended, or returned from its function."""
         for member in late():
-            if not self.peers[member].alive():
-                reason = "connection closed by peer: the process of rank {} has ended"
-            else:
-                reason = returned_ranks.why_absent(self.names[member])
+            reason = host.why_gone(self.names[member], self.peers[member])
             if reason and member in late():  # asked again: it may have come, and then ended
-                raise Failed(reason.format(self.names[member]))
+                raise Failed(reason)
 
     def next_buffer(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the members' next staging buffers: (STAGE // itemsize,) each."""
@@ -263,22 +258,21 @@ Fill = Callable[[int], list[Tensor]]
 
 def all_reduce(memory: SharedMemory, x: Tensor, op: str) -> None:
     """Reduce x over the members, in place. All of them get the same bits."""
-    with memory.call():
-        chunk = STAGE // x.element_size()
-        fill = _filler(memory, x, [x], chunk)
-        buffer = _begin(memory, f"all_reduce ({op}) of {_words(x)}", x, fill)
-        if buffer is None:
-            everywhere = memory.counterparts(x)
-            _reduce(memory, everywhere, everywhere, op)
-            memory.barrier()
-            return
-        for i in range(-(-len(x) // chunk)):
-            part = x[i * chunk : (i + 1) * chunk]
-            staged = [each[: len(part)] for each in buffer]
-            _reduce(memory, staged, staged[:1], op)
-            buffer = fill(i + 1)
-            memory.barrier()
-            part.copy_(staged[0])
+    chunk = STAGE // x.element_size()
+    fill = _filler(memory, x, [x], chunk)
+    buffer = _begin(memory, f"all_reduce ({op}) of {_words(x)}", x, fill)
+    if buffer is None:
+        everywhere = memory.counterparts(x)
+        _reduce(memory, everywhere, everywhere, op)
+        memory.barrier()
+        return
+    for i in range(-(-len(x) // chunk)):
+        part = x[i * chunk : (i + 1) * chunk]
+        staged = [each[: len(part)] for each in buffer]
+        _reduce(memory, staged, staged[:1], op)
+        buffer = fill(i + 1)
+        memory.barrier()
+        part.copy_(staged[0])
 
 
 def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offsets: Sequence[int]) -> None:
@@ -287,24 +281,23 @@ def reduce_scatter(memory: SharedMemory, x: Tensor, out: Tensor, op: str, offset
     out may be that part of x.
     """
     own = memory.own
-    with memory.call():
-        parts = [x[low:high] for low, high in itertools.pairwise(offsets)]
-        chunk = STAGE // len(memory.members) // x.element_size()
-        rounds, fill = -(-max(map(len, parts)) // chunk), _filler(memory, x, parts, chunk)
-        buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
-        if buffer is None:
-            shards = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
-            if shards[own].data_ptr() == out.data_ptr():  # out is read before it is overwritten
-                shards[0], shards[own] = shards[own], shards[0]
-            _combine(shards, [out], op)
-            memory.barrier()  # after it x may change
-            return
-        for i in range(rounds):
-            shard = out[i * chunk : (i + 1) * chunk]
-            staged, buffer = [part[own * chunk :][: len(shard)] for part in buffer], fill(i + 1)
-            _combine(staged, [shard], op)
-            if i + 1 < rounds:
-                memory.barrier()
+    parts = [x[low:high] for low, high in itertools.pairwise(offsets)]
+    chunk = STAGE // len(memory.members) // x.element_size()
+    rounds, fill = -(-max(map(len, parts)) // chunk), _filler(memory, x, parts, chunk)
+    buffer = _begin(memory, f"reduce_scatter ({op}) of {_words(x)}", x, fill)
+    if buffer is None:
+        shards = [part[offsets[own] : offsets[own + 1]] for part in memory.counterparts(x)]
+        if shards[own].data_ptr() == out.data_ptr():  # out is read before it is overwritten
+            shards[0], shards[own] = shards[own], shards[0]
+        _combine(shards, [out], op)
+        memory.barrier()  # after it x may change
+        return
+    for i in range(rounds):
+        shard = out[i * chunk : (i + 1) * chunk]
+        staged, buffer = [part[own * chunk :][: len(shard)] for part in buffer], fill(i + 1)
+        _combine(staged, [shard], op)
+        if i + 1 < rounds:
+            memory.barrier()
 
 
 def all_gather(memory: SharedMemory, x: Tensor, out: Tensor, offsets: Sequence[int]) -> None:
@@ -336,22 +329,21 @@ def _spread(
 
     longest: elements of the longest member's x. gives: whether this rank's x is read by others.
     """
-    with memory.call():
-        chunk = STAGE // x.element_size()
-        rounds, fill = -(-longest // chunk), _filler(memory, x, [x] if gives else [], chunk)
-        buffer = _begin(memory, what, x, fill)
-        if buffer is None:
-            for member, into in copies:
-                into.copy_(memory.counterparts(x, len(into))[member])
-            memory.barrier()  # after it x may change
-            return
-        for i in range(rounds):
-            staged, buffer = buffer, fill(i + 1)
-            for member, into in copies:
-                piece = into[i * chunk : (i + 1) * chunk]
-                piece.copy_(staged[member][: len(piece)])
-            if i + 1 < rounds:
-                memory.barrier()
+    chunk = STAGE // x.element_size()
+    rounds, fill = -(-longest // chunk), _filler(memory, x, [x] if gives else [], chunk)
+    buffer = _begin(memory, what, x, fill)
+    if buffer is None:
+        for member, into in copies:
+            into.copy_(memory.counterparts(x, len(into))[member])
+        memory.barrier()  # after it x may change
+        return
+    for i in range(rounds):
+        staged, buffer = buffer, fill(i + 1)
+        for member, into in copies:
+            piece = into[i * chunk : (i + 1) * chunk]
+            piece.copy_(staged[member][: len(piece)])
+        if i + 1 < rounds:
+            memory.barrier()
 
 
 def all_to_all(
@@ -359,34 +351,32 @@ def all_to_all(
 ) -> None:
     """Exchange parts: x holds sends[m] elements for each member m, and out gets receives[m] from each."""
     n, own = len(memory.members), memory.own
-    with memory.call():
-        chunk = STAGE // n // x.element_size()
-        fill = _filler(memory, x, x.split_with_sizes(list(sends)), chunk)
-        parts = out.split_with_sizes(list(receives))
-        buffer = fill(0)
-        headers = memory.agree(f"all_to_all of {x.dtype}", sizes=(*sends, *receives))
-        for a, sender in enumerate(headers):
-            for b, receiver in enumerate(headers):
-                if sender.sizes[b] != receiver.sizes[n + a]:
-                    raise Failed(
-                        f"all_to_all: rank {memory.names[a]} sends {sender.sizes[b]} elements to rank "
-                        f"{memory.names[b]}, which expects {receiver.sizes[n + a]}; give it "
-                        "output_rows that match"
-                    )
-        rounds = -(-max(max(header.sizes) for header in headers) // chunk)
-        for i in range(rounds):
-            staged, buffer = buffer, fill(i + 1)
-            for member, part in zip(staged, parts, strict=True):
-                piece = part[i * chunk : (i + 1) * chunk]
-                piece.copy_(member[own * chunk : own * chunk + len(piece)])
-            if i + 1 < rounds:
-                memory.barrier()
+    chunk = STAGE // n // x.element_size()
+    fill = _filler(memory, x, x.split_with_sizes(list(sends)), chunk)
+    parts = out.split_with_sizes(list(receives))
+    buffer = fill(0)
+    headers = memory.agree(f"all_to_all of {x.dtype}", sizes=(*sends, *receives))
+    for a, sender in enumerate(headers):
+        for b, receiver in enumerate(headers):
+            if sender.sizes[b] != receiver.sizes[n + a]:
+                raise Failed(
+                    f"all_to_all: rank {memory.names[a]} sends {sender.sizes[b]} elements to rank "
+                    f"{memory.names[b]}, which expects {receiver.sizes[n + a]}; give it "
+                    "output_rows that match"
+                )
+    rounds = -(-max(max(header.sizes) for header in headers) // chunk)
+    for i in range(rounds):
+        staged, buffer = buffer, fill(i + 1)
+        for member, part in zip(staged, parts, strict=True):
+            piece = part[i * chunk : (i + 1) * chunk]
+            piece.copy_(member[own * chunk : own * chunk + len(piece)])
+        if i + 1 < rounds:
+            memory.barrier()
 
 
 def barrier(memory: SharedMemory) -> None:
     """Wait for the other members."""
-    with memory.call():
-        memory.agree("barrier")
+    memory.agree("barrier")
 
 
 def _begin(memory: SharedMemory, what: str, x: Tensor, fill: Fill) -> list[Tensor] | None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from minidist import comm
 from minidist._arguments import check_whole
-from minidist.comm.work import bytes_of
-from minidist.parallel.averaging.parameter_assignment import HEAD, deal_parameters, trainable
+from minidist.parallel.averaging.parameter_assignment import deal_parameters, trainable
 from minidist.parallel.averaging.serving import Ask, ServerReport, Serving, Tag
 from minidist.parallel.contract.user_functions import MakeOptimizer
+from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.refusals import require_model
 
 
@@ -52,9 +52,8 @@ class ParameterServer:
     that dies before all have made their ParameterServer.
 
     For P trainable parameters of S bytes and K servers, one step of a worker sends 32 K + P + S bytes from
-    the worker and 16 K + S from the servers; see `bytes_per_step`. The constructor broadcasts parameters and
-    buffers from rank 0, and the end costs one more pull. Messages go through the CPU even if the model is on
-    a GPU.
+    the worker and 16 K + S from the servers. The constructor broadcasts parameters and buffers from rank 0,
+    and the end costs one more pull. Messages go through the CPU even if the model is on a GPU.
 
     Args:
         model: the same architecture on all ranks.
@@ -80,9 +79,7 @@ class ParameterServer:
         self.workers = ranks - servers  # how many there are
         self.max_staleness = max_staleness
         self._parts = deal_parameters(trainable(model), servers)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                comm.broadcast(tensor, source=0)
+        broadcast_together([*model.parameters(), *model.buffers()], None)
         self.optimizer = optimizer(self._parts[rank].parameters) if self.is_server else None
         self._finished = self._pulled = False
         self._sending: list[comm.Work] = []
@@ -170,13 +167,6 @@ class ParameterServer:
             raise RuntimeError(f"{name} was called on rank {comm.rank()}, which serves; call serve() there")
         if self._finished:
             raise RuntimeError(f"{name} was called after done; call done once, after the last push")
-
-
-def bytes_per_step(model: nn.Module, servers: int = 1) -> tuple[int, int]:
-    """Return the bytes that one worker's pull and push send: (from the worker, from all servers)."""
-    sizes = [bytes_of(parameter) for parameter in trainable(model)]
-    # The worker sends two requests to each server, and a byte a parameter that marks a missing gradient.
-    return 2 * HEAD * servers + len(sizes) + sum(sizes), HEAD * servers + sum(sizes)
 
 
 def _check(model: nn.Module, optimizer: MakeOptimizer, servers: int, max_staleness: int | None) -> None:

@@ -22,7 +22,8 @@ def gather_sparse(
 ) -> Iterator[PendingMessage]:
     """Sum sparse gradients over the ranks, each multiplied by `scale`; in steps, as `Reduction.run`.
 
-    A rank without a gradient takes part with no rows. `sparse_bytes` gives the bytes.
+    A rank without a gradient takes part with no rows. For each gradient a rank sends the number of rows,
+    their indices and values: (n - 1) (8 + rows (8 + b)) bytes, if a row has b and no rank has more rows.
     """
     ranks = gradient_comm.ranks
     grads = [_coalesced(parameter) for parameter in parameters]
@@ -44,14 +45,6 @@ def gather_sparse(
         parameter.grad = torch.sparse_coo_tensor(
             indices[kept.flatten()].t(), values[kept.flatten()], parameter.shape, check_invariants=False
         ).coalesce()
-
-
-def sparse_bytes(rows: int, columns: int, element: int, ranks: int) -> int:
-    """Return the bytes that a rank sends for one sparse gradient: (n - 1) (8 + rows (8 + columns element)).
-
-    rows: the most that any rank's batch uses. Indices and their count are int64.
-    """
-    return (ranks - 1) * (8 + rows * (8 + columns * element))
 
 
 def _coalesced(parameter: nn.Parameter) -> Tensor:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,13 +82,13 @@ def ulysses_attention(
     positions = [zigzag_order.positions(length, everyone, first + r).to(q.device) for r in range(ranks)]
     keys = [k.shape[1] * r // ranks for r in range(ranks + 1)]  # rank r gets key heads keys[r] to keys[r + 1]
     group_size = q.shape[1] // k.shape[1]
+    sizes, heads = [*map(len, positions)], [b - a for a, b in pairwise(keys)]
+    mine, ours = [heads[own]] * ranks, [sizes[own]] * ranks
     # Launch: to each rank its heads, a key head and its value head behind their queries.
     together = torch.cat((q.unflatten(1, (-1, group_size)), k[:, :, None], v[:, :, None]), 2)  # type: ignore[no-untyped-call]
-    to_heads = _Trade(
-        [*(len(each) for each in positions)], [b - a for a, b in pairwise(keys)], own, neighbours
-    )
+    whole = _trade(torch.split(together, heads, 1), mine, sizes, 3, neighbours)
     order = torch.cat(positions).argsort()
-    whole = to_heads.heads_for_positions(together).index_select(3, order)  # (B, mine, G + 2, positions, D)
+    whole = whole.index_select(3, order)  # (B, mine, G + 2, positions, D)
     # Compute.
     queries, key, value = whole[:, :, :group_size].flatten(1, 2), whole[:, :, -2], whole[:, :, -1]
     if blocks is not None and len(ranks_of(ring)) > 1:
@@ -100,34 +99,16 @@ def ulysses_attention(
         )
     # Back: to each rank its positions.
     mixed = mixed.view(*whole.shape[:2], group_size, *whole.shape[3:]).index_select(3, order.argsort())
-    return to_heads.positions_for_heads(mixed).flatten(1, 2)
+    return _trade(torch.split(mixed, sizes, 3), heads, ours, 1, neighbours).flatten(1, 2)
 
 
-class _Trade(NamedTuple):
-    """How many positions and how many key heads each rank has, on the two sides of a trade."""
-
-    positions: list[int]
-    heads: list[int]
-    own: int
-    group: Group
-
-    def heads_for_positions(self, x: Tensor) -> Tensor:  # (B, K, _, own positions, D)
-        """Give away heads, and get the other ranks' positions of the own ones: (B, mine, _, positions, D)."""
-        return self._exchanged(
-            torch.split(x, self.heads, 1), [self.heads[self.own]] * len(self.heads), self.positions, 3
-        )
-
-    def positions_for_heads(self, x: Tensor) -> Tensor:  # (B, mine, _, positions, D)
-        """The way back: (B, K, _, own positions, D)."""
-        return self._exchanged(
-            torch.split(x, self.positions, 3), self.heads, [self.positions[self.own]] * len(self.heads), 1
-        )
-
-    def _exchanged(self, parts: Sequence[Tensor], heads: list[int], positions: list[int], dim: int) -> Tensor:
-        """Send parts[r] to rank r, get heads[r] heads at positions[r] positions, and join along `dim`."""
-        batch, _, depth, _, width = parts[0].shape
-        shapes = [(batch, h, depth, t, width) for h, t in zip(heads, positions, strict=True)]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        sizes = [math.prod(shape) for shape in shapes]
-        arrived = torch.split(exchange_rows(flat, [part.numel() for part in parts], sizes, self.group), sizes)
-        return torch.cat([each.view(shape) for each, shape in zip(arrived, shapes, strict=True)], dim)
+def _trade(
+    parts: Sequence[Tensor], heads: list[int], positions: list[int], dim: int, group: Group
+) -> Tensor:  # (B, heads, _, positions, D)
+    """Send parts[r] to rank r, get heads[r] heads at positions[r] positions, and join along `dim`."""
+    batch, _, depth, _, width = parts[0].shape
+    shapes = [(batch, h, depth, t, width) for h, t in zip(heads, positions, strict=True)]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [math.prod(shape) for shape in shapes]
+    arrived = torch.split(exchange_rows(flat, [part.numel() for part in parts], sizes, group), sizes)
+    return torch.cat([each.view(shape) for each, shape in zip(arrived, shapes, strict=True)], dim)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minidist.comm.work import Group
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.flat.ranges import boxes, narrowed
+from minidist.parallel.flat.ranges import boxes
 
 
 class TensorBox(NamedTuple):
@@ -139,19 +139,17 @@ class Strategy(ABC):
         once: without those that count on another rank, in a sum in which each element counts once.
         """
 
+    @abstractmethod
     def gradient_boxes(self) -> Iterator[TensorBox]:
         """The gradients that this rank's update uses, as boxes named "gradient.NAME"."""
-        for name, gradient in self.named_gradients():
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            yield TensorBox(f"gradient.{name}", tuple(dense.shape), (0,) * dense.dim(), dense)
 
     @abstractmethod
     def multiply(self, factor: float) -> None:
         """Multiply the gradients that `update` uses, in its precision if that is higher than theirs."""
 
+    @abstractmethod
     def drop(self) -> None:
         """Drop the gradients, including what compression has kept back, because the step is skipped."""
-        self.zero_grad()
 
     @abstractmethod
     def update(self, closure: Callable[[], Any] | None = None) -> None:
@@ -194,17 +192,6 @@ class Strategy(ABC):
             settings: as the method `settings` returns them.
             state: for each parameter the keys of its optimizer state, each with its whole shape and dtype.
         """
-
-    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """Set the master weights before the first step.
-
-        Args:
-            exact: whole values by the parameters' names, in the masters' dtype; the same on all ranks.
-        """
-        for box in self.state_boxes():
-            value = exact.get(box.name.removeprefix("model.")) if box.name.startswith("model.") else None
-            if value is not None and box.tensor.dtype == value.dtype:
-                box.tensor.copy_(narrowed(value, box.offsets, box.tensor.shape))
 
     def loaded(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Recompute what depends on the tensors of `state_boxes`, which have been overwritten.

@@ -148,7 +148,7 @@ def _pairs(a: Recording, b: Recording) -> Iterator[_Pair]:
     for name in a.start:
         yield 0, _layer_of(name, a.layers), f"its {name}", [a.start[name]], [b.start[name]], 0.0, 0.0
     for number, (x, y) in enumerate(zip(a.steps, b.steps, strict=True)):
-        for key, layer, what in _order(a.layers, _first_names(a)):
+        for key, layer, what in _order(a.layers, a.first_names):
             if key in x or key in y:
                 rounding = max(each.rounding[number].get(key, 0.0) for each in (a, b))
                 kind, _, name = key.partition(" ")
@@ -174,21 +174,6 @@ def _order(layers: list[str], first_names: dict[str, str]) -> Iterator[tuple[str
             yield f"gradient {layers[number - 1]}", layer, "the gradient of its input"
     for key, what in updates.get(None, []):
         yield key, None, what
-
-
-def _first_names(a: Recording) -> dict[str, str]:
-    """For each parameter the first one that was always equal to it: itself, or the one that it is tied to."""
-    values = {name: [a.start[name], *(step[f"update {name}"][0] for step in a.steps)] for name in a.start}
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        trained = any(update.count_nonzero() for update in value[1:])
-        same = (
-            first
-            for first in dict.fromkeys(found.values())
-            if trained and all(map(torch.equal, value, values[first]))
-        )
-        found[name] = next(same, name)
-    return found
 
 
 def _layer_of(parameter: str, layers: list[str]) -> str | None:

@@ -265,7 +265,7 @@ class Found(NamedTuple):
 def ask(
     it: Subject, detectors: Mapping[str, Detector], alone: Sequence[str] = ("order",)
 ) -> dict[str, Found]:
-    """Ask detectors. Nobody misses a training that stops with an error or hangs. alone: need no losses."""
+    """Ask detectors. All find a training that stopped, or hung, except those in `alone`, which look at it."""
     found, whole = {}, it._replace(found=_Whole(it.found, "the training"))
     if it.right is not None:
         whole = whole._replace(right=_Whole(it.right, "the right training"))

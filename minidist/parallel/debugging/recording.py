@@ -51,6 +51,7 @@ class Recording:
     layout: str
     layers: list[str]  # their names, in the order in which they run
     start: dict[str, Tensor]  # the parameters before the first step
+    first_names: dict[str, str]  # of the same parameters: another name for one that is tied to an earlier one
     losses: list[float]
     steps: list[Step]
     rounding: list[dict[str, float]]  # by the same names, the largest change when results were moved
@@ -99,7 +100,9 @@ def record(engine: Engine, batches: Iterable[Any], repeats: int = REPEATS) -> Re
     engine.rehearsal = rehearsal
     called = [key.removeprefix("output ") for key in steps[0] if key.startswith("output ")]
     layers = in_order([name for name, _ in layers_of(engine.model)], called, engine.layout.chunks > 1)
-    return Recording(str(engine.layout), layers, start, losses, steps, [dict(most) for most in rounding])
+    first_names = {name: engine.tensor_map.first.get(name, name) for name in start}
+    most_moved = [dict(most) for most in rounding]
+    return Recording(str(engine.layout), layers, start, first_names, losses, steps, most_moved)
 
 
 def batches_of(batches: Iterable[Any]) -> list[Any]:

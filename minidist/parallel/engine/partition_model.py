@@ -249,7 +249,8 @@ def checked(optimizer: MakeOptimizer, layout: Layout, tp_group: Group = None) ->
             axis = f"tp={layout.tp}" if layout.tp > 1 else f"ep={layout.ep}"
             raise ValueError(
                 f"optimizer is {name}, which needs whole parameters, and the layout has {axis}, "
-                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp instead"
+                "which cuts them; use an elementwise one, such as torch.optim.AdamW, or dp instead. A class "
+                "of yours that updates each element by itself says so with `elementwise = True`"
             )
         return made
 

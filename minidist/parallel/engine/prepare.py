@@ -18,13 +18,13 @@ from minidist.parallel.engine.prepare_checks import check_prepare_arguments, put
 from minidist.parallel.engine.rehearsal import Rehearsal
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.flat.buckets import GradientComm
-from minidist.parallel.flat.joined_messages import give_memory
+from minidist.parallel.flat.joined_messages import broadcast_together, give_memory
 from minidist.parallel.guards.claims import BY_ENGINE, claim
 from minidist.parallel.guards.refusals import require_alike
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.batch_norm import synchronize
-from minidist.parallel.training.precision import LossScale, Precision, fill_masters
+from minidist.parallel.training.precision import LossScale, Precision
 from minidist.parallel.training.recompute import parts_to_recompute, recompute_parts
 
 REHEARSE = "MINIDIST_REHEARSE"
@@ -115,7 +115,7 @@ def prepare(
             layers compute shapes alone. None if the model is nothing but the chain of its `layers`, or
             brings `dummy_inputs`, as transformers' language models do.
         rehearse: take step 1, six more up to step 901, and those after a change of what is trained, beside a
-            single process: rank 0 takes them alone, in plain torch, with all ranks' rows. Where loss,
+            single process: rank 0 takes them alone, as one process, with all ranks' rows. Where loss,
             gradients, parameters or buffers differ by more than rounding, the step raises ValueError on all
             ranks, names the first difference and a likely cause, and changes nothing (engine/rehearsal.py).
             None does so if rank 0 has memory for three more copies of the whole state, and the environment
@@ -176,11 +176,13 @@ def prepare(
         if secondary := given.pop("secondary", None):
             gradient_comm.secondary, _ = mesh.blocks("dp_cp", secondary)
         experts = [ParameterSet(row, GradientComm(part.expert_copies), part.experts)] if part.experts else []
-        strategy = Sharded(part.model, make, row, given, precision.master, gradient_comm, experts)
+        strategy = share_model(part.model, make, row, given, precision.master, gradient_comm, experts)
         if row.parameters:  # units keep to one order
             for each in strategy.sets:
                 each.gradient_comm.meets = layout.cp * layout.ep > 1 or batch_norm is not None
-        fill_masters(strategy, exact, part.tensor_map.own_parts)
+        if exact:  # masters start from rank 0's values in float32, and not from the rounded ones
+            broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
+            part.tensor_map.write(exact, part.tensor_map.boxes(strategy.state_boxes()))
         engine = Engine(part, strategy, layout, loss, precision, clip_norm)
         claim(engine, BY_ENGINE, model.parameters())
         engine.rehearsal = rehearsal

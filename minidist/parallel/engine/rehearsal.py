@@ -2,7 +2,7 @@
 
 A layout can train another model without a word: a loss that is no mean over rows, an optimizer that looks at
 all parameters at once, a buffer that each rank writes for itself, a plan that cuts the wrong matrix. A list
-of such causes would never end. One comparison finds them all: rank 0 takes the step alone, in plain torch, on
+of such causes would never end. One comparison finds them all: rank 0 takes the step alone, as one process, on
 the whole batch (one_process.py). Loss, gradients, parameters and buffers have to agree up to rounding.
 
 The first step is rehearsed, and six more up to step 901. Constants replace random numbers on both sides. If
@@ -47,7 +47,9 @@ from minidist.parallel.engine.whole_state import (
     KeptState,
     TrainingState,
     collect,
+    gradients_of,
     own_part,
+    rows_apart,
     state_before,
 )
 from minidist.parallel.flat.gathering import gather_values
@@ -138,6 +140,9 @@ class Rehearsal:
             if kept is None:
                 self._stop()
                 return None
+            apart, cannot_run = rows_apart(engine, pairs)
+            if cannot_run:
+                raise ValueError(f"step {self._steps} of the layout {self._layout} cannot run. {apart}")
             fixed = fixed_batch_norms(engine.model)
             broadcast_together([x for part in fixed for x in part.buffers()], engine.strategy.group)
             part, start = own_part(engine, kept, pairs), None
@@ -178,7 +183,9 @@ class Rehearsal:
             if elsewhere := next((where for *_, where in found.values if where), ""):
                 self.why_not = f"the model draws random numbers that cannot be switched off: {elsewhere}"
             elif start is not None and self._norm is not None and not self.why_not:
-                start = start._replace(tensors=found.before, parts=[part for part, *_ in found.values])
+                start = start._replace(
+                    tensors=found.before, parts=[part for part, *_ in found.values], apart=apart
+                )
                 taken, replicas = outcome(loss, self._norm, found.after), [] if fixed else found.replicas
                 verdict, self.why_not = self._compared(start, taken, scale, replicas, outputs)
             verdict, self.why_not = gather_values((verdict, self.why_not))[0]
@@ -239,12 +246,9 @@ class Rehearsal:
             _say(f"a step was not compared with one process, since {self.why_not}")
 
     def _keep_gradients(self, engine: Engine, scale: float) -> None:
-        """Copy the gradients just before the update, in 32 bits at least."""
+        """Copy the gradients just before the update."""
         with held_back():
-            self._norm = engine.tensor_map.norm(engine.strategy) / scale
-        for box in engine.tensor_map.boxes(engine.strategy.gradient_boxes()):
-            kind = torch.promote_types(box.tensor.dtype, torch.float32)
-            self._gradients.append(box._replace(tensor=box.tensor.to(kind) / scale))
+            self._norm, self._gradients = gradients_of(engine, scale)
 
 
 def _say(text: str) -> None:

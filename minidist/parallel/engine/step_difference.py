@@ -62,7 +62,7 @@ CUT = (
     "reads several matrices from one, as in chunk(3) or chunk(2), give 'column_packed=3' or 2. Where it "
     "needs all of them, as for a softmax or a norm over features, give 'column_gathered' and 'row_split'. "
     "Where it counts heads, let it read their number from the features, as in unflatten(-1, (-1, "
-    "head_size)), with head_size an attribute of the module. Ranks that share matrices pass the same rows"
+    "head_size)), with head_size an attribute of the module"
 )
 PENALTY = (
     "The gradients agree. So a term over the model's parameters, such as their squares, sees only a rank's "
@@ -98,11 +98,10 @@ def compared(
     by_one = take(batch, found.tensors, scale)
     first = difference(found, by_one, [])
     if first:
-        by_one = take(batch, found.tensors, scale, True)
         for i in range(TRIALS):
             given = {n: move(n, x, i) for n, x in found.tensors.items() if n.startswith("gradient")}
             inside = partial(moved_results, trial=i, least=alone.last_bit)
-            trials.append(take(batch, given, scale, True, inside))
+            trials.append(take(batch, given, scale, inside))
         first = difference(found, by_one, trials)
     if not first and replicas:
         name = replicas[0].partition(".")[2]
@@ -116,18 +115,20 @@ def compared(
     pieces = [piece for own in cut for piece in own]
     kind, _, name = first.name.partition(".")
     cause = "minidist.compare shows the first layer that differs"
-    if kind == "model" and any(name in part.trained for part in start.parts):
+    if start.apart:
+        cause = start.apart
+    elif kind == "model" and any(name in part.trained for part in start.parts):
         whole_state = layout.residency.state and layout.pp * layout.tp == 1  # all on each rank
         cause = STATE if whole_state else OPTIMIZER
         if (f"gradient.{name}" in found.tensors) != (f"gradient.{name}" in by_one.tensors):
             cause = f"{name} {UNUSED}"
     elif kind == "model":
         cause = f"{name} {BUFFER}"
-    elif len(pieces) > 1 and not difference(found, take(pieces, found.tensors, scale, True), trials, False):
+    elif len(pieces) > 1 and not difference(found, take(pieces, found.tensors, scale), trials, False):
         cause = NO_MEAN
     elif layout.tp > 1:
         whole: Outputs = defaultdict(list)
-        take(cut[0], found.tensors, scale, True, partial(recorded, into=whole))
+        take(cut[0], found.tensors, scale, partial(recorded, into=whole))
         layer = _first_output(whole, outputs)
         cause = PENALTY if kind == "loss" and not layer else f"The plan makes another model{layer}. {CUT}"
     return f"{cause}. What differs: {first.text}", ""

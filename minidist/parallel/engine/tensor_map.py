@@ -167,14 +167,6 @@ class TensorMap:
         kind, _, rest = name.partition(".")
         return (rest if kind == "model" else rest.rpartition(".")[0]) in self._copies_of_state[kind]
 
-    def own_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of whole parameters."""
-        return {
-            name: self.cuts[name].take(value).contiguous() if name in self.cuts else value
-            for name, value in whole.items()
-            if name in self._shapes
-        }
-
     def whole(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """For `Engine.whole`: join the tensors of all ranks into the whole model's, one by one."""
         if self.mesh.size("pp") == 1:

@@ -11,7 +11,7 @@ Of the rest it keeps its share, an n-th:
 | ZeRO 2 | whole | 1/n | 1/n | `ZeroOptimizer(stage=2)` |
 | ZeRO 3 | 1/n | 1/n | 1/n | `FullyShard` |
 
-An engine has one strategy for all of them, `Sharded`, which is plain data parallelism too: in the first row
+An engine has one strategy for all of them, a `Sharded`, which is plain data parallelism too: in the first row
 only sums of gradients are shared. The classes of the last column are for people's own loops. A model has one
 set of parameters, or several, such as experts: each with its row and its ranks (`ParameterSet`). A bucket's
 gradients are complete when the last of them has arrived (`Reducer`) or, where parameters are not whole, when
@@ -29,12 +29,12 @@ Where memory is given back:
 | Where | The question it answers |
 |---|---|
 | ../contract/residency.py | who keeps what whole? The table, and what follows from a row |
-| sharded.py | `Sharded`: what does an engine ask of all this in a step? |
-| all_parameters.py | `AllParameters`, the base of whole/ and units/: the norm of all gradients, clipping |
+| share_model.py | `share_model`: which strategy trains a model? |
+| sharded.py | `Sharded`, the base of whole/ and units/: what does every row do in a step? |
+| state_by_name.py | `StateByName`, the base of that: what does a checkpoint save of this rank? |
 | sets/ | which parameters are shared in one way, and by which ranks? |
 | whole/ | parameters are whole: when is a bucket of gradients sent? |
 | units/ | parameters are not whole: when is a unit gathered, reduced and freed? |
 | optimizer/ | which elements does this rank update, and where does their state lie? |
-| state/ | what does a checkpoint save of this rank? |
 | loops/ | the classes for a loop of your own |
 """

@@ -5,7 +5,7 @@ Start with `parallelize`, which cuts a model by a plan. The layers can also be u
 | File | Holds |
 |---|---|
 | replace_layers.py | `parallelize`: cut a model, by a plan of styles; the table of styles |
-| plans.py | `plan_for`: the plan of a GPT, or of a model of transformers; the bytes that a pass sends |
+| plans.py | `plan_for`: the plan of a GPT, or of a model of transformers |
 | styles.py | a plan resolved to modules and checked |
 | heads.py | cuts between attention heads, and modules that count them |
 | linear_layers.py | layers cut by their outputs (`ColumnParallelLinear`) or inputs (`RowParallelLinear`) |

@@ -20,8 +20,6 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from minidist._names import fits
-from minidist.comm.algorithms.formulas import all_reduce_bytes
-from minidist.model.configs import TransformerConfig
 from minidist.parallel.tensor_parallel.cuts import base_of
 from minidist.parallel.tensor_parallel.linear_layers import linear_sizes
 from minidist.parallel.tensor_parallel.styles import alternatives
@@ -209,26 +207,3 @@ def _vocabulary(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
     for name, part in modules.items():
         if part in found and part.weight not in elsewhere:
             yield name, "vocabulary" if isinstance(part, nn.Embedding) else "column_gathered"
-
-
-def bytes_per_pass(
-    config: TransformerConfig, rows: int, tokens: int, n: int, sequence_parallel: bool, element: int
-) -> int:
-    """Bytes that each of n ranks sends in one pass, forward and backward, through a GPT cut by `plan_for`.
-
-    The stream has rows x tokens x D elements. Each block has four all-reduces of it, two forward and two
-    backward; the token table has one forward, the input of the logits one backward; and the loss gathers
-    three numbers a token. Under sequence parallelism a reduce-scatter and an all-gather replace each
-    all-reduce, every column-parallel layer gathers its input once more in the backward pass, and the
-    gradients of norms, of biases after sums, and of positions are combined.
-    """
-    stream = rows * tokens * config.width * element
-    loss = (n - 1) * 3 * rows * tokens * max(element, 4)
-    if not sequence_parallel:
-        return (4 * config.layers + 2) * all_reduce_bytes(stream, n) + loss
-    # A gather enters a region and a scatter leaves it; the token table and the head are half a region each.
-    regions = 2 * config.layers + 1
-    norms = regions * all_reduce_bytes(2 * config.width * element, n)
-    biases = 2 * config.layers * all_reduce_bytes(config.width * element, n)
-    positions = (n - 1) * (tokens * config.width * element // n)
-    return 5 * regions * ((n - 1) * stream // n) + norms + biases + positions + loss

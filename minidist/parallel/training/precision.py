@@ -17,7 +17,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from minidist.model.mixture_of_experts import Router
 from minidist.parallel.contract.batch import mapped
 from minidist.parallel.contract.fp8_recipes import FP8_RECIPES
-from minidist.parallel.contract.strategy import Strategy
-from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.training.fp8 import Fp8, linears_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +73,7 @@ class Precision:
         """Make `model` compute in 16 bits; its parameters stay the same objects.
 
         Returns the float32 values, by name, of the parameters that were converted and are not on the meta
-        device; the masters start from them, see `fill_masters`. Raises ValueError if a floating parameter is
+        device: `prepare` lets the masters start from them. Raises ValueError if a floating parameter is
         not float32.
         """
         if self.name in FP8_RECIPES:
@@ -117,12 +115,6 @@ class Precision:
             return outputs
         return mapped(lambda x: x.float() if x.dtype == self.dtype else x, outputs)
 
-    def convert_calls(self, model: nn.Module) -> None:
-        """Have a model convert its inputs and outputs itself, where no executor does it."""
-        if self.dtype is not None:
-            model.register_forward_pre_hook(lambda _, args, kw: self.inputs((args, kw)), with_kwargs=True)
-            model.register_forward_hook(lambda _, args, outputs: self.outputs(outputs))
-
     def skips(self, norm: float) -> bool:
         """Update the scale for gradients of this norm, and return whether to skip the step."""
         if not self.scales:
@@ -154,20 +146,3 @@ class Precision:
             self.fp8.load_settings(settings.get("fp8", {}))
         if self.scales and settings["scale"] is not None:
             self.scale, self._good = settings["scale"], settings["good"]
-
-
-@torch.no_grad()
-def fill_masters(
-    strategy: Strategy,
-    exact: Mapping[str, Tensor],
-    own: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
-) -> None:
-    """Make the master weights start from rank 0's float32 values instead of the rounded 16-bit ones.
-
-    A collective if there are any values; rank 0 sends them once. exact: parameter name -> value, of the same
-    shapes on all ranks; overwritten with rank 0's. own: selects the part of `exact` that this rank has.
-    """
-    if not exact:
-        return
-    broadcast_together([*{id(value): value for value in exact.values()}.values()], None)
-    strategy.begin_masters(own(exact))

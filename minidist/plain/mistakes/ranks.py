@@ -167,9 +167,18 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
     ]
     world.running = [*threads]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # Python must not end while they compute: torch's C++ would abort it
+        with world.changed:
+            world.stuck = "stopped"
+            world.changed.notify_all()
+        for thread in threads:
+            if thread.ident is not None:  # it has started
+                thread.join()
+        raise
     torch.set_num_threads(torch_threads)
     return results, ranks, failed[0] if failed else ""

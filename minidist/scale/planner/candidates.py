@@ -102,14 +102,22 @@ class Candidate:
     layout: Layout
     memory: Estimate
     question: Question = field(repr=False)
-    bound: float = math.inf  # a step takes at least so many seconds; infinite if it does not fit
     secondary: int = 0  # ranks that share a second copy of the parameters, an option of `prepare`
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has enough memory."""
+        return self.memory.peak <= self.question.memory
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that a step takes at the least; no pipeline is simulated for it."""
+        return self.question.predict(self.layout, self.secondary, bound=True).seconds
 
     @cached_property
     def step(self) -> StepTime | None:
         """The predicted time of a step; None if it does not fit."""
-        fits = self.bound < math.inf
-        return self.question.predict(self.layout, self.secondary) if fits else None
+        return self.question.predict(self.layout, self.secondary) if self.fits else None
 
     def __str__(self) -> str:
         """The layout, as `Layout.parse` reads it, and the option."""
@@ -220,13 +228,12 @@ def _of_one_form(
             if least and (layout.pp == 1 or micro > A_STAGE * layout.pp):
                 break
             tried = replace(form, micro_batches=micro)
-            memory = question.estimate(tried, secondary)
-            if memory.peak > question.memory:
-                too_large.append(Candidate(tried, memory, question, secondary=secondary))
+            each = Candidate(tried, question.estimate(tried, secondary), question, secondary)
+            if not each.fits:
+                too_large.append(each)
                 continue
             least, found = least or micro, True
-            least_time = question.predict(tried, secondary, bound=True).seconds
-            yield Candidate(tried, memory, question, least_time, secondary)
+            yield each
         if least:
             most = least // 2  # recomputed activations pay if fewer micro-batches fit then
         if not most:

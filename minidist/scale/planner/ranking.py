@@ -146,11 +146,11 @@ def plan(
             progress()
         if isinstance(each, Refused):
             refused.append(each)
-        elif each.bound == math.inf:
-            too_large.append(each)
-        else:
+        elif each.fits:
             fitting.append(each)
             families[family_of(each.layout)].append(each)
+        else:
+            too_large.append(each)
     too_large.sort(key=lambda c: c.memory.peak)
     ranked = {family: Ranked(own) for family, own in families.items()}
     return Plan(question, Ranked(fitting, _simplest(fitting)), too_large, refused, ranked)

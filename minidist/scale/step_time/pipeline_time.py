@@ -7,7 +7,6 @@ a schedule is valid, and keeps a time line.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -15,6 +14,8 @@ from operator import add
 from typing import NamedTuple
 
 from minidist.parallel.contract.schedule_kinds import schedule_kind
+from minidist.parallel.schedules.instructions import StageMessage, placement_of
+from minidist.parallel.schedules.schedule_proof import replay
 from minidist.scale.memory.estimates import moments_of, schedule_of
 
 Seconds = Mapping[str, Sequence[Sequence[float]]]
@@ -49,34 +50,20 @@ class TimedPass(NamedTuple):
 @lru_cache(maxsize=256)
 def passes_of(name: str, ranks: int, micro_batches: int, chunks: int) -> list[TimedPass]:
     """The passes of a schedule, in an order in which they can run; do not change the list."""
-    placement = schedule_kind(name).placement(ranks, chunks)
-    left = [
-        deque(each for each in own if each.computes)
-        for own in schedule_of(name, ranks, micro_batches, chunks)
-    ]
-    done: dict[tuple[bool, int, int], int] = {}  # by direction, stage and micro-batch, the index of a pass
+    schedule = schedule_of(name, ranks, micro_batches, chunks)
+    stages = placement_of(schedule).stages
     found: list[TimedPass] = []
-    while any(left):
-        count = len(found)
-        for rank, own in enumerate(left):
-            while own:
-                kind, i, stage = own[0].kind, own[0].micro_batch, placement.stages[rank][own[0].chunk]
-                forward = kind == "forward"
-                before = stage - 1 if forward else stage + 1  # the stage whose message it needs
-                needs = kind != "backward_weight" and 0 <= before < len(placement.ranks)
-                if needs and (forward, before, i) not in done:
-                    break
-                message = needs and placement.ranks[before] != rank
-                waits = done[forward, before, i] if message else NONE
-                if kind != "backward_weight":
-                    done[forward, stage, i] = len(found)
-                found.append(TimedPass(rank, kind, stage, i, waits))
-                own.popleft()
-        if len(found) == count:
-            raise ValueError(
-                f"{name} for {ranks} ranks, {micro_batches} micro-batches and {chunks} chunks has passes "
-                "that wait for ever; minidist.parallel.schedules.check says which"
-            )
+    last, came = [NONE] * ranks, [NONE] * ranks  # for each rank its last pass, and that of the last message
+    sent: dict[StageMessage, int] = {}  # after which pass
+    for rank, each, message in replay(schedule):
+        if message is None:
+            stage = stages[rank][each.chunk]
+            found.append(TimedPass(rank, each.kind, stage, each.micro_batch, came[rank]))
+            last[rank], came[rank] = len(found) - 1, NONE
+        elif each.kind.startswith("send"):
+            sent[message] = last[rank]
+        else:
+            came[rank] = sent[message]
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ from minidist import comm
 from minidist.comm import work
 from minidist.comm.transport import host, shared_memory
 from tests.comm.one_process import REDUCE, exact, inputs
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 
-Clusters = Callable[[int], md.Cluster]
 pytestmark = pytest.mark.skipif(not host.has_semaphores(), reason="needs Linux, for shared semaphores")
 
 
@@ -231,7 +230,7 @@ def test_a_peer_may_end_once_it_has_come() -> None:
 
     late = [1]
     waiting = object.__new__(shared_memory.SharedMemory)
-    waiting.peers = [Peer(), Peer()]  # type: ignore[list-item]
+    waiting.names, waiting.peers = [0, 1], [Peer(), Peer()]  # type: ignore[list-item]
     waiting.look_after(lambda: list(late))
     assert not late, "it was looked at"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,18 @@ def reduction(x, out):
 """
 
 
+BINS = """
+@cuda.jit
+def kernel(x, out):
+    i = cuda.grid(1)
+    if i < x.size:
+        cuda.atomic.add(out, x[i], 1)
+
+def histogram(x, out):
+    launch(kernel, 256, 256, x, out)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -369,9 +382,7 @@ def test_names_and_the_folder_change_no_checksum_and_hide_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdicts.subprocess, "run", warm_recorder.run)
-    text = HEAD + "if True:\n    @cuda.jit\n    def k(x, out):\n        i = cuda.grid(1)\n"
-    text += "        if i < x.size:\n            cuda.atomic.add(out, x[i], 1)\n"
-    text += "    def histogram(x, out):\n        launch(k, 256, 256, x, out)\n"
+    text = f"{HEAD}if True:\n{textwrap.indent(BINS, '    ')}"
     found = []
     for path in (tmp_path / "answer.py", tmp_path / "another_folder/kernels.py"):
         path.parent.mkdir(exist_ok=True)
@@ -406,9 +417,7 @@ def test_costs_are_counted(judge: Judge) -> None:
     text = HEAD + "@cuda.jit\ndef k(x, out):\n    cuda.atomic.add(out, 0, x[cuda.grid(1)])\n"
     text += "def reduction(x, out):\n    for i in range(x.size):\n        launch(k, 1, 1, x[i:], out)"
     assert "more than 100 launches" in judge(text).wrong
-    grid = HEAD + "@cuda.jit\ndef k(x, out):\n    i = cuda.grid(1)\n    if i < x.size:\n"
-    grid += "        cuda.atomic.add(out, x[i], 1)\ndef histogram(x, out):\n    launch(k, 256, 256, x, out)"
-    costs = judge(grid).costs
+    costs = judge(HEAD + BINS).costs
     assert costs is not None
     assert 3500 < costs.conflicts < 4500  # of 32 random bins of 256 some 1.9 are there twice: 2048 warps
 

@@ -8,43 +8,30 @@ from types import SimpleNamespace
 import pytest
 
 from minidist.kernels.measure import gpu_peaks
+from tests.kernels.measure import test_gpu_timer
 
 RATES = {"float32": 50e12, "tf32": 400e12, "float16": 800e12, "bfloat16": 790e12, "float64": 60e12}
 COPY = 4e12  # bytes read and written in a second
 
 
-class FakeTorch(SimpleNamespace):
-    """As much of torch as measuring takes: a call puts its time on the clock, an event reads it."""
+class FakeTorch(test_gpu_timer.FakeTorch):
+    """As much of torch as measuring takes; its host waits for each call."""
 
     def __init__(self, memory=2**37, capability=(9, 0), available=True):
-        super().__init__()
-        self.clock = 0.0  # seconds
+        super().__init__(sleeps=False)
         self.calls = 0
         self.precision = "highest"
         self.memory, self.biggest, self.emptied = memory, 0, False
         self.products = []
         for name, size in [("float32", 4), ("float16", 2), ("bfloat16", 2), ("float64", 8), ("uint8", 1)]:
             setattr(self, name, SimpleNamespace(name=name, itemsize=size))
-        self.cuda = SimpleNamespace(
+        vars(self.cuda).update(
             is_available=lambda: available,
             get_device_capability=lambda: capability,
             get_device_name=lambda: "a GPU",
             mem_get_info=lambda: (self.memory, self.memory),
             empty_cache=lambda: setattr(self, "emptied", True),
-            Event=self.event,
         )
-
-    def event(self, enable_timing=False):
-        event = SimpleNamespace(at=None)
-        event.record = lambda: setattr(event, "at", self.clock)
-        event.query = lambda: True
-
-        def elapsed_time(end):
-            assert enable_timing
-            return (end.at - event.at) * 1e3
-
-        event.elapsed_time = elapsed_time
-        return event
 
     def get_float32_matmul_precision(self):
         return self.precision
@@ -76,7 +63,8 @@ class FakeTorch(SimpleNamespace):
     def _work(self, seconds):
         self.calls += 1
         # The first call of any kind also loads a library.
-        self.clock += seconds + (1.0 if self.calls == 1 else 0.0)
+        self.work(seconds + (1.0 if self.calls == 1 else 0.0), launch=0)
+        self.host = self.gpu
 
 
 @pytest.fixture
@@ -104,7 +92,7 @@ def test_time_is_bounded_by_what_was_asked(with_torch):
     gpu_peaks.roof(seconds=0.01)
     calls = [2 * n**3 / RATES[kind] for kind, n in gpu_peaks.SIZES.items()] + [2 * gpu_peaks.COPY / COPY]
     # For each figure one call, the first of which loads a library; then 10 ms, and the calls that pass them.
-    assert 6 * 0.01 < torch.clock - 1 < sum(0.01 + (1 + gpu_peaks.CALLS) * call for call in calls)
+    assert 6 * 0.01 < torch.gpu - 1 < sum(0.01 + (1 + gpu_peaks.CALLS) * call for call in calls)
 
 
 @pytest.mark.parametrize("before", ["highest", "high"])

@@ -87,27 +87,22 @@ def spoilt(text):
     """The ways in which a file may be unusable."""
     kept = json.loads(text)
     peaks = kept["peaks"]
-    yield ""
-    yield text[: len(text) // 2]
-    yield "null"
-    yield "[]"
-    yield "7"
-    yield b"\xff\xfe\x00"
+    yield from ("", text[: len(text) // 2], "null", "[]", "7", b"\xff\xfe\x00")
     yield json.dumps({**kept, "format": kept["format"] + 1})
     yield json.dumps({"format": kept["format"]})
-    yield json.dumps({**kept, "peaks": 3})
-    yield json.dumps({**kept, "peaks": []})
-    yield json.dumps({**kept, "peaks": {**peaks, "unknown": 1}})
-    yield json.dumps({**kept, "peaks": {key: peaks[key] for key in peaks if key != "all"}})
-    yield json.dumps({**kept, "peaks": {**peaks, "one": None}})
-    yield json.dumps({**kept, "peaks": {**peaks, "one": 5}})
-    yield json.dumps({**kept, "peaks": {**peaks, "all": {**peaks["all"], "granted": "all"}}})
-    yield json.dumps({**kept, "peaks": {**peaks, "one": {**peaks["one"], "bandwidth": "fast"}}})
-    yield json.dumps({**kept, "peaks": {**peaks, "one": {**peaks["one"], "bandwidth": -1.0}}})
-    yield json.dumps({**kept, "peaks": {**peaks, "one": {**peaks["one"], "flops": 1.0}}})
-    yield json.dumps(
-        {**kept, "peaks": {**peaks, "one": {**peaks["one"], "flops": {"float32": float("nan")}}}}
-    )
+    for other in (3, [], {key: peaks[key] for key in peaks if key != "all"}):
+        yield json.dumps({**kept, "peaks": other})
+    for change in (
+        {"unknown": 1},
+        {"one": None},
+        {"one": 5},
+        {"all": {**peaks["all"], "granted": "all"}},
+        {"one": {**peaks["one"], "bandwidth": "fast"}},
+        {"one": {**peaks["one"], "bandwidth": -1.0}},
+        {"one": {**peaks["one"], "flops": 1.0}},
+        {"one": {**peaks["one"], "flops": {"float32": float("nan")}}},
+    ):
+        yield json.dumps({**kept, "peaks": {**peaks, **change}})
 
 
 def test_a_spoilt_file_is_as_good_as_none(here, tmp_path):

@@ -113,6 +113,10 @@ def test_other_stages_layers_are_not_here(cluster_of: Clusters) -> None:
     assert first[1].startswith("this layer is on stage 1 of the pipeline; call engine.step")
 
 
+class OwnSGD(torch.optim.SGD):
+    """It does not say whether it updates each element by itself."""
+
+
 def beside() -> nn.Module:
     model = chain(0)
     model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -132,6 +136,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
         "tp=2",
         {"optimizer": partial(torch.optim.Adafactor, lr=0.1)},
         "optimizer is Adafactor, which needs whole parameters, and the layout has tp=2",
+    ),
+    "of the user's own": (
+        partial(gpt, 0, 2),
+        "tp=2",
+        {"optimizer": partial(OwnSGD, lr=0.1)},
+        "A class of yours that updates each element by itself says so with `elementwise = True`",
     ),
     "all at once": (partial(chain, 0), "pp=2", {"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, which"),
 }

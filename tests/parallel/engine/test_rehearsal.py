@@ -161,6 +161,18 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
         cluster_of(ranks).run(first_step, True)
 
 
+@pytest.mark.parametrize(("more", "told"), [(0, "trains otherwise"), (1, "cannot run")])
+def test_stages_that_pass_rows_of_their_own_are_told(cluster_of: Clusters, more: int, told: str) -> None:
+    def first_step() -> None:
+        engine = md.prepare(Shared(0), SGD, PARSE("pp=2"), functional.mse_loss, rehearse=True)
+        x, y = batches(1, 4 + more * md.comm.rank(), 8)[0]
+        engine.step(x + md.comm.rank(), y + md.comm.rank())
+
+    says = rf"{told}.* Ranks 0 and 1 were given different rows.*pick them by engine\.data_rank"
+    with pytest.raises(md.RankError, match=says):
+        cluster_of(2).run(first_step)
+
+
 def test_a_fault_that_begins_later_is_found_at_the_next_step_that_is_rehearsed(cluster_of: Clusters) -> None:
     def first_told() -> int:
         engine = md.prepare(net(), SGD, md.Layout(dp=2), valid_mean, rehearse=True)

@@ -98,7 +98,7 @@ def compressed(layout: md.Layout) -> tuple[bool, bool]:
     engine = md.prepare(gpt(0), SGD, layout, data_parallel={"compression": "powersgd"})
     inputs, targets = CASE.global_batches()[0]
     engine.step(inputs[md.rank() :: md.size()], targets[md.rank() :: md.size()])
-    sets: Any = engine.strategy.shared.sets  # type: ignore[attr-defined]
+    sets: Any = engine.strategy.sets  # type: ignore[attr-defined]
     return bool(sets[0].reductions), bool(sets[1].reductions)
 
 

@@ -191,7 +191,7 @@ def test_evaluation_is_the_mean_over_all_rows(cluster_of: Clusters, zero: int, n
         with torch.inference_mode():
             results.append(engine.evaluate(x, y))
         unchanged = all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
-        units = engine.strategy.shared.units if zero == 3 else ()
+        units = engine.strategy.units if zero == 3 else ()
         gathered = sum(bucket.values.untyped_storage().nbytes() for unit in units for bucket in unit.buckets)
         engine.step(inputs, targets)
         return results, unchanged, model.training, gathered

@@ -17,7 +17,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.tensor_parallel import operators, vocabulary
 from minidist.parallel.tensor_parallel import sequence_parallel as sequence_parts
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
-from minidist.parallel.tensor_parallel.plans import bytes_per_pass, plan_for
+from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from minidist.parallel.tensor_parallel.vocabulary import (
     vocab_parallel_cross_entropy,
@@ -25,6 +25,7 @@ from minidist.parallel.tensor_parallel.vocabulary import (
 )
 from minidist.parallel.training.activation_memory import ActivationCounter
 from tests.helpers import contract, models
+from tests.helpers.step_bytes import bytes_per_pass
 
 Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12

@@ -17,6 +17,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.residency import DATA_PARALLEL
 from minidist.parallel.sharding.loops import zero
 from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training import master_weights
 from minidist.parallel.training.precision import Precision
 
@@ -37,7 +38,7 @@ def learn(model: nn.Module, optimizer: Any, steps: int = 1, seed: int = 0) -> No
 
 
 def shared(model: nn.Module, make: Any) -> Sharded:
-    return Sharded(model, make, DATA_PARALLEL, master=torch.float32)
+    return share_model(model, make, DATA_PARALLEL, master=torch.float32)
 
 
 def test_it_is_the_optimizer_in_float32_and_a_rounding() -> None:
@@ -66,7 +67,7 @@ def test_sixteen_bytes_a_parameter() -> None:
     elements = sum(parameter.numel() for parameter in model.parameters())
     precision = Precision("bf16")
     precision.convert(model)
-    strategy = Sharded(model, partial(torch.optim.AdamW, lr=0.1), DATA_PARALLEL, master=precision.master)
+    strategy = share_model(model, partial(torch.optim.AdamW, lr=0.1), DATA_PARALLEL, master=precision.master)
     learn(model, SimpleNamespace(zero_grad=strategy.zero_grad, step=strategy.update))
     held = strategy.held()
 

@@ -219,7 +219,7 @@ def sent_in_a_step(text: str) -> tuple[int, int, int, int]:
     with comm.ledger() as ledger:
         engine.step(contract.own_rows(engine, CASE.global_batches()[2]))
     swapped = sum(call.bytes_sent for call in ledger.calls if call.name == "all_to_all")
-    expected, shared = 0, engine.strategy.shared
+    expected, shared = 0, engine.strategy
     if "zero=3" in text:  # what it has of others' matrices, and what others have of its own
         owned = {shared.name_of(each.ranges[0].param_index) for each in shared.slices.all if not each.cuts}
         for name, span, _ in named_shards(shared):

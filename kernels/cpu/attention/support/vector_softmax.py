@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ...support.vector_instructions import INT32, INT64, Emitter, Value, Vectors, emitted
+from ...support.vector_instructions import INT32, INT64, Emitter, Value, Vectors, call, emitted
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 POWERS = (1.00000007, 0.69314695, 0.24022122, 0.055507426, 0.0096754597, 0.0013266970)  # of f, from f^0
@@ -45,8 +45,7 @@ class Rows(Vectors):
     def power_of_2(self, y: Value) -> Value:
         """2 to the power of each element; 0 where that is too small for float32. No element exceeds 127."""
         y = self.larger(self.of(LEAST), y)
-        nearby = f"llvm.nearbyint.v{self.lanes}f32"
-        whole = self.builder.call(self._function(nearby, self.type, [self.type]), [y])
+        whole = call(self.builder, f"nearbyint.v{self.lanes}f32", self.type, [y])
         f, power = self.builder.fsub(y, whole), self.of(POWERS[-1])
         for coefficient in POWERS[-2::-1]:
             power = self.multiply_add(power, f, self.of(coefficient))

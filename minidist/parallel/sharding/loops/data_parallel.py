@@ -2,7 +2,7 @@
 
 Each option is one idea more: `bucket_mb=0, overlap=False` sends a message for each parameter after backward;
 `overlap=False` sends flat buckets; the default sends a bucket while backward computes the others. Ranks may
-have different numbers of rows: `LoopMeans` makes means of the sums.
+have different numbers of rows: `weighted` and `synchronize` make means of the sums.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.
 """
@@ -26,47 +26,6 @@ from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb, check
 from minidist.parallel.sharding.sets.equal_start import start_equal
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
-
-
-class LoopMeans:
-    """Turns sums over the ranks into means: over equal shares, rows, or weights of the losses."""
-
-    def __init__(self, shared: WholeParameters) -> None:
-        self._shared = shared
-        self._weight: float | Tensor | None = None  # of the losses since the last `average`
-
-    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
-        """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
-
-        Use it for all micro-batches of all ranks; a rank without any calls `synchronize(rows=0)`. weight:
-        over how much the loss is a mean, such as rows, or tokens that are not ignored.
-        """
-        self._weight = weight if self._weight is None else self._weight + weight
-        return loss * weight
-
-    def average(self, rows: float | None = None) -> None:
-        """Average the gradients over the ranks: call it after backward and before the optimizer's step.
-
-        A sum of weights costs one more message of 8 bytes, and a pass over the gradients. rows: None if the
-        losses were means over equal shares, or came from `weighted`. If a loss is the sum over this rank's
-        rows, give their number on every rank, even if it is 0, and with micro-batches that of all.
-
-        Raises ValueError if there are no rows on any rank, or the ranks' parameters differ.
-        """
-        self._shared.sum_over_ranks()
-        weight, self._weight = self._weight if rows is None else rows, None
-        if weight is None:
-            return
-        rows, over = float(weight), self._shared.sets[0].gradient_comm
-        device = next((tensor.device for tensor in self._shared.resident()), None)
-        count = torch.tensor(rows, dtype=torch.float64, device=device)
-        total = float(comm.all_reduce(count, group=over.group))
-        if rows < 0 or not total:
-            raise ValueError(
-                f"rows is {rows:g}, and over all ranks {total:g}; give each rank's number of rows"
-            )
-        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
-        self._shared.rescale(over.ranks / total, kept=False)
 
 
 class DataParallel(nn.Module):
@@ -126,14 +85,45 @@ class DataParallel(nn.Module):
             compression=self.compression,
             broadcast_buffers=broadcast_buffers,
         )
-        self._means = LoopMeans(self.shared)
+        self._weight: float | Tensor | None = None  # of the losses since the last `synchronize`
 
     forward = delegated("shared", WholeParameters.forward)
     ready = delegated("shared", WholeParameters.ready)
     no_sync = delegated("shared", WholeParameters.no_sync)
-    weighted = delegated("_means", LoopMeans.weighted)
-    synchronize = delegated("_means", LoopMeans.average)
     bytes_per_step = delegated("shared", WholeParameters.bytes_per_step)
+
+    def weighted(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """A mean loss times its weight, for `backward`: gradients become those of the weighted mean.
+
+        Use it for all micro-batches of all ranks; a rank without any calls `synchronize(rows=0)`. weight:
+        over how much the loss is a mean, such as rows, or tokens that are not ignored.
+        """
+        self._weight = weight if self._weight is None else self._weight + weight
+        return loss * weight
+
+    def synchronize(self, rows: float | None = None) -> None:
+        """Average the gradients over the ranks: call it after backward and before the optimizer's step.
+
+        A sum of weights costs one more message of 8 bytes, and a pass over the gradients. rows: None if the
+        losses were means over equal shares, or came from `weighted`. If a loss is the sum over this rank's
+        rows, give their number on every rank, even if it is 0, and with micro-batches that of all.
+
+        Raises ValueError if there are no rows on any rank, or the ranks' parameters differ.
+        """
+        self.shared.sum_over_ranks()
+        weight, self._weight = self._weight if rows is None else rows, None
+        if weight is None:
+            return
+        rows, over = float(weight), self.shared.sets[0].gradient_comm
+        device = next((tensor.device for tensor in self.shared.resident()), None)
+        count = torch.tensor(rows, dtype=torch.float64, device=device)
+        total = float(comm.all_reduce(count, group=over.group))
+        if rows < 0 or not total:
+            raise ValueError(
+                f"rows is {rows:g}, and over all ranks {total:g}; give each rank's number of rows"
+            )
+        # What compression has kept back belongs to sums over rows, as the next step's gradients will.
+        self.shared.rescale(over.ranks / total, kept=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DataParallel cannot be copied or pickled; save its state_dict(), or its .module")

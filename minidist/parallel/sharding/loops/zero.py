@@ -2,7 +2,8 @@
 
 A reduce-scatter brings a rank its n-th of the gradients, summed; it updates that n-th of the parameters, and
 an all-gather publishes everyone's. An all-reduce consists of just these two, so a step sends what data
-parallelism sends. Stage 2 reduces gradients while backward runs, and keeps only its share of them.
+parallelism sends. Stage 2 reduces gradients while backward runs, and keeps only its share of them. The
+reduce-scatter and the all-gather are `Bucket.reduce` and `Bucket.gather` in flat/buckets.py.
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.1.
 """
@@ -18,11 +19,11 @@ from minidist.comm.work import Group
 from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.guards.refusals import require_optimizer
+from minidist.parallel.sharding.loops.consolidated_state import ConsolidatedState
 from minidist.parallel.sharding.loops.loop_classes import check_zero_arguments, delegated
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.optimizer.parameter_groups import copy_options, same_options
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.state.consolidated_state import ConsolidatedState
 from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
 from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
 from minidist.parallel.training.master_weights import own_attribute

@@ -26,6 +26,12 @@ def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, An
         group.update({key: value for key, value in given.items() if key != "params"})
 
 
+def steps_on(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether an optimizer has any of these parameters."""
+    own = set(map(id, parameters))
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
 @contextmanager
 def same_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Give groups the options of others before what is inside, and take them back after it."""

@@ -11,16 +11,6 @@ from torch import Tensor, nn
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 
 
-def whole(shared: ShardedParameters) -> Iterator[Tensor]:
-    """Every parameter, gathered one unit at a time. A collective."""
-    for unit in shared.units:
-        unit.show()
-        try:
-            yield from (parameter for bucket in unit.buckets for parameter in bucket.parameters)
-        finally:
-            unit.free()
-
-
 @contextmanager
 def summon(shared: ShardedParameters) -> Iterator[nn.Module]:
     """Inside, the module's parameters are whole. A collective; sends n - 1 times the shards' bytes.

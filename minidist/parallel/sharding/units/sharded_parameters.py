@@ -24,17 +24,18 @@ from minidist.comm import work
 from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.comm.collectives import choose
 from minidist.comm.errors import CollectiveError
+from minidist.parallel.contract.training_state import model_tensors
 from minidist.parallel.contract.user_functions import MakeOptimizer
 from minidist.parallel.flat.buckets import Bucket, Messages
 from minidist.parallel.flat.joined_messages import broadcast_together
 from minidist.parallel.guards.claims import BY_FULLY_SHARD, claim
-from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.optimizer.memory_source import MemorySource
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
-from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups
+from minidist.parallel.sharding.optimizer.parameter_groups import FlatParameterGroups, steps_on
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
 from minidist.parallel.sharding.sets.equal_start import set_for, shared_tensors
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units.cut_into_units import Units, build
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.sharding.units.units import Unit, weakly
@@ -42,7 +43,7 @@ from minidist.parallel.training.elementwise_optimizers import is_elementwise, re
 from minidist.parallel.training.master_weights import follow_own_methods
 
 
-class ShardedParameters(AllParameters):
+class ShardedParameters(Sharded):
     """This rank's shards of a model's parameters, and the optimizer that updates them.
 
     Making it is a collective, and takes the values of the module's parameters. sets: how the parameters are
@@ -64,14 +65,15 @@ class ShardedParameters(AllParameters):
         average: bool = True,
         **defaults: Any,
     ) -> None:
-        self.sets, (first, *_) = [*sets], sets
+        first = sets[0]
         if any(param_set.residency != first.residency for param_set in sets):
             raise ValueError(
                 f"sets have {[each.residency for each in sets]}; parameters that are not whole are gathered "
                 "and reduced with their units, so give all sets one residency"
             )
-        self.group, self._names = first.gradient_comm.group, [name for name, _ in module.named_parameters()]
-        set_of = [set_for(name, sets) for name in self._names]
+        super().__init__(sets)
+        names = [name for name, _ in module.named_parameters()]
+        set_of = [set_for(name, sets) for name in names]
         for index, param_set in enumerate(set_of):
             param_set.indices.append(index)
         shared_tensors(module, sets)
@@ -91,9 +93,10 @@ class ShardedParameters(AllParameters):
         broadcast_together([*module.buffers()], self.group)
         self.parameters = [*module.parameters()]  # others, if they were on the meta device
         self.set_of = dict(zip(self.parameters, set_of, strict=True))
+        self.names = dict(zip(self.parameters, names, strict=True))
+        self.model, self.group_names = module, self.groups.names
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self.slices = OptimizerSlices(self.groups.optimizer, master, memory)
-        self.on_owners: list[WholeOnOwners] = []
         self._add_slices([bucket for bucket in self.buckets if not bucket.frozen])
         self.slices.optimizer = self.groups.hand_over((each.group, each.tensor) for each in self.slices.all)
         self.optimizer: torch.optim.Optimizer = self.slices.optimizer
@@ -106,7 +109,6 @@ class ShardedParameters(AllParameters):
         for param_set in sets:
             param_set.op = "mean" if average else "sum"
         self._last = Messages(iter(()))  # the latest reduction, whose sum over copies may be under way
-        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._accumulates = False  # whole gradients add up on this rank, in `grad`
         self.had_gradient = bytearray(len(self.parameters))  # on this rank, since `forget`
         self.is_complete = False  # the slices have the sums, and no backward pass has come since
@@ -136,7 +138,7 @@ class ShardedParameters(AllParameters):
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer's own methods complete the gradients before, and publish after."""
         optimizer.register_step_pre_hook(weakly(self._before_step))
-        optimizer.register_step_post_hook(weakly(self._after_step))
+        optimizer.register_step_post_hook(weakly(self.after_own_method))
         optimizer.zero_grad = weakly(self.forget)  # type: ignore[method-assign]
         follow_own_methods(optimizer, weakly(self.after_own_method))
 
@@ -150,7 +152,7 @@ class ShardedParameters(AllParameters):
 
     def name_of(self, param_index: int) -> str:
         """A parameter's name in the module."""
-        return self._names[param_index]
+        return self.names[self.parameters[param_index]]
 
     # The runtime calls these: before a pass, and as the backward pass leaves units.
 
@@ -223,9 +225,6 @@ class ShardedParameters(AllParameters):
 
     # A step.
 
-    def ready(self) -> None:
-        """Do nothing: each unit gathers its parameters when it is called."""
-
     def clear(self) -> None:
         """Do nothing: no compression keeps a part of the gradients back."""
 
@@ -249,10 +248,6 @@ class ShardedParameters(AllParameters):
             yield
         finally:
             self._accumulates = False
-
-    def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
-        """Keep the totals for `synchronize`, which sums them."""
-        self._own = totals
 
     def synchronize(self) -> tuple[float, float]:
         """Complete the gradients; returns the totals, summed over the ranks."""
@@ -324,6 +319,25 @@ class ShardedParameters(AllParameters):
         found = [tensor for part in parts for tensor in part if tensor is not None]
         return found + [whole.shard for whole in self.on_owners]
 
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under all its names, gathered one unit at a time, and the buffers. A collective."""
+        aliases: dict[Tensor, list[str]] = {}
+        others, own = [], {*self.model.parameters()}
+        for name, value in model_tensors(self.model).items():
+            if value in own:
+                aliases.setdefault(value, []).append(name)
+            else:
+                others.append((name, value.detach()))
+        for unit in self.units:
+            unit.show()
+            try:
+                for parameter in (p for bucket in unit.buckets for p in bucket.parameters):
+                    for alias in aliases[parameter]:
+                        yield alias, parameter.detach().clone()  # the unit's memory is given back
+            finally:
+                unit.free()
+        yield from others
+
     def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
         """Make room for the state of parameters that are frozen."""
         frozen = [bucket for bucket in self.buckets if bucket.frozen]
@@ -359,10 +373,7 @@ class ShardedParameters(AllParameters):
 
     def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise RuntimeError before another optimizer would step on the pieces."""
-        if optimizer is self.optimizer:
-            return
-        own = set(map(id, self.pieces()))
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if optimizer is not self.optimizer and steps_on(optimizer, self.pieces()):
             raise RuntimeError(
                 f"{type(optimizer).__name__} was to step on the shards of a FullyShard, whose gradients only "
                 "its own methods complete and forget; give the optimizer's class to FullyShard, and call its "
@@ -380,7 +391,3 @@ class ShardedParameters(AllParameters):
                 "call the FullyShard's step()"
             )
         self.complete()
-
-    def _after_step(self, *_: Any) -> None:
-        if not self.slices.updating:
-            self.publish()

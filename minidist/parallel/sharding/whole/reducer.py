@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.parallel.compression.sparse_gradients import gather_sparse
 from minidist.parallel.flat.buckets import Bucket, Messages
+from minidist.parallel.sharding.optimizer.parameter_groups import steps_on
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 
 
@@ -256,10 +257,7 @@ def _before_step(owner: weakref.ref[Reducer]) -> Callable[..., None]:
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         reducer = owner()
-        if reducer is None or not reducer.steps_too_early:
-            return
-        own = {id(parameter) for parameter in reducer.parameters}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if reducer is not None and reducer.steps_too_early and steps_on(optimizer, reducer.parameters):
             raise RuntimeError(
                 "the optimizer was to step on gradients of this rank alone; call the DataParallel's "
                 "synchronize() after backward() and before step()"

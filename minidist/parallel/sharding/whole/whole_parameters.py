@@ -22,10 +22,10 @@ from minidist.parallel.flat.buckets import Bucket
 from minidist.parallel.flat.joined_messages import MB, broadcast_together
 from minidist.parallel.guards.claims import BY_DATA_PARALLEL, BY_ZERO, claim, trainers
 from minidist.parallel.guards.refusals import refuse_added
-from minidist.parallel.sharding.all_parameters import AllParameters
 from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
 from minidist.parallel.sharding.sets.equal_start import named_in, set_for, start_new_equal
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.units.units import weakly
 from minidist.parallel.sharding.whole.dealing import Dealer
 from minidist.parallel.sharding.whole.reducer import Reducer
@@ -41,7 +41,7 @@ class Gradients(Enum):
     GIVEN = "sums, and the optimizer's slices have this rank's part"
 
 
-class WholeParameters(AllParameters):
+class WholeParameters(Sharded):
     """Parameters that every rank has whole; hooks on them reduce their gradients. Making it is a collective.
 
     named: gives the parameters with their names, the same on all ranks; called again when they may have
@@ -67,8 +67,10 @@ class WholeParameters(AllParameters):
         leaves_grad: bool = False,
         broadcast_buffers: bool = False,
     ) -> None:
-        self._named, self.sets, self.groups = named, [*sets], groups
+        super().__init__(sets)
+        self._named, self.groups = named, groups
         self.slices = OptimizerSlices.none() if slices is None else slices
+        self.optimizer = self.slices.optimizer
         self._overlap, self._leaves_grad = overlap, leaves_grad
         self._module, self._broadcast_buffers = module, broadcast_buffers
         for each in self.sets:
@@ -78,12 +80,11 @@ class WholeParameters(AllParameters):
         limit, name_of = int(bucket_mb * MB), weakly(self.name_of)
         self._dealer = Dealer(self.sets, self.slices, groups, limit, name_of)
         self.parameters, self.undealt_masters = self._dealer.parameters, self._dealer.undealt_masters
-        self.on_owners, self._is_alone = [], False
+        self._is_alone = False
         self.gradients_are = Gradients.OWN
         self.replaced = False  # another object has taken the same parameters
         self.reducers: list[Reducer] = []  # none where this rank is alone
         self._accumulates = False  # inside `no_sync`
-        self._own: tuple[float | Tensor, float | Tensor] = (0.0, 0.0)  # this rank's totals
         self._attach()
 
     @classmethod
@@ -110,8 +111,8 @@ class WholeParameters(AllParameters):
     def _attach(self) -> None:
         """Put hooks on the parameters that get gradients now; a backward pass shows how to deal them."""
         named = [*self._named()]
-        self._names: dict[Tensor, str] = {p: name for name, p in reversed(named)}
-        self.set_of = {p: set_for(name, self.sets) for p, name in self._names.items()}
+        self.names = {p: name for name, p in reversed(named)}
+        self.set_of = {p: set_for(name, self.sets) for p, name in self.names.items()}
         self._all = [p for _, p in named]
         trained = [p for p in self._all if p.requires_grad]
         self._parts = [] if self._module is None else [*self._module.modules()]
@@ -177,7 +178,7 @@ class WholeParameters(AllParameters):
     def name_of(self, param_index: int) -> str:
         """A parameter's name, for messages; in a loop without a module its number."""
         parameter = self.parameters[param_index]
-        name = self._names[parameter]
+        name = self.names[parameter]
         if self._module is None:
             return f"number {name} of params, of shape {tuple(parameter.shape)},"
         return name
@@ -260,14 +261,14 @@ class WholeParameters(AllParameters):
             is_kept = reducer.sets[0].residency.gradients
             reducer.syncing = not (is_kept and (accumulates or self._leaves_grad))
 
-    def begin_final_backward(self, totals: tuple[float | Tensor, float | Tensor], waits: bool) -> None:
-        """Have the next backward pass complete the round, which also sums `totals` over the ranks.
+    def begin_final_backward(self, weight: float | Tensor, loss_sum: Tensor, waits: bool = True) -> None:
+        """Have the next backward pass complete the round, which also sums weight and loss over the ranks.
 
         Where the state is shared, a third total counts the ranks for which this is the step's last pass.
         """
-        self._own = totals
+        super().begin_final_backward(weight, loss_sum, waits)
         for reducer in self.reducers:
-            reducer.totals, reducer.waits = (*totals, 1.0), waits
+            reducer.totals, reducer.waits = (weight, loss_sum, 1.0), waits
 
     def synchronize(self) -> tuple[float, float]:
         """Sum the gradients; returns the totals, summed over the ranks.

@@ -1,7 +1,6 @@
 """Every rung of the attention ladder, and the backward pass, beside the formulas in float64."""
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from minidist.kernels.cpu import attention
 from minidist.kernels.cpu.support import thread_pool
 from minidist.kernels.emulator.mistakes.patches import changed
 from minidist.kernels.measure.attention_reference import assert_near, check, drawn, formula
+from tests.helpers.products import check_ladder
 
 every_rung = pytest.mark.parametrize("step", ATTENTION_LADDER, ids=lambda step: step.name)
 LAST = ATTENTION_LADDER[-1]
@@ -160,14 +160,9 @@ def test_a_rung_without_a_backward_pass_says_which_has_one():
 
 
 def test_the_ladder_holds_every_rung_file_in_order():
+    check_ladder(attention, ATTENTION_LADDER, lambda step: "The idea: ")
+    assert all(rung(step.name, ATTENTION_LADDER) is step for step in ATTENTION_LADDER)
     folder = Path(attention.__file__).parent
-    assert [step.name for step in ATTENTION_LADDER] == sorted(path.stem for path in folder.glob("s[0-9]*.py"))
-    for number, step in enumerate(ATTENTION_LADDER, 1):
-        assert step.name.startswith(f"s{step.number}_")
-        assert (step.number, step.device, step.idea[-1]) == (number, "cpu", ".")
-        module = importlib.import_module(f"{attention.__name__}.{step.name}")
-        assert module.RUNG is step is rung(step.name, ATTENTION_LADDER)
-        assert "The idea: " in inspect.getdoc(module)
     for file in [*folder.glob("*.py"), *folder.glob("support/[!v]*.py")]:  # all but the LLVM of vectors
         assert len(file.read_text().splitlines()) <= 150
 

@@ -6,43 +6,33 @@ import time
 
 import numpy as np
 import pytest
+from numba import njit, types
 
+from minidist.kernels.cpu.support import board as module
 from minidist.kernels.cpu.support import thread_pool
 from tests.helpers.products import every_layout, laid_out
 
 
 @functools.cache
 def compiled():
-    from numba import njit, types
-
-    from minidist.kernels.cpu.support import board
-
     matrix = types.Array(types.float64, 2, "A")
 
     @njit(types.void(types.intp, matrix, matrix, matrix, types.intp))
     def post(at, a, b, out, seats):
-        board.post(at, a, b, out, 0, seats, (1, 1, 1), 0, 0)
+        module.post(at, a, b, out, 0, seats, (1, 1, 1), 0, 0)
 
     @njit(types.intp(types.intp, types.intp, types.intp, types.boolean, types.intp), nogil=True)
     def join(at, seen, element, leads, patience):
-        return board.join(at, seen, element, leads, patience)
+        return module.join(at, seen, element, leads, patience)
 
     @njit(types.void(types.intp, matrix, types.intp))
     def copy(at, to, place):
-        array = board.array(at, place, to)
+        array = module.array(at, place, to)
         for i in range(to.shape[0]):
             for j in range(to.shape[1]):  # Numba compiles to[...] = array three seconds longer
                 to[i, j] = array[i, j]
 
-    @njit(types.intp(types.intp, types.intp, types.boolean))
-    def take(at, parts, leads):
-        return board.take(at, parts, leads)
-
-    @njit(types.void(types.intp))
-    def close(at):
-        board.close(at, 1000)
-
-    return post, join, copy, take, close
+    return post, join, copy
 
 
 @pytest.fixture
@@ -54,7 +44,7 @@ def board():
 
 @every_layout
 def test_arrays_come_back_with_their_strides(board, layout):
-    post, _, copy, *_ = compiled()
+    post, _, copy = compiled()
     rng = np.random.default_rng()
     arrays = [laid_out(rng.standard_normal(shape), layout)[0] for shape in ((3, 4), (4, 5), (3, 5))]
     post(board.ctypes.data, *arrays, 1)
@@ -65,7 +55,7 @@ def test_arrays_come_back_with_their_strides(board, layout):
 
 
 def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
-    post, join, *_, close = compiled()
+    post, join, _ = compiled()
     at, x = board.ctypes.data, np.ones((2, 2))
     assert join(at, 0, 8, False, 1000) == 0  # nothing is posted
     post(at, x, x, x, 2)
@@ -75,7 +65,7 @@ def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
     assert join(at, 0, 8, True, 1000) == 1  # whoever posted it needs no seat
     assert board[thread_pool.DOOR] == -3
     board[thread_pool.DOOR] = 0
-    close(at)
+    module.close(at, 1000)
     assert join(at, 0, 8, False, 1000) == 0
     assert board[thread_pool.DOOR] == 0
     post(at, x, x, x, 2)
@@ -84,7 +74,7 @@ def test_as_many_join_as_there_are_seats_and_none_after_the_end(board):
 
 def test_a_thread_for_which_no_product_has_a_seat_falls_asleep(board):
     """However many follow each other: each of them would have it look for as long again."""
-    post, join, *_ = compiled()
+    post, join, _ = compiled()
     at, x, joined = board.ctypes.data, np.ones((2, 2)), []
     worker = threading.Thread(target=lambda: joined.append(join(at, 0, 8, False, 3_000_000)))
     worker.start()
@@ -98,6 +88,5 @@ def test_a_thread_for_which_no_product_has_a_seat_falls_asleep(board):
 
 
 def test_each_part_is_dealt_once_first_ones_to_the_thread_that_leads(board):
-    *_, take, _ = compiled()
     leads = [True, False, True, False, False, True, False, True]
-    assert [take(board.ctypes.data, 5, each) for each in leads] == [0, 4, 1, 3, 2, -1, -1, -1]
+    assert [module.take(board.ctypes.data, 5, each) for each in leads] == [0, 4, 1, 3, 2, -1, -1, -1]

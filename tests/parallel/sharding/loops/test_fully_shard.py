@@ -22,7 +22,7 @@ from minidist import comm
 from minidist.model import GPT, config
 from minidist.parallel.contract.residency import ZERO_3
 from minidist.parallel.sharding.optimizer import memory_source as shard_offload
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.sharding.units import collective_order, cut_into_units
 from minidist.parallel.sharding.units import units as shard_units
 from tests.helpers import contract
@@ -228,8 +228,8 @@ WIDE = config("byte-tiny", vocabulary=16, context=8, layers=12, heads=2, width=3
 
 @on_ranks(4, ahead=[False, True])
 def test_a_rank_holds_an_nth_and_in_a_step_a_few_units_more(ahead: bool) -> None:
-    strategy = Sharded(GPT(WIDE, seed=0), contract.ADAMW, ZERO_3, {"prefetch": ahead})
-    units, buckets = strategy.shared.units, strategy.shared.buckets
+    strategy = share_model(GPT(WIDE, seed=0), contract.ADAMW, ZERO_3, {"prefetch": ahead})
+    units, buckets = strategy.units, strategy.buckets
     gathered: list[int] = []
 
     def now(*_: Any) -> None:
@@ -349,7 +349,7 @@ def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters,
             patch.setattr(shard_offload, "SLICE", 7 * 8)
             model = case.model(md.rank() + (not first) * 5)
             engine = md.prepare(model, case.optimizer, md.Layout(dp=md.size(), zero=3), fully_shard=options)
-        parallel = engine.strategy.shared  # type: ignore[attr-defined]
+        parallel = engine.strategy  # type: ignore[attr-defined]
         moved: list[int] = []
         mapped = parallel.slices.memory._mapped
 

@@ -38,7 +38,7 @@ def test_a_rank_keeps_its_share_and_no_more(stage: int) -> None:
     whole = storage_bytes(v for s in alone.state.values() for v in s.values())
     elements, parameters = sizes_of(model)
     padding = 16 * ranks * parameters
-    held, buckets = engine.strategy.held(), engine.strategy.shared.buckets
+    held, buckets = engine.strategy.held(), engine.strategy.buckets
     grads = storage_bytes(held.gradients)
     assert abs(storage_bytes(held.optimizer) - whole / ranks) <= padding
     if stage == 1:

@@ -29,7 +29,7 @@ from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.flat.ranges import narrowed
 from minidist.parallel.sharding.sets import equal_start
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.sharding.whole import dealing
 from minidist.parallel.training.precision import Precision
 from tests.helpers.contract import ADAMW, TOLERANCE
@@ -121,7 +121,7 @@ def engine_of(
     experts = {name for name, _ in model.named_parameters() if name.startswith("experts.")}
     own = ParameterSet(ROWS[rows[1]], GradientComm(group()), experts)
     options = {"bucket_mb": 0.0003} if ROWS[rows[0]].parameters else {}
-    strategy = Sharded(model, ADAMW, ROWS[rows[0]], options, None, GradientComm(None), [own])
+    strategy = share_model(model, ADAMW, ROWS[rows[0]], options, None, GradientComm(None), [own])
     return Engine(part, strategy, layout, cross_entropy, Precision("fp32"), clip)
 
 

@@ -18,7 +18,7 @@ from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.engine.partition_model import partition_model
 from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.optimizer import optimizer_slices
-from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.precision import Precision
 from tests.helpers import contract
 from tests.parallel.sharding.cases import CASES, OPTIM, SMALL, to_update
@@ -86,7 +86,7 @@ def test_any_layout_goes_on_from_the_chunks_of_another(
         if master is None:
             options = SMALL if zero in (1, 2) else None
             return md.prepare(model, case.optimizer, layout, loss=case.loss, data_parallel=options)
-        sharded = Sharded(model, case.optimizer, ROWS[zero], SMALL, master)
+        sharded = share_model(model, case.optimizer, ROWS[zero], SMALL, master)
         part = partition_model(model, layout, Mesh(dp=md.size()))
         return Engine(part, sharded, layout, case.loss, Precision("fp32"))
 

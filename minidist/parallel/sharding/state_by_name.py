@@ -7,55 +7,87 @@ optimizer state in the same way. Whatever every rank has whole is one box.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.contract.strategy import TensorBox, cut_chunks
-from minidist.parallel.contract.training_state import (
-    loadable_tensors,
-    names_of,
-    put_in_lists,
-    require_same_groups,
-)
+from minidist.parallel.contract.strategy import Strategy, TensorBox, cut_chunks
+from minidist.parallel.contract.training_state import loadable_tensors, put_in_lists, require_same_groups
 from minidist.parallel.flat.bucket_layout import ParameterRange
-from minidist.parallel.sharding.optimizer.optimizer_slices import SCALARS, OptimizerSlice
-from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
-from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
+from minidist.parallel.flat.buckets import Bucket
+from minidist.parallel.sharding.optimizer.optimizer_slices import SCALARS, OptimizerSlice, OptimizerSlices
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 
 
-class StateByName:
-    """The state of a model whose parameters are `shared`; group_names: those of the optimizer's groups.
+class StateByName(Strategy):
+    """The part of a strategy that tells the state of shared parameters by their names.
 
     Parameters that no backward pass has dealt to buckets yet have whole masters, and whole optimizer state.
+
+    Attributes:
+        sets: all ranks that train the model share the first; some of them share each of the others.
+        parameters: by index. names: of each; the first one of a tied parameter. set_of: the set of each.
+        group_names: the names in each of the optimizer's groups.
+        slices: this rank's part.
+        undealt: indices of parameters in no bucket yet, where a share of them will have the state.
+        undealt_masters: their whole masters until then.
+        orders: parameter indices, for each time that some were dealt; None where none are.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shared: WholeParameters | ShardedParameters,
-        group_names: Sequence[Sequence[str]],
-    ) -> None:
-        self._model, self._shared, self._group_names = model, shared, group_names
-        self._slices, self._names = shared.slices, names_of(model)
-        self._updated = {name for names in group_names for name in names}  # others have no masters
+    sets: list[ParameterSet]
+    parameters: Sequence[nn.Parameter]
+    names: Mapping[Tensor, str]
+    set_of: dict[Tensor, ParameterSet]
+    group_names: Sequence[Sequence[str]]
+    slices: OptimizerSlices
+    undealt: list[int]
+    undealt_masters: dict[Tensor, Tensor]
+    orders: list[list[int]] | None
 
-    def undealt(self) -> list[nn.Parameter]:
-        """The parameters that will be in a bucket with state, and are in none yet."""
-        return [self._shared.parameters[index] for index in self._shared.undealt]
+    @abstractmethod
+    def value_buckets(self) -> list[Bucket]:
+        """The buckets that hold parameters' values, cut into shares."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the sums, as far as the slices have it."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Let all ranks compute with what the optimizer has made of the slices. A collective."""
+
+    @abstractmethod
+    def make_buckets(self, order: Sequence[Sequence[str]] | None, saved: Collection[str]) -> None:
+        """Make the buckets of a saved run; saved: names with optimizer state. A collective."""
+
+    def set_of_slice(self, each: OptimizerSlice) -> ParameterSet:
+        """The set of the parameters in a slice."""
+        return self.set_of[self._parameter(each, each.ranges[0])]
 
     def _parameter(self, each: OptimizerSlice, span: ParameterRange) -> Tensor:
-        return each.value if each.bucket is None else self._shared.parameters[span.param_index]
+        return each.value if each.bucket is None else self.parameters[span.param_index]
+
+    def _undealt(self) -> list[nn.Parameter]:
+        """The parameters that will be in a bucket with state, and are in none yet."""
+        return [self.parameters[index] for index in self.undealt]
+
+    def keep_whole_masters(self) -> None:
+        """Make whole masters of parameters that no backward pass has dealt, if the optimizer has them."""
+        updated = {name for names in self.group_names for name in names}
+        for parameter in self._undealt():
+            if self.slices.master not in (None, parameter.dtype) and self.names[parameter] in updated:
+                self.undealt_masters[parameter] = parameter.detach().to(self.slices.master)
 
     # Gradients, once they are complete.
 
     def _gradients(self) -> Iterator[tuple[OptimizerSlice, ParameterRange, Tensor]]:
         """Each slice with a gradient, a range of a parameter in it, and that range's gradient."""
-        self._shared.gradients()  # from here on the slices have them
-        for each in self._slices.all:
+        self.gradients()  # from here on the slices have them
+        for each in self.slices.all:
             grad = each.tensor.grad
             if grad is None:
                 continue
@@ -66,14 +98,14 @@ class StateByName:
     def named_gradients(self, once: bool = False) -> Iterator[tuple[str, Tensor]]:
         """This rank's elements of each parameter's gradient; once: without those that count elsewhere."""
         for each, span, part in self._gradients():
-            if not once or self._shared.set_of_slice(each).counts_here:
-                yield self._names[self._parameter(each, span)], part
+            if not once or self.set_of_slice(each).counts_here:
+                yield self.names[self._parameter(each, span)], part
 
     def gradient_boxes(self) -> Iterator[TensorBox]:
         """The same as boxes."""
         for each, span, part in self._gradients():
             parameter = self._parameter(each, span)
-            name = f"gradient.{self._names[parameter]}"
+            name = f"gradient.{self.names[parameter]}"
             if each.bucket is None:
                 yield _whole(name, part.to_dense() if part.is_sparse else part)
             else:
@@ -81,14 +113,14 @@ class StateByName:
 
     # The state.
 
-    def boxes(self) -> Iterator[TensorBox]:
+    def state_boxes(self) -> Iterator[TensorBox]:
         """Boxes of what is whole, and of this rank's part of parameters, masters and optimizer state.
 
         A parameter with several names comes under each of them, as in a state_dict; its optimizer state comes
         under the first.
         """
-        slices, parameters = self._slices, self._shared.parameters
-        buckets = self._shared.value_buckets()
+        slices, parameters = self.slices, self.parameters
+        buckets = self.value_buckets()
         for bucket in buckets:
             if not bucket.frees:  # else its parameters are views only during a pass
                 bucket.refuse_reassigned()
@@ -99,10 +131,10 @@ class StateByName:
             if bucket.frees or slices.master not in (None, bucket.dtype)
         }
         masters = {each.value: each.tensor for each in slices.all if each.bucket is None}
-        masters |= self._shared.undealt_masters  # type: ignore[arg-type]
+        masters |= self.undealt_masters  # type: ignore[arg-type]
         aliases: dict[Tensor, list[str]] = {}
         parameter: Tensor
-        for name, value in loadable_tensors(self._model).items():
+        for name, value in loadable_tensors(self.model).items():
             if value in in_shares and not value.numel():  # it is in no share
                 yield _whole("model." + name, torch.empty(value.shape, dtype=value.dtype))
             elif value in in_shares:
@@ -115,15 +147,15 @@ class StateByName:
                 for alias in aliases[parameter]:
                     values = bucket.shard[start : start + len(span)]
                     yield from cut_chunks(alias, tuple(parameter.shape), span.start, values)
-        for parameter in self.undealt():
-            yield from tensor_boxes(self._names[parameter], slices.optimizer.state.get(parameter, {}))
+        for parameter in self._undealt():
+            yield from tensor_boxes(self.names[parameter], slices.optimizer.state.get(parameter, {}))
         given = set()  # names of scalars: this rank may have several slices of one parameter
         for each, span, tensor, state in slices.by_parameter():
             parameter = self._parameter(each, span)
             shape = tuple(parameter.shape)
             for alias in aliases.get(parameter, []):
                 yield from cut_chunks(alias, shape, span.start, tensor)
-            for box in tensor_boxes(self._names[parameter], state):
+            for box in tensor_boxes(self.names[parameter], state):
                 key = box.name.rpartition(".")[2]
                 if each.has_cut(key, box.tensor):
                     yield from cut_chunks(box.name, shape, span.start, box.tensor)
@@ -131,34 +163,24 @@ class StateByName:
                     given.add(box.name)
                     yield box
 
-    def begin_masters(self, exact: Mapping[str, Tensor]) -> None:
-        """Keep these values, whole, for the masters of parameters that no backward pass has dealt."""
-        for parameter in self.undealt():
-            if self._names[parameter] in self._updated & exact.keys():
-                self._shared.undealt_masters[parameter] = exact[self._names[parameter]]
-
     def settings(self) -> dict[str, Any]:
         """The optimizer's groups, the numbers in this rank's part of its state, and the order of the
         gradients.
 
         A list, as LBFGS keeps, has None in the place of a tensor.
         """
-        optimizer = self._slices.optimizer
-        states = [
-            (self._parameter(each, span), state) for each, span, _, state in self._slices.by_parameter()
-        ]
-        states += [(parameter, optimizer.state.get(parameter, {})) for parameter in self.undealt()]
+        optimizer = self.slices.optimizer
+        states = [(self._parameter(each, span), state) for each, span, _, state in self.slices.by_parameter()]
+        states += [(parameter, optimizer.state.get(parameter, {})) for parameter in self._undealt()]
         numbers: dict[str, dict[str, Any]] = {}
         for parameter, state in states:
             if own := {key: _numbers(value) for key, value in state.items() if not isinstance(value, Tensor)}:
-                numbers[self._names[parameter]] = own
-        groups = zip(optimizer.param_groups, self._group_names, strict=True)
+                numbers[self.names[parameter]] = own
+        groups = zip(optimizer.param_groups, self.group_names, strict=True)
         settings = {"groups": [{**group, "params": [*names]} for group, names in groups], "state": numbers}
-        if self._shared.orders is not None:
-            parameters = self._shared.parameters
-            settings["order"] = [
-                [self._names[parameters[index]] for index in order] for order in self._shared.orders
-            ]
+        if self.orders is not None:
+            parameters = self.parameters
+            settings["order"] = [[self.names[parameters[index]] for index in order] for order in self.orders]
         return settings
 
     def load_settings(self, settings: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -167,18 +189,18 @@ class StateByName:
         A state that was saved before any backward pass, usually empty, is kept whole until the first one
         makes the buckets.
         """
-        slices = self._slices
-        require_same_groups(self._group_names, settings)
+        slices = self.slices
+        require_same_groups(self.group_names, settings)
         for group, values in zip(slices.optimizer.param_groups, settings["groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         slices.optimizer.state.clear()
-        self._shared.undealt_masters.clear()
-        self._shared.make_buckets(settings.get("order"), {*state, *settings["state"]})
+        self.undealt_masters.clear()
+        self.make_buckets(settings.get("order"), {*state, *settings["state"]})
         wholes: dict[tuple[str, str], Tensor] = {}  # one for all slices of a parameter, until `loaded`
 
         def empty(parameter: Tensor, device: torch.device, elements: int | None) -> dict[str, Any]:
             """Loaded numbers, and tensors to load into; those of the parameter's shape get `elements`."""
-            name = self._names[parameter]
+            name = self.names[parameter]
             values: dict[str, Any] = deepcopy(settings["state"].get(name, {}))
             for key, (shape, dtype) in state.get(name, {}).items():
                 if elements is not None and key not in SCALARS and tuple(shape) == tuple(parameter.shape):
@@ -188,11 +210,10 @@ class StateByName:
                     values[key] = wholes.setdefault((name, key), whole)
             return put_in_lists(values)
 
-        for parameter in self.undealt():
+        for parameter in self._undealt():
             if values := empty(parameter, parameter.device, None):
                 slices.optimizer.state[parameter] = values
-            if slices.master not in (None, parameter.dtype) and self._names[parameter] in self._updated:
-                self._shared.undealt_masters[parameter] = parameter.detach().to(slices.master)
+        self.keep_whole_masters()
         slices.apart()
         for each in slices.all:
             (span,) = each.ranges
@@ -202,10 +223,10 @@ class StateByName:
 
     def loaded(self) -> None:
         """Join slices whose state agrees, and let all ranks compute with the loaded values. A collective."""
-        if self._slices.reload() or not self._shared.sets[0].residency.parameters:
-            self._shared.publish()
+        if self.slices.reload() or not self.sets[0].residency.parameters:
+            self.publish()
         with torch.no_grad():
-            for parameter, master in self._shared.undealt_masters.items():
+            for parameter, master in self.undealt_masters.items():
                 parameter.copy_(master)
 
 

@@ -1,0 +1,112 @@
+"""`share_model`: the strategy for a model whose parameters stay whole on every rank, or are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minidist.parallel.compression.by_name import compression_of
+from minidist.parallel.contract.residency import ROWS, Residency
+from minidist.parallel.contract.training_state import names_of
+from minidist.parallel.contract.user_functions import MakeOptimizer
+from minidist.parallel.flat.buckets import GradientComm
+from minidist.parallel.guards.refusals import refuse_state_of_slices
+from minidist.parallel.sharding.loops.loop_classes import check_bucket_mb
+from minidist.parallel.sharding.optimizer.memory_source import memory_source
+from minidist.parallel.sharding.optimizer.optimizer_slices import OptimizerSlices
+from minidist.parallel.sharding.sets.equal_start import set_for, start_equal
+from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from minidist.parallel.sharding.sharded import Sharded
+from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
+from minidist.parallel.sharding.units.units import weakly
+from minidist.parallel.sharding.whole.whole_parameters import WholeParameters
+from minidist.parallel.training.elementwise_optimizers import refuse_unshareable
+from minidist.parallel.training.master_weights import follow_own_methods, optimizer_of_masters
+
+
+def share_model(
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    residency: Residency,
+    options: Mapping[str, Any] | None = None,
+    master: torch.dtype | None = None,
+    gradient_comm: GradientComm | None = None,
+    others: Sequence[ParameterSet] = (),
+) -> Sharded:
+    """A strategy for the ranks that train a model together, each of which keeps what a row of the table says.
+
+    Making it is a collective.
+
+    Args:
+        residency: the row.
+        options: where parameters are whole, of `DataParallel` (bucket_mb, overlap, compression, algorithm,
+            broadcast_buffers); otherwise of `FullyShard`, such as offload.
+        master: the dtype in which the optimizer updates copies of the parameters; None for no copies.
+        gradient_comm: the ranks; None for all.
+        others: sets of parameters that some of these ranks share in another way, such as experts.
+    """
+    sets = [ParameterSet(residency, gradient_comm or GradientComm(None)), *others]
+    if any(param_set.residency.parameters != residency.parameters for param_set in others):
+        raise ValueError(
+            f"the residencies are {[each.residency for each in sets]}; either all sets of parameters are "
+            "whole between steps, or none is"
+        )
+    given = dict(options or {})
+    if residency.parameters:
+        return _share_whole(model, optimizer, sets, given, master)
+    memory = memory_source(given.pop("offload", False))
+    return ShardedParameters(model, optimizer, sets, memory, master=master, average=False, **given)
+
+
+def _share_whole(
+    model: nn.Module,
+    make: MakeOptimizer,
+    sets: Sequence[ParameterSet],
+    options: dict[str, Any],
+    master: torch.dtype | None,
+) -> WholeParameters:
+    """Share parameters that stay whole."""
+    is_sharded = any(not param_set.residency.state for param_set in sets)
+    if is_sharded and options.get("compression") is not None:
+        zero = next(number for number, row in ROWS.items() if row == sets[0].residency)
+        raise ValueError(
+            f"compression is {options['compression']!r} with zero={zero} in the layout, which reduces "
+            "gradients to their owners as they are; use zero=0 for compressed ones"
+        )
+    options["compression"] = compression_of(options.get("compression"))
+    check_bucket_mb(options.get("bucket_mb", 25))
+    algorithm = options.pop("algorithm", "auto")
+    for param_set in sets:
+        param_set.gradient_comm.algorithm = algorithm
+    start_equal(model, sets)
+    # Where a rank owns all of a parameter, the optimizer gets it, or its master. Shares come later.
+    names, parameters = names_of(model), [*model.parameters()]
+    is_whole = [set_for(names[parameter], sets).residency.state for parameter in parameters]
+    dtypes = [master if whole else None for whole in is_whole]
+    optimizer, updated = optimizer_of_masters(parameters, make, dtypes)
+    slices = OptimizerSlices(optimizer, master)
+    pairs = [pair for *pair, whole in zip(parameters, updated, is_whole, strict=True) if whole]
+    slices.add_whole([parameter for parameter, _ in pairs], [tensor for _, tensor in pairs])
+    if is_sharded:
+        refuse_unshareable(type(optimizer))
+        optimizer.register_state_dict_pre_hook(refuse_state_of_slices)
+        optimizer.register_load_state_dict_pre_hook(refuse_state_of_slices)
+    groups = [[*group["params"]] for group in optimizer.param_groups]
+    shared = WholeParameters(
+        model.named_parameters,
+        sets,
+        slices,
+        groups=[{"params": group} for group in groups],
+        module=model,
+        average=False,  # the engine weights them
+        **options,
+    )
+    if is_sharded or master is not None:
+        follow_own_methods(optimizer, weakly(shared.after_own_method))
+    name_of = dict(zip(updated, map(names.__getitem__, parameters), strict=True))
+    shared.model, shared.group_names = model, [[name_of[tensor] for tensor in group] for group in groups]
+    shared.keep_whole_masters()
+    return shared
