@@ -21,13 +21,6 @@ def c_16x8(lane, i):
     return lane // 4 + (8 if i >= 2 else 0), (lane % 4) * 2 + (i & 1)
 
 
-a_16x8 = c_16x8  # one table in the manual for both
-
-
-def b_8x8(lane, i):
-    return (lane % 4) * 2 + i, lane // 4
-
-
 def a_16x8_tf32(lane, i):
     return lane // 4 + (8 if i in (1, 3) else 0), lane % 4 + (4 if i >= 2 else 0)
 
@@ -36,31 +29,9 @@ def b_8x8_tf32(lane, i):
     return lane % 4 + (4 if i == 1 else 0), lane // 4
 
 
-def a_16x4_tf32(lane, i):
-    return lane // 4 + 8 * i, lane % 4
-
-
-def b_4x8_tf32(lane, i):
-    return lane % 4, lane // 4
-
-
-def c_8x8_f64(lane, i):
-    return lane // 4, (lane % 4) * 2 + i
-
-
 def d_64xn(thread, i):
     warp, lane = divmod(thread, 32)
     return 16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
-
-
-def a_of_group(of_warp):
-    """The formula of a warp group's a, of which each warp holds 16 rows as `of_warp` says."""
-
-    def place(thread, i):
-        row, column = of_warp(thread % 32, i)
-        return 16 * (thread // 32) + row, column
-
-    return place
 
 
 def registers_of(tile, place, elements, lanes=LANES):
@@ -81,4 +52,4 @@ def bits_of(values, dtype):
 def words_of(elements, dtype):
     """Elements (n, lanes) as 32-bit registers: of 16-bit formats two to a word, the first in its low half."""
     bits = bits_of(elements, dtype).astype(np.uint32)
-    return bits if dtype in ("tf32", "f32") else bits[0::2] | bits[1::2] << 16
+    return bits if dtype == "tf32" else bits[0::2] | bits[1::2] << 16

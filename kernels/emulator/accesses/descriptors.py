@@ -13,7 +13,7 @@ stored in pieces of 8 lines of 16 bytes:
 - K-major (not transposed): a line is a row of the tile. Without a swizzle the two pieces of a row lie the
   leading offset apart; with one they are neighbours in a row of `span` bytes. The next 8 rows lie the stride
   offset further.
-- MN-major (transposed; 16-bit elements only): a line is one step of the depth, and 16 bytes are 8 rows of
+- MN-major (transposed): a line is one step of the depth, and 16 bytes are 8 rows of
   the tile. Without a swizzle the next 8 rows lie the stride offset further and the next 8 steps the leading
   offset; with one, `span` bytes of rows are neighbours, the next lie the leading offset further, and the next
   8 steps the stride offset.
@@ -38,20 +38,15 @@ _SPAN = np.array([0, 128, 64, 32])  # bytes, by bits 62 and 63
 _RESERVED = np.uint64(sum(1 << bit for bit in (14, 15, 30, 31, 46, 47, 48, *range(52, 62))))
 
 
-def chunk_addresses(words: Array, mn: int, bits: int, transposed: bool) -> Array:
-    """Return the addresses of the 16-byte chunks of tiles (mn, 32 bytes deep), swizzled.
+def chunk_addresses(words: Array, mn: int, transposed: bool) -> Array:
+    """Return the addresses of the 16-byte chunks of tiles (mn, 16 elements of 16 bits deep), swizzled.
 
-    words: descriptors (groups,) uint64. `bits` is the size of an element, 16 or 32. The result is
-    (groups, mn, 2) for a K-major tile and (groups, depth, mn / 8) for a transposed one. Raises Fault for a
-    reserved bit that is set, and for a form that the hardware does not have.
+    words: descriptors (groups,) uint64. The result is (groups, mn, 2) for a K-major tile and
+    (groups, 16, mn / 8) for a transposed one. Raises Fault for a descriptor that the hardware does not take.
     """
     if (reserved := words & _RESERVED != 0).any():
         word = int(words[np.argmax(reserved)])
         raise Fault("descriptor", f"{word:#018x} has reserved bits set: a matrix descriptor leaves them 0")
-    if transposed and bits != 16:
-        raise Fault(
-            "descriptor", f"a tile of {bits}-bit elements is transposed: only f16 and bf16 tiles can be"
-        )
 
     def field(first: int, size: int) -> Array:
         return words.astype(np.int64)[:, None, None] >> first & (1 << size) - 1

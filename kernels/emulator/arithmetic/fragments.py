@@ -85,17 +85,11 @@ _SUMS = Fragment("re", "rg", "te")  # c and d of every m16n8 shape
 # mma.sync by shape and by the bits of an element of a and b.
 MMA = {
     ("m16n8k16", 16): Fragments(Fragment("kre", "rg", "kte"), Fragment("ke", "kte", "g"), _SUMS),
-    ("m16n8k8", 16): Fragments(Fragment("re", "rg", "te"), Fragment("e", "te", "g"), _SUMS),
     ("m16n8k8", 32): Fragments(Fragment("kr", "rg", "kt"), Fragment("k", "kt", "g"), _SUMS),
-    ("m16n8k4", 32): Fragments(Fragment("r", "rg", "t"), Fragment("", "t", "g"), _SUMS),
-    ("m8n8k4", 64): Fragments(Fragment("", "g", "t"), Fragment("", "t", "g"), Fragment("e", "g", "te")),
 }
 
 # An 8 x 8 matrix of 16-bit elements as ldmatrix and stmatrix hold it, and its transpose (.trans).
 MATRIX, MATRIX_TRANSPOSED = Fragment("e", "g", "te"), Fragment("e", "te", "g")
-
-# wgmma's a (64, k) in the registers of a warp group's 128 lanes, by the bits of an element.
-WGMMA_A = {16: Fragment("kre", "wrg", "kte", "wgt"), 32: Fragment("kr", "wrg", "kt", "wgt")}
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def _shape(operand: Operand) -> object:
 
 BATCH_LANES = 1 << 15  # largest lanes times instructions of a step, so that operands fit the L2 cache
 COUNTED_SPACES = ("shared", "local", "param", "const")
-LOOKS = {"atom", "volatile", "relaxed", "acquire", "test_wait", "nanosleep"}
+LOOKS = {"atom", "volatile", "relaxed", "acquire", "nanosleep"}
 
 
 @dataclass(frozen=True, slots=True)

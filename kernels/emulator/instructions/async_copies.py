@@ -168,10 +168,3 @@ def commit_group(machine: Machine, lanes: Array) -> None:
 def wait_group(machine: Machine, lanes: Array, allowed: int) -> None:
     """cp.async.wait_group n: wait until at most the last n groups of the thread are under way."""
     machine.state(AsyncCopies).wait(lanes, allowed)
-
-
-@unit_of_lanes("cp.async.wait_all", order="fence", counted="wait")
-def wait_all(machine: Machine, lanes: Array) -> None:
-    """cp.async.wait_all: wait for all copies of the thread, in closed groups or not."""
-    machine.state(AsyncCopies).groups.commit(lanes)
-    machine.state(AsyncCopies).wait(lanes, 0)

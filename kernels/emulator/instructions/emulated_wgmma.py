@@ -1,13 +1,13 @@
 """wgmma: matrix instructions that four warps begin together and wait for later.
 
 The four warps of a warp group (the first is a multiple of four) run each of them together. A product d (64,
-n) = a (64, depth) b (depth, n) + d takes b from shared memory, named by a descriptor, a likewise or from
-registers, and has its sums in registers. Sums are float32, as in `mma`.
+n) = a (64, 16) b (16, n) + d takes a and b, float16 or bfloat16, from shared memory, named by descriptors,
+and has its float32 sums in registers.
 
 The product is carried out when the warps wait for it. Until then the accumulators hold NaN, so a kernel that
 uses them too early gets NaN. Consecutive products of a warp group that add to the same sums and are due
 together are carried out as one longer product. Reads of shared memory are noted when the instruction begins,
-so a write there before the wait is a race. An operand a in registers is read when the instruction begins.
+so a write there before the wait is a race.
 
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 """
@@ -23,7 +23,7 @@ import numpy as np
 from ..accesses.async_accesses import read_by_engine
 from ..accesses.descriptors import CHUNK, chunk_addresses
 from ..arithmetic.floats import widen
-from ..arithmetic.fragments import WGMMA_A, wgmma_sums
+from ..arithmetic.fragments import wgmma_sums
 from ..base.addresses import whole_warps
 from ..base.instruction_batch import Batch
 from ..base.instruction_registry import Run, unit
@@ -32,19 +32,19 @@ from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError, Fault
 from ..ptx.program import Immediate, PtxInstruction, Vector, registers_in
 from ..synchronization.async_groups import AsyncGroups, snapshot
-from .mma import BITS, DEPTH, decode, encode, half_values
+from .mma import half_values
 
 GROUP = 128  # threads of a warp group
-ROWS = 64  # of a and d
+ROWS, DEPTH = 64, 16  # of a
 
 
-def operand_addresses(descriptors: Array, mn: int, dtype: str, transposed: bool, size: int) -> Array:
+def operand_addresses(descriptors: Array, mn: int, transposed: bool, size: int) -> Array:
     """Return the addresses (groups, lines, chunks) of the 16-byte chunks that descriptors (groups,) name.
 
     They are those of `descriptors.chunk_addresses`. `size`: bytes of a block's shared memory. Raises Fault
     for a descriptor that leaves it, or that wgmma does not take.
     """
-    addresses = chunk_addresses(descriptors, mn, BITS[dtype], transposed)
+    addresses = chunk_addresses(descriptors, mn, transposed)
     if int(addresses.max()) + CHUNK > size:
         group = int(np.argmax(addresses.max(axis=(1, 2))))
         raise Fault(
@@ -64,34 +64,28 @@ def read_operand(shared: Array, blocks: Array, addresses: Array, dtype: str, tra
     chunks = shared.reshape(-1).view("V16")
     first = blocks * (shared.shape[1] // CHUNK)
     read = chunks[first[:, None, None] + addresses // CHUNK]
-    if dtype == "tf32":
-        lines = decode(read.view(np.uint32), dtype)
-    else:
-        lines = (half_values if dtype == "f16" else widen)(read.view(np.uint16))
+    lines = (half_values if dtype == "f16" else widen)(read.view(np.uint16))
     lines = lines.reshape(*addresses.shape[:-1], -1)
     return lines.swapaxes(1, 2) if transposed else lines
 
 
-def multiply_add(a: Array, b: Array, accumulators: Array, sums: str = "f32") -> Array:
-    """Return the registers of d = a b + d. `accumulators` are the old registers of d.
+def multiply_add(a: Array, b: Array, accumulators: Array) -> Array:
+    """Return the registers of d = a b + d, (n / 2, lanes) float32. `accumulators` are the old ones.
 
-    a is (groups, 64, depth) float32 of any depth, b (groups, n, depth). Registers are (n / 2, lanes) float32,
-    or for sums "f16" (n / 4, lanes) uint32 of two float16 each. A group has 128 lanes.
+    a is (groups, 64, depth) float32 of any depth, b (groups, n, depth). A group has 128 lanes.
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # answers here, as on a GPU
         products = wgmma_sums(b.shape[1]).spread(np.matmul(a, b.swapaxes(1, 2)))
-        products += decode(accumulators, sums)
-    return encode(products, sums)
+        products += accumulators
+    return products
 
 
 @dataclass(frozen=True)
 class ProductForm:
-    """The product of one wgmma.mma_async: d = scale a b (+ d)."""
+    """The product of one wgmma.mma_async: d = a b (+ d)."""
 
     n: int
     dtype: str
-    sums: str
-    scale: int  # of a times that of b: 1 or -1
     transposed_a: bool
     transposed_b: bool
 
@@ -103,8 +97,8 @@ class PendingProduct:
     instruction: PtxInstruction
     form: ProductForm
     groups: Array  # (groups,), numbered over the machine
-    a: Array  # (groups, lines, chunks) addresses in shared memory; tiles in float32 if a is in registers
-    b: Array  # (groups, lines, chunks)
+    a: Array  # addresses in shared memory, (groups, lines, chunks)
+    b: Array
     adds: Lanes  # (groups,): whether to add to the old accumulators
     sums: Accumulators
     clocks: Array  # (groups, agents of a block): what a thread knows after waiting
@@ -113,8 +107,8 @@ class PendingProduct:
 class Accumulators:
     """The sums of products under way; the registers hold NaN meanwhile."""
 
-    def __init__(self, machine: Machine, rows: tuple[int, ...], kind: str) -> None:
-        registers = machine.views["b32", "<f4" if kind == "f32" else "<u4"]
+    def __init__(self, machine: Machine, rows: tuple[int, ...]) -> None:
+        registers = machine.views["b32", "<f4"]
         self.registers = registers.reshape(len(registers), -1, GROUP)  # (rows, groups, 128)
         self.rows = np.array(rows)
         groups = self.registers.shape[1]
@@ -127,7 +121,7 @@ class Accumulators:
         if fresh.size:
             index = np.ix_(self.rows, fresh)
             self.values[:, fresh] = self.registers[index]
-            self.registers[index] = np.uint32(0xFFFFFFFF).view(self.registers.dtype)
+            self.registers[index] = np.nan
         self.under_way[groups] += 1
 
     def end(self, groups: Array, count: int) -> None:
@@ -149,13 +143,13 @@ class WarpGroups:
         self.machine = machine
         self.products: AsyncGroups[PendingProduct] = AsyncGroups(machine.lanes // GROUP)
         self.fenced = np.zeros(machine.lanes // GROUP, np.bool_)
-        self._sums: dict[tuple[tuple[int, ...], str], Accumulators] = {}
+        self._sums: dict[tuple[int, ...], Accumulators] = {}
 
-    def accumulators(self, rows: tuple[int, ...], kind: str) -> Accumulators:
+    def accumulators(self, rows: tuple[int, ...]) -> Accumulators:
         """Return the accumulators in these rows of the registers."""
-        if (rows, kind) not in self._sums:
-            self._sums[rows, kind] = Accumulators(self.machine, rows, kind)
-        return self._sums[rows, kind]
+        if rows not in self._sums:
+            self._sums[rows] = Accumulators(self.machine, rows)
+        return self._sums[rows]
 
     def wait(self, groups: Array, allowed: int) -> None:
         """Complete products so that at most `allowed` groups of each warp group are under way."""
@@ -193,7 +187,6 @@ class WarpGroups:
         before, those = last
         return (
             product.sums is before.sums
-            and product.form.sums == "f32"
             and np.array_equal(product.groups[which], before.groups[those])
             and bool(product.adds[which].all())
         )
@@ -207,22 +200,19 @@ class WarpGroups:
         sums = first.sums
         old = sums.values[:, groups]
         old[:, ~first.adds[which]] = 0
-        new = multiply_add(a, b, old.reshape(len(old), -1), first.form.sums)
+        new = multiply_add(a, b, old.reshape(len(old), -1))
         sums.values[:, groups] = new.reshape(old.shape)
         sums.end(groups, len(run))
 
     def _tiles(self, product: PendingProduct, which: Array) -> tuple[Array, Array]:
-        """Return the tiles of a and of b of some groups, scaled."""
+        """Return the tiles of a and of b of some groups."""
         form, shared = product.form, self.machine.shared
         blocks = self.machine.block_of_lane[product.groups[which] * GROUP]
-        a, b = product.a[which], product.b[which]
-        if a.dtype != np.float32:
-            a = read_operand(shared, blocks, a, form.dtype, form.transposed_a)
-        b = read_operand(shared, blocks, b, form.dtype, form.transposed_b)
-        return (a if form.scale == 1 else -a), b
+        a = read_operand(shared, blocks, product.a[which], form.dtype, form.transposed_a)
+        return a, read_operand(shared, blocks, product.b[which], form.dtype, form.transposed_b)
 
 
-SHAPE = re.compile(r"m64n(\d+)k(\d+)")
+FORM = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2")
 
 
 def _together(machine: Machine, mask: Mask) -> tuple[Array, Lanes]:
@@ -269,9 +259,7 @@ def mma_async(batch: Batch) -> Run:
     """wgmma.mma_async.sync.aligned.shape.d.a.b d, a, b, scale-d, imm-scale-a, imm-scale-b{, imm-trans...}."""
     form = _form(batch)
     rows = tuple(batch.layout[key] for key in registers_in(batch.first.operands[0]))
-    from_registers = isinstance(batch.first.operands[1], Vector)
-    left = batch.sources(1, "b32") if from_registers else batch.source(1, "b64")
-    right, adds = batch.source(2, "b64"), batch.source(3, "pred")
+    left, right, adds = batch.source(1, "b64"), batch.source(2, "b64"), batch.source(3, "pred")
 
     def run(machine: Machine, mask: Mask) -> Lanes:
         groups, passed = _together(machine, mask)
@@ -291,23 +279,17 @@ def mma_async(batch: Batch) -> Run:
                 machine.fault_at("wgmma", text, int(lanes[bad, 0]))
             return values[:, 0]
 
-        b = _operand(
-            machine, lanes, same(right(machine), "the descriptor of b"), form.n, form.dtype, form.transposed_b
-        )
-        if from_registers:
-            held = np.broadcast_to(left(machine), (4, 1, machine.lanes))[:, 0, lanes.reshape(-1)]
-            tiles, read = WGMMA_A[BITS[form.dtype]].tile(decode(held, form.dtype)), [b]
-        else:
-            words = same(left(machine), "the descriptor of a")
-            tiles = _operand(machine, lanes, words, ROWS, form.dtype, form.transposed_a)
-            read = [tiles, b]
-        clocks = _note(machine, lanes, read)
-        sums = state.accumulators(rows, form.sums)
+        words = same(right(machine), "the descriptor of b")
+        b = _operand(machine, lanes, words, form.n, form.transposed_b)
+        words = same(left(machine), "the descriptor of a")
+        a = _operand(machine, lanes, words, ROWS, form.transposed_a)
+        clocks = _note(machine, lanes, [a, b])
+        sums = state.accumulators(rows)
         sums.take(groups)
         added = same(adds(machine), "scale-d").astype(np.bool_)
-        state.products.begin(PendingProduct(batch.first, form, groups, tiles, b, added, sums, clocks), groups)
+        state.products.begin(PendingProduct(batch.first, form, groups, a, b, added, sums, clocks), groups)
         if machine.counts is not None:
-            flops = 2 * ROWS * form.n * DEPTH[form.dtype]
+            flops = 2 * ROWS * form.n * DEPTH
             machine.counts.matrix(batch.first, groups.size, flops)
         return passed
 
@@ -315,37 +297,26 @@ def mma_async(batch: Batch) -> Run:
 
 
 def _form(batch: Batch) -> ProductForm:
-    opcode, operands = batch.first.opcode, batch.first.operands
-    shape = SHAPE.fullmatch(opcode[4])
-    sums, dtype = opcode[5], opcode[6]
-    known = shape is not None and dtype in DEPTH and opcode[7] == dtype and len(opcode) == 8
-    if not known or sums not in ("f32", "f16") or (sums == "f16" and dtype != "f16"):
-        raise EmulatorError(f"this form of wgmma is not emulated: {batch.first.text}")
-    assert shape is not None
-    n, depth = int(shape[1]), int(shape[2])
+    operands, known = batch.first.operands, FORM.fullmatch(batch.first.name)
     numbers = [operand.value for operand in operands[4:] if isinstance(operand, Immediate)]
-    scales, transposes = numbers[:2], numbers[2:]
-    from_registers = isinstance(operands[1], Vector)
-    wanted = 0 if dtype == "tf32" else 1 if from_registers else 2
-    registers = n // (2 if sums == "f32" else 4)
+    if known is None or isinstance(operands[1], Vector) or -1 in numbers[:2]:
+        raise EmulatorError(f"this form of wgmma is not emulated: {batch.first.text}")
+    n, across = int(known[1]), numbers[2:]
     if (
         not 8 <= n <= 256
         or n % 8
-        or depth != DEPTH[dtype]
-        or len(scales) != 2
-        or not {*scales} <= {1, -1}
-        or len(transposes) != wanted
-        or not {*transposes} <= {0, 1}
-        or len([*registers_in(operands[0])]) != registers
+        or numbers[:2] != [1, 1]
+        or len(across) != 2
+        or not {*across} <= {0, 1}
+        or len([*registers_in(operands[0])]) != n // 2
     ):
         raise EmulatorError(f"operands that wgmma does not take: {batch.first.text}")
-    across = [False] * (2 - wanted) + [bool(t) for t in transposes]
-    return ProductForm(n, dtype, sums, scales[0] * scales[1], across[0], across[1])
+    return ProductForm(n, known[2], bool(across[0]), bool(across[1]))
 
 
-def _operand(machine: Machine, lanes: Array, words: Array, mn: int, dtype: str, transposed: bool) -> Array:
+def _operand(machine: Machine, lanes: Array, words: Array, mn: int, transposed: bool) -> Array:
     with machine.located(int(lanes[0, 0])):
-        return operand_addresses(words.astype(np.uint64), mn, dtype, transposed, machine.shared_size)
+        return operand_addresses(words.astype(np.uint64), mn, transposed, machine.shared_size)
 
 
 def _note(machine: Machine, lanes: Array, operands: list[Array]) -> Array:

@@ -30,46 +30,35 @@ from ..ptx.program import Operand
 
 Pairs: TypeAlias = tuple[Array, Array]
 
-BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f64": 64}  # of an element in a register
-DEPTH = {"f16": 16, "bf16": 16, "tf32": 8}  # of one wgmma: 32 bytes
+BITS = {"f16": 16, "bf16": 16, "tf32": 32}  # of an element in a register
 
 
-def multiply_add(
-    shape: str, dtype: str, a: Array, b: Array, c: Array, sums: str = "f32", pairs: Pairs | None = None
-) -> Array:
-    """Return d = a b + c of mma.sync.aligned.{shape}.row.col.{sums}.{dtype}.{dtype}.{sums}.
+def multiply_add(shape: str, dtype: str, a: Array, b: Array, c: Array, pairs: Pairs | None = None) -> Array:
+    """Return d = a b + c of mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32.
 
-    a and b (registers, ..., lanes) are 32-bit words (float64 for "f64"). c and d are float32, or words of two
-    float16 for sums "f16" (uint32), or float64 for "f64". Lanes are those of any number of warps, and leading
-    dimensions are independent instructions. With `pairs` = (indices into a, into b), a and b hold each tile
-    once, and each instruction names its two tiles. Raises EmulatorError for an unknown shape, dtype or sums.
+    a and b (registers, ..., lanes) are 32-bit words, c and d float32. Lanes are those of any number of warps,
+    and leading dimensions are independent instructions. With `pairs` = (indices into a, into b), a and b hold
+    each tile once, and each instruction names its two tiles. Raises EmulatorError for an unknown shape or
+    dtype.
     """
     layout = MMA.get((shape, BITS.get(dtype, 0)))
-    usual = "f64" if dtype == "f64" else "f32"
-    if layout is None or (sums != usual and (dtype, sums) != ("f16", "f16")):
-        raise EmulatorError(
-            f"mma.sync {shape} of {dtype} with sums {sums} is not emulated: use one of {list(MMA)}"
-        )
+    if layout is None:
+        raise EmulatorError(f"mma.sync {shape} of {dtype} is not emulated: use one of {list(MMA)}")
     left, right = layout.a.tile(decode(a, dtype)), layout.b.tile(decode(b, dtype))
     if pairs is not None:
         left, right = left[pairs[0]], right[pairs[1]]
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # answers here, as on a GPU
         d = layout.c.spread(np.matmul(left, right))
-        d += decode(c, sums)
-    return encode(d, sums)
+        d += c
+    return d
 
 
 def decode(registers: Array, dtype: str) -> Array:
     """Return the elements (n, ...) as float32 of registers (n, ...), or (n / 2, ...) for 16-bit dtypes.
 
     "tf32" uses the upper 19 bits of a float32 word, as the hardware does with operands that were not rounded.
-    "f64" elements stay float64.
     """
-    if dtype == "f64":
-        return registers.view(np.float64)
     words = registers if registers.dtype == np.uint32 else registers.view(np.uint32)
-    if dtype == "f32":
-        return words.view(np.float32)
     if dtype == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32)
     count, *rest = words.shape
@@ -81,15 +70,6 @@ def decode(registers: Array, dtype: str) -> Array:
     else:
         halves = half_values(np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=1))
     return halves.reshape(2 * count, *rest)
-
-
-def encode(elements: Array, dtype: str) -> Array:
-    """Return the registers of float32 elements (n, ...): the same, or words of two float16 for "f16"."""
-    if dtype != "f16":
-        return elements
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        halves = elements.astype(np.float16).view(np.uint16).astype(np.uint32)
-    return halves[0::2] | halves[1::2] << np.uint32(16)
 
 
 def half_values(bits: Array) -> Array:
@@ -106,29 +86,27 @@ def _half_table() -> Array:
 def mma(batch: Batch) -> Run:
     """mma.sync.aligned.shape.row.col.d.a.b.c d, a, b, c: each warp's product of small matrices."""
     opcode = batch.first.opcode
-    shape, (a_kind, b_kind, sums) = opcode[3], opcode[-3:]
-    if opcode[4:6] != ("row", "col") or a_kind != b_kind or opcode[-4] != sums or len(opcode) != 10:
+    shape, kind = opcode[3], opcode[-2]
+    if opcode[4:] != ("row", "col", "f32", kind, kind, "f32"):
         raise EmulatorError(f"this form of mma.sync is not emulated: {batch.first.text}")
-    depth, inputs = int(shape.rpartition("k")[2]), "f64" if sums == "f64" else "b32"
-    a, of_a = _each_once(batch, 1, inputs)
-    b, of_b = _each_once(batch, 2, inputs)
-    kind = "b32" if sums == "f16" else sums
-    c, write = batch.sources(3, kind), batch.targets(0, kind)
-    m, n = 8 if sums == "f64" else 16, 8
+    depth = int(shape.rpartition("k")[2])
+    a, of_a = _each_once(batch, 1)
+    b, of_b = _each_once(batch, 2)
+    c, write = batch.sources(3, "f32"), batch.targets(0, "f32")
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes = whole_warps(machine, mask)
         left, right, added = (of_lanes_that_run(read(machine), machine, lanes) for read in (a, b, c))
-        d = multiply_add(shape, a_kind, left, right, added, sums, (of_a, of_b))
+        d = multiply_add(shape, kind, left, right, added, (of_a, of_b))
         if machine.counts is not None:
             for instruction in batch.instructions:
-                machine.counts.matrix(instruction, lanes.size // 32, 2 * m * n * depth)
+                machine.counts.matrix(instruction, lanes.size // 32, 2 * 16 * 8 * depth)
         write(machine, of_all_lanes(d, machine, lanes), mask)
 
     return run
 
 
-def _each_once(batch: Batch, index: int, kind: str) -> tuple[Source, Array]:
+def _each_once(batch: Batch, index: int) -> tuple[Source, Array]:
     """Return a function that reads each distinct operand `index` once, and which one each instruction uses.
 
     Several instructions multiply the same tile of a: decoding it once saves most of the work.
@@ -136,7 +114,7 @@ def _each_once(batch: Batch, index: int, kind: str) -> tuple[Source, Array]:
     numbers: dict[Operand, int] = {}
     which = [numbers.setdefault(operand, len(numbers)) for operand in batch.operands(index)]
     firsts = [batch.instructions[which.index(number)] for number in range(len(numbers))]
-    return Batch(firsts, batch.program, batch.layout).sources(index, kind), np.array(which)
+    return Batch(firsts, batch.program, batch.layout).sources(index, "b32"), np.array(which)
 
 
 def of_lanes_that_run(values: Array, machine: Machine, lanes: Array) -> Array:

@@ -12,7 +12,6 @@ A multicast load is a separate copy for each block of the cluster, counted at th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,18 +150,14 @@ class BulkCopies:
         self.unread: AsyncGroups[Transfer] = AsyncGroups(machine.lanes)
         self.unwritten: AsyncGroups[Transfer] = AsyncGroups(machine.lanes)
         self.chunks = machine.shared.view("V16")  # (blocks, chunks)
-        # Its function in `late`, which faults, has to come after this one.
-        machine.state(Mbarriers).bring = self.load
+        machine.state(Mbarriers)  # whose function in `late`, which faults, has to come after this one
         machine.late.insert(0, self._load)
 
     def _load(self) -> bool:
-        """Complete loads that a thread waits for; return whether there were any."""
-        return self.load(key for key, lanes in self.machine.state(Mbarriers).awaited.items() if lanes)
-
-    def load(self, keys: Iterable[Key]) -> bool:
-        """Complete loads in order until the phases of these mbarriers are over; return whether any was."""
+        """Complete loads in order until phases that threads wait for are over; return whether any was."""
         mbarriers = self.machine.state(Mbarriers)
-        phases = {key: mbarriers.table[key].phase for key in keys if key in mbarriers.table}
+        awaited = [key for key, lanes in mbarriers.awaited.items() if lanes and key in mbarriers.table]
+        phases = {key: mbarriers.table[key].phase for key in awaited}
         done = set()
         for load in self.loads:
             if load.mbarrier in phases and mbarriers.table[load.mbarrier].phase == phases[load.mbarrier]:

@@ -1,6 +1,6 @@
 """Clusters: blocks that run together, access each other's shared memory, and wait for each other.
 
-PTX ISA, "mapa", "getctarank", "barrier.cluster". An address of another block's shared memory holds 1 + the
+PTX ISA, "mapa", "barrier.cluster". An address of another block's shared memory holds 1 + the
 block's rank in the cluster above its offset (`CLUSTER_SHIFT`); 0 there means the thread's own block.
 """
 
@@ -39,22 +39,6 @@ def mapa(batch: Batch) -> Run:
         window = addresses & ~(SHARED_WINDOW - 1)
         mapped = window | (ranks + 1) << CLUSTER_SHIFT | addresses & OFFSETS
         write(machine, mapped.astype(f"u{8 if kind.endswith('64') else 4}"), mask)
-
-    return run
-
-
-@unit("getctarank", order="pure")
-def getctarank(batch: Batch) -> Run:
-    """getctarank{.shared::cluster}.type d, a: the rank of the block whose shared memory a is in."""
-    kind = batch.first.opcode[-1]
-    at = batch.address(1) if isinstance(batch.first.operands[1], Address) else batch.source(1, kind)
-    write = batch.target(0, "u32")
-
-    def run(machine: Machine, mask: Mask) -> None:
-        addresses = np.broadcast_to(at(machine), (len(batch), machine.lanes)).astype(np.int64)
-        rank = (addresses & SHARED_WINDOW - 1) >> CLUSTER_SHIFT
-        own = (machine.first + machine.block_of_lane) % machine.cluster
-        write(machine, np.where(rank > 0, rank - 1, own).astype(np.uint32), mask)
 
     return run
 

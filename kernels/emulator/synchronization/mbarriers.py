@@ -13,7 +13,7 @@ notices when something overwrites them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ from ..base.instruction_registry import Run, unit, unit_of_lanes
 from ..machine.machine_state import Machine
 from ..ptx.dtypes import Array, Lanes, Mask
 from ..ptx.fault import EmulatorError, Fault
-from ..ptx.program import Address, PtxInstruction
+from ..ptx.program import PtxInstruction, Special
 from .async_groups import snapshot
 from .clusters import RemoteAccesses
 
@@ -80,9 +80,9 @@ class Mbarrier:
         self.joined = np.maximum(self.joined, clock)
         return self.expect(-count)
 
-    def over(self, parity: int) -> bool:
-        """Whether the phase of this parity, the last or the current, is over."""
-        return self.phase & 1 != parity
+    def over(self, parity: Array) -> Lanes:
+        """Whether the phase of each of these parities, the last or the current, is over."""
+        return np.asarray(self.phase & 1 != parity)
 
     def _step(self) -> bool:
         if self.pending or self.bytes:
@@ -108,9 +108,7 @@ class Mbarriers:
         self.machine = machine
         self.table: dict[Key, Mbarrier] = {}
         self.awaited: dict[Key, set[int]] = {}  # lanes that wait
-        self.looks: dict[Key, int] = {}  # failed test_waits, which do not wait
         self.waits: dict[Key, PtxInstruction | None] = {}  # the last instruction that began to wait
-        self.bring: Callable[[Iterable[Key]], bool] = lambda keys: False  # completes copies to mbarriers
         machine.late.append(self._explain)
 
     def keys(self, addresses: Array, lanes: Array) -> tuple[Array, Array]:
@@ -188,11 +186,6 @@ class Mbarriers:
         return False
 
 
-# Copies complete when no lane can run. A loop around test_wait can always run: its copies complete after
-# this many failed tests.
-PATIENCE = 64
-
-
 @unit_of_lanes("mbarrier.init", order="fence", operands=("address", "u32"), counted="barrier")
 def init(machine: Machine, lanes: Array, addresses: Array, counts: Array) -> None:
     """mbarrier.init{.shared}.b64 [addr], count."""
@@ -212,98 +205,58 @@ def inval(machine: Machine, lanes: Array, addresses: Array) -> None:
 
 @unit("mbarrier.arrive", "mbarrier.arrive.expect_tx", order="fence", counted="barrier")
 def arrive(batch: Batch) -> Run:
-    """mbarrier.arrive{.sem.scope}{.space}.b64 {state or _,} [addr]{, count}, and .expect_tx with its bytes.
+    """mbarrier.arrive{.sem.scope}{.space}.b64 _, [addr]: each thread arrives once.
 
-    Each thread arrives once, or `count` times; expect_tx announces bytes first.
+    mbarrier.arrive.expect_tx with bytes as its last operand announces them first.
     """
     opcode, operands = batch.first.opcode, batch.first.operands
-    if "noComplete" in opcode:
-        raise EmulatorError(f"this form of mbarrier.arrive is not emulated: {batch.first.text}")
-    at = next(i for i, operand in enumerate(operands) if isinstance(operand, Address))
-    address, write = batch.address(at), batch.target(0, "b64") if at else None
-    amount = batch.source(at + 1, "u32") if batch.has(at + 1) else None
     announces, relaxed = "expect_tx" in opcode, "relaxed" in opcode
+    if "noComplete" in opcode or operands[0] != Special("_") or len(operands) != 2 + announces:
+        raise EmulatorError(f"this form of mbarrier.arrive is not emulated: {batch.first.text}")
+    address, announced = batch.address(1), batch.source(2, "u32") if announces else None
 
     def run(machine: Machine, mask: Mask) -> None:
         lanes, mbarriers, clocks = lanes_of(machine, mask), machine.state(Mbarriers), machine.clocks
-        amounts = (
-            np.ones(lanes.size, np.int64) if amount is None else of_lanes(amount(machine), machine, lanes)
-        )
+        count = None if announced is None else of_lanes(announced(machine), machine, lanes)
         agents = clocks.agents_of_lanes[lanes]
-        states = np.zeros((1, machine.lanes), np.uint64)
         for key, which in mbarriers.by_key(of_lanes(address(machine), machine, lanes), lanes):
-            first = int(lanes[which[0]])
             mbarrier = mbarriers.at(key, lanes[which])
-            states[0, lanes[which]] = mbarrier.phase
             machine.state(RemoteAccesses).note(key[0], agents[which])
-            # Bytes are announced before anything arrives, since the last arrival ends the phase.
             clock = None if relaxed else snapshot(clocks, np.unique(agents[which])).max(axis=0)
-            count = which.size if announces else int(amounts[which].sum())
-            with machine.located(first):
-                if announces:
-                    mbarrier.expect(int(amounts[which].sum()))
-                machine.events += mbarrier.arrive(count, clock)
+            with machine.located(int(lanes[which[0]])):
+                # Bytes are announced before anything arrives, since the last arrival ends the phase.
+                if count is not None:
+                    mbarrier.expect(int(count[which].sum()))
+                machine.events += mbarrier.arrive(which.size, clock)
         clocks.tick(np.unique(agents))
-        if write is not None:
-            write(machine, states, mask)
 
     return run
 
 
-@unit_of_lanes(
-    *("mbarrier.expect_tx", "mbarrier.complete_tx"),
-    order="fence",
-    operands=("address", "u32"),
-    counted="barrier",
-)
-def announce(machine: Machine, lanes: Array, addresses: Array, amounts: Array) -> None:
-    """mbarrier.expect_tx{.sem.scope}{.space}.b64 [addr], bytes: announce them, without an arrival.
+@unit("mbarrier.try_wait.parity", order="barrier", counted="barrier")
+def wait(batch: Batch) -> Run:
+    """mbarrier.try_wait.parity{.sem.scope}{.space}.b64 p, [addr], parity{, time}: wait for a phase's end.
 
-    mbarrier.complete_tx counts them, without a copy.
+    Lanes that find it over learn what the arrivals released.
     """
-    assert machine.instruction is not None
-    sign = 1 if machine.instruction.opcode[1] == "expect_tx" else -1
-    mbarriers = machine.state(Mbarriers)
-    for key, which in mbarriers.by_key(addresses, lanes):
-        mbarrier = mbarriers.at(key, lanes[which])
-        with machine.located(int(lanes[which[0]])):
-            machine.events += mbarrier.expect(sign * int(amounts[which].sum()))
+    write, address, parity = batch.target(0, "pred"), batch.address(1), batch.source(2, "u32")
 
-
-@unit("mbarrier.try_wait", order="barrier", counted="barrier")
-@unit("mbarrier.test_wait", order="fence", counted="barrier")
-def look(batch: Batch) -> Run:
-    """mbarrier.try_wait{.parity}{.sem.scope}{.space}.b64 p, [addr], state or parity{, time}: wait.
-
-    mbarrier.test_wait only tests. Lanes that find their phase over learn what the arrivals released.
-    """
-    opcode = batch.first.opcode
-    waits, by_state = opcode[1] == "try_wait", "parity" not in opcode
-    write, address = batch.target(0, "pred"), batch.address(1)
-    phase = batch.source(2, "b64" if by_state else "u32")
-
-    def run(machine: Machine, mask: Mask) -> Lanes | None:
+    def run(machine: Machine, mask: Mask) -> Lanes:
         lanes, mbarriers, clocks = lanes_of(machine, mask), machine.state(Mbarriers), machine.clocks
-        wanted = of_lanes(phase(machine), machine, lanes)
+        wanted = of_lanes(parity(machine), machine, lanes) & 1
         over = np.zeros(machine.lanes, np.bool_)
         for key, which in mbarriers.by_key(of_lanes(address(machine), machine, lanes), lanes):
-            mbarrier = mbarriers.at(key, lanes[which])
-            for one in np.unique(wanted[which]):
-                those = lanes[which[wanted[which] == one]]
-                waiting = mbarriers.awaited.setdefault(key, set())
-                if mbarrier.phase > int(one) if by_state else mbarrier.over(int(one) & 1):
-                    over[those] = True
-                    clocks.join(np.unique(clocks.agents_of_lanes[those]), mbarrier.completed)
-                    waiting.difference_update(those.tolist())
-                elif waits:
-                    waiting.update(those.tolist())
-                    mbarriers.waits[key] = machine.instruction
-                else:
-                    mbarriers.looks[key] = mbarriers.looks.get(key, 0) + 1
-                    if mbarriers.looks[key] % PATIENCE == 0:
-                        mbarriers.bring([key])
-        write(machine, over[None], over if waits else mask)
+            mbarrier, waiting = mbarriers.at(key, lanes[which]), mbarriers.awaited.setdefault(key, set())
+            passed = mbarrier.over(wanted[which])
+            through, held = lanes[which[passed]], lanes[which[~passed]].tolist()
+            over[through] = True
+            clocks.join(np.unique(clocks.agents_of_lanes[through]), mbarrier.completed)
+            waiting.difference_update(through.tolist())
+            waiting.update(held)
+            if held:
+                mbarriers.waits[key] = machine.instruction
+        write(machine, over[None], over)
         # Lanes that the guard leaves out pass without a result.
-        return None if not waits else over if mask is None else over | ~mask
+        return over if mask is None else over | ~mask
 
     return run

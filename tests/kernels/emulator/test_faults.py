@@ -14,8 +14,8 @@ from minidist.kernels.emulator import EmulatorError, Fault, launch
 FULL = 0xFFFFFFFF
 
 
-def fault_in(kernel, grid, block, *args, **options):
-    """Launch, and return the fault that the kernel must have, at its line marked `# here`."""
+def fault_in(kind, says, kernel, grid, block, *args, **options):
+    """Launch, and check the fault that the kernel must have, at its line marked `# here`."""
     with pytest.raises(Fault) as caught:
         launch(kernel, grid, block, *args, **options)
     lines, first = inspect.getsourcelines(kernel.py_func)
@@ -23,7 +23,8 @@ def fault_in(kernel, grid, block, *args, **options):
     file, _, line = caught.value.where.rpartition(":")
     assert file == __file__
     assert int(line) in marked
-    return caught.value
+    assert caught.value.kind == kind
+    assert says in str(caught.value)
 
 
 def floats(n):
@@ -45,9 +46,8 @@ def guarded(x):
 
 @pytest.mark.parametrize(("blocks", "n"), [(1, 63), (2, 100)])
 def test_a_store_past_the_end_of_an_array_is_named(blocks, n):
-    fault = fault_in(no_guard, blocks, 64, floats(n))
-    assert fault.kind == "out of bounds"
-    assert f"thread {n % 64} of block {n // 64} writes 4 bytes at byte {4 * n} of x" in str(fault)
+    says = f"thread {n % 64} of block {n // 64} writes 4 bytes at byte {4 * n} of x"
+    fault_in("out of bounds", says, no_guard, blocks, 64, floats(n))
     x = floats(n)
     launch(guarded, blocks, 64, x)
     np.testing.assert_array_equal(x, 1)
@@ -59,9 +59,7 @@ def test_a_load_before_the_start_of_an_array_is_named():
         i = np.uint64(cuda.grid(1))
         y[i] = x[i - np.uint64(1)]  # here
 
-    fault = fault_in(left_neighbour, 1, 32, floats(32), floats(32))
-    assert fault.kind == "out of bounds"
-    assert "4 bytes before x" in str(fault)
+    fault_in("out of bounds", "4 bytes before x", left_neighbour, 1, 32, floats(32), floats(32))
 
 
 def test_a_read_only_array_is_not_written():
@@ -80,9 +78,7 @@ def test_a_store_past_the_end_of_shared_memory_is_named():
         tile[i + 1] = 1  # here
         x[i] = i
 
-    fault = fault_in(past, 1, 32, floats(32))
-    assert fault.kind == "out of bounds"
-    assert "of shared memory, of which the block has 128" in str(fault)
+    fault_in("out of bounds", "of shared memory, of which the block has 128", past, 1, 32, floats(32))
 
 
 def test_dynamic_shared_memory_has_the_size_of_the_launch():
@@ -97,7 +93,7 @@ def test_dynamic_shared_memory_has_the_size_of_the_launch():
     x = floats(64)
     launch(dynamic, 1, 64, x, shared=256)
     np.testing.assert_array_equal(x, np.arange(64)[::-1])
-    assert fault_in(dynamic, 1, 64, x, shared=252).kind == "out of bounds"
+    fault_in("out of bounds", "of shared memory", dynamic, 1, 64, x, shared=252)
 
 
 def test_reading_shared_memory_that_nobody_wrote_is_found():
@@ -109,7 +105,7 @@ def test_reading_shared_memory_that_nobody_wrote_is_found():
         cuda.syncthreads()
         x[i] = tile[i + 32]  # here
 
-    assert fault_in(unwritten, 1, 32, floats(32)).kind == "unwritten shared memory"
+    fault_in("unwritten shared memory", "that nobody wrote", unwritten, 1, 32, floats(32))
 
 
 def neighbours(first_barrier, second_barrier):
@@ -136,12 +132,8 @@ def test_each_barrier_that_is_left_out_is_a_race():
     x = np.arange(128, dtype=np.float32)
     launch(neighbours(True, True), 1, 128, x)
     np.testing.assert_array_equal(x, 127)
-    read_too_early = fault_in(neighbours(False, True), 1, 128, x)
-    assert read_too_early.kind == "race"
-    assert "reads shared memory that warp 3 wrote at" in str(read_too_early)
-    written_too_early = fault_in(neighbours(True, False), 1, 128, x)
-    assert written_too_early.kind == "race"
-    assert "reads at" in str(written_too_early)
+    fault_in("race", "reads shared memory that warp 3 wrote at", neighbours(False, True), 1, 128, x)
+    fault_in("race", "reads at", neighbours(True, False), 1, 128, x)
 
 
 def test_threads_that_write_different_values_to_one_place_race():
@@ -149,7 +141,7 @@ def test_threads_that_write_different_values_to_one_place_race():
     def all_to_one(x):
         x[0] = cuda.threadIdx.x  # here
 
-    assert fault_in(all_to_one, 1, 64, floats(1)).kind == "race"
+    fault_in("race", "at once", all_to_one, 1, 64, floats(1))
 
     @cuda.jit
     def all_the_same(x):
@@ -167,7 +159,7 @@ def test_blocks_that_touch_each_others_results_race():
         x[i] = 1
         x[(i + 1) % x.size] = 2  # here
 
-    assert fault_in(to_the_neighbour, 2, 32, floats(64)).kind == "race"
+    fault_in("race", "blocks run in no order", to_the_neighbour, 2, 32, floats(64))
 
 
 @pytest.mark.parametrize("limit", [16, 32, 40])
@@ -179,7 +171,7 @@ def test_a_barrier_that_only_some_threads_reach_is_found(limit):
             cuda.syncthreads()  # here
         x[i] = 1
 
-    assert fault_in(some, 1, 64, floats(64)).kind == "barrier not reached by all threads"
+    fault_in("barrier not reached by all threads", "", some, 1, 64, floats(64))
 
 
 def test_threads_that_end_before_a_barrier_are_missed_there():
@@ -192,8 +184,8 @@ def test_threads_that_end_before_a_barrier_are_missed_there():
         x[i] = 1
 
     launch(early, 2, 32, floats(64))
-    fault = fault_in(early, 2, 32, floats(50))
-    assert "18 of the 32 threads of a warp come to a barrier" in str(fault)
+    says = "18 of the 32 threads of a warp come to a barrier"
+    fault_in("barrier not reached by all threads", says, early, 2, 32, floats(50))
 
 
 def test_a_shuffle_whose_lanes_went_another_way_is_found():
@@ -203,7 +195,7 @@ def test_a_shuffle_whose_lanes_went_another_way_is_found():
         if i < 16:
             x[i] = cuda.shfl_down_sync(FULL, i, 1)  # here
 
-    assert fault_in(diverged, 1, 32, floats(32)).kind == "warp diverged"
+    fault_in("warp diverged", "", diverged, 1, 32, floats(32))
 
 
 def test_a_misaligned_vector_load_is_found():
@@ -244,7 +236,7 @@ def test_a_plain_read_beside_atomics_is_a_race_and_atomics_alone_are_none():
     x = floats(64)
     launch(counted, 1, 64, x, True)
     np.testing.assert_array_equal(x, 64)
-    assert fault_in(counted, 1, 64, x, False).kind == "race"
+    fault_in("race", "reads shared memory", counted, 1, 64, x, False)
 
 
 def test_an_unknown_instruction_is_named():
