@@ -15,8 +15,6 @@ from tests.helpers.on_ranks import Clusters, on_ranks
 from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
 
-both_stages = pytest.mark.parametrize("stage", [1, 2])
-
 
 @on_ranks(1, 3, stage=[1, 2])
 def test_a_rank_keeps_its_share_and_no_more(stage: int) -> None:
@@ -205,7 +203,7 @@ def test_parameters_that_are_added_thawed_and_scheduled(stage: int) -> None:
         same_state(zero.state_dict(), plain.state_dict())
 
 
-@both_stages
+@pytest.mark.parametrize("stage", [1, 2])
 def test_who_replaces_an_optimizer_is_rid_of_it_at_once(stage: int) -> None:
     """As a notebook's cell that runs again does: the old hooks must not take the new gradients."""
     weight = nn.Parameter(torch.tensor([1.0]))
