@@ -23,7 +23,7 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows, rows_of
 from minidist.parallel.contract.user_functions import by_parameters
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 TOLERANCE = 1e-10

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-import minidist as md
-
-Clusters = Callable[[int], md.Cluster]
-"""The fixture `cluster_of`: from a number of ranks to warm ones."""
+from tests.conftest import Clusters
 
 
 def on_ranks(*ranks: int, **values: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

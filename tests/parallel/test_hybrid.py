@@ -21,9 +21,9 @@ from minidist.parallel.flat.buckets import Done, GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.training import clipping
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import tokens
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
 from tests.parallel.test_layouts import SGD, gpt
 

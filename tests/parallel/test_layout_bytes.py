@@ -13,8 +13,8 @@ from minidist import comm
 from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_bytes
 from minidist.parallel.tensor_parallel.shares import share_of
+from tests.conftest import Clusters
 from tests.helpers.models import tokens
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.step_bytes import bytes_per_pass
 from tests.parallel.test_layouts import SGD, gpt
 

@@ -36,10 +36,10 @@ from minidist.parallel.engine import (
 )
 from minidist.parallel.sharding import sharded
 from minidist.parallel.tensor_parallel import linear_layers
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.contract import nothing, patched
 from tests.helpers.models import tokens
-from tests.helpers.on_ranks import Clusters
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 """Unlike Adam's, its steps grow with the gradients: a sum that counts twice shows."""

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.parallel.engine import step_executor
+from tests.conftest import Clusters
 from tests.helpers.contract import TOLERANCE, Trained, compare, own_rows, plain_steps
 from tests.helpers.models import FusedAttention, hugging_face, images
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.engine import test_compiled
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "functorch.compile", "torch._inductor.pattern_matcher"]

@@ -14,9 +14,9 @@ from minidist import comm
 from minidist.model import GPT, config, dataset
 from minidist.model.sampler import Sampler
 from minidist.parallel.averaging.parameter_assignment import deal_parameters
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.outer_steps import ADAMW, AVERAGE, inner_step, replay
 from tests.helpers.refusals import refuses
 

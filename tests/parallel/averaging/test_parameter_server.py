@@ -20,10 +20,11 @@ import minidist as md
 from minidist import comm
 from minidist.parallel.averaging.parameter_assignment import deal_parameters
 from minidist.parallel.averaging.serving import ServerReport
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
 from tests.helpers.models import mlp, vectors
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES
 

@@ -14,8 +14,8 @@ from minidist import comm
 from minidist.parallel.compression import by_name
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
+from tests.conftest import Clusters
 from tests.helpers import contract, models
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
 from tests.helpers.step_bytes import bytes_of_a_step
 

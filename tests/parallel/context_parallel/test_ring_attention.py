@@ -17,9 +17,10 @@ from minidist.parallel.context_parallel import attention_in_a_ring as context_pa
 from minidist.parallel.context_parallel import blockwise_attention, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_attention, ring_bytes
 from minidist.parallel.training.activation_memory import ActivationCounter
+from tests.conftest import Clusters
 from tests.helpers.activations import Live
 from tests.helpers.contract import instead_of, with_fault
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}

@@ -16,9 +16,9 @@ from minidist.parallel.context_parallel import ulysses, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import TILE, TOLD
 from minidist.parallel.context_parallel.ulysses import ulysses_attention
 from minidist.scale.step_time.layer_work import RING_TILE, LayerWork
+from tests.conftest import Clusters
 from tests.helpers.contract import patched, with_fault
 from tests.helpers.models import hugging_face
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.context_parallel.test_ring_attention import EXACT, drawn, in_full, own
 
 CASES = [

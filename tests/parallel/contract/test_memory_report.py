@@ -15,8 +15,8 @@ from minidist.model import MLP
 from minidist.parallel.contract.memory_report import Memory, Storages, memory_of, size
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.sharded import Sharded
+from tests.conftest import Clusters
 from tests.helpers.contract import Fault, instead_of, patched, with_fault
-from tests.helpers.on_ranks import Clusters
 
 ADAM = partial(torch.optim.Adam, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=0.1)

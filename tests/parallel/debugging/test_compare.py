@@ -18,7 +18,7 @@ from minidist.cli import commands
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, distance, record
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from minidist.parallel.debugging.detectors import DETECTORS, LONG, MakeOptimizer, Run, Subject, detect
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 
 CHEAP = {name: detector for name, detector in DETECTORS.items() if name != "loss"}
 Trained = tuple[list[float], dict[str, Tensor]]

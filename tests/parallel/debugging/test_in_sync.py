@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 from tests.helpers.refusals import refuses
 
 

@@ -10,7 +10,7 @@ import torch
 import minidist as md
 from minidist.parallel.debugging.compare import differences
 from minidist.parallel.debugging.recording import Recording, in_order, record
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, case
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -21,9 +21,9 @@ from minidist.parallel.sharding.units import unit_runtime
 from minidist.parallel.tensor_parallel import linear_layers, operators
 from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training import batch_norm
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import Chain, seeded
-from tests.helpers.on_ranks import Clusters
 
 # torch.func's own import of torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

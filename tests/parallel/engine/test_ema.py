@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
 from minidist import comm
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import gpt, tokens
-from tests.helpers.on_ranks import Clusters
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 LAYOUTS = [md.Layout(dp=2, zero=zero) for zero in range(4)] + [md.Layout(tp=2)]

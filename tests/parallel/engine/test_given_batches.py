@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.model import MLP
+from tests.conftest import Clusters
 from tests.helpers.contract import own_rows, plain_steps
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
+from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
 from tests.helpers.models import Chain, seeded
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import to_update
 
 PARSE = md.Layout.parse

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.model import GPT, config
+from tests.conftest import Clusters
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
 from tests.helpers.models import Chain
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)

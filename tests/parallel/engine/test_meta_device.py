@@ -15,10 +15,10 @@ from minidist.model import GPT, config
 from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.activations import Live
 from tests.helpers.models import Chain
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.test_layouts import CASE, SGD
 
 PARSE = md.Layout.parse

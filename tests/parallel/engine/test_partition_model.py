@@ -19,9 +19,10 @@ from minidist.model import GPT, config
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import Chain
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES
 from tests.parallel.test_layouts import CASE, gpt
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import minidist as md
 from minidist.parallel.training.precision import LossScale
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 from tests.helpers.refusals import refuses
 from tests.parallel.guards.test_refusals import BATCH, SGD, meta, net
 

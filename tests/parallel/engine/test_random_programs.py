@@ -21,8 +21,8 @@ import torch
 import minidist as md
 from minidist.parallel.engine import step_executor, training_step
 from minidist.parallel.sharding.sets import equal_start
+from tests.conftest import Clusters
 from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Program, draw, play
 
 TOLERANCE = 1e-9

@@ -21,9 +21,9 @@ from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.comparable_steps import RandomOff
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
 from tests.helpers.models import Calls, Chain
-from tests.helpers.on_ranks import Clusters
 
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.parallel.tensor_parallel.plans import plan_for
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.tensor_parallel.test_replace_layers import (
     FLAT_PLAN,
     OWN_PLAN,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES
 
 GPT = CASES["gpt"]

@@ -16,9 +16,9 @@ from minidist.parallel.engine import prepare, training_step
 from minidist.parallel.experts.load_balance import balance_experts
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.models import tokens
-from tests.helpers.on_ranks import Clusters
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 gpt = partial(models.gpt, context=16, heads=4, width=16, experts=4, balance_rate=0.01)

@@ -20,8 +20,8 @@ from minidist.parallel.experts import expert_parallel
 from minidist.parallel.experts.expert_parallel import experts_of, share_experts
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.training.precision import Precision
+from tests.conftest import Clusters
 from tests.helpers.contract import instead_of, with_fault
-from tests.helpers.on_ranks import Clusters
 
 TINY = GPTConfig(vocabulary=11, context=8, layers=2, heads=2, width=8, experts=4)
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}

@@ -11,7 +11,7 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.flat.joined_messages import broadcast_together, deal_to_buckets
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 
 DTYPES = (torch.float32, torch.float64, torch.float16)
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import minidist as md
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 REFUSED = (

@@ -14,8 +14,9 @@ from torch import nn
 
 import minidist as md
 from minidist.parallel.guards import claims
+from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

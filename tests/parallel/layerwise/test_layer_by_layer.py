@@ -12,7 +12,7 @@ import minidist as md
 from minidist.model import MLP
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel.layerwise.layer_by_layer import LayerByLayer, cut, measure
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -21,9 +21,9 @@ from minidist.parallel.pipeline import execution as pipelines
 from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.schedules.instructions import Instruction
+from tests.conftest import Clusters
 from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
 from tests.helpers.models import Calls, gpt, tokens
-from tests.helpers.on_ranks import Clusters
 
 Gradients = dict[str, Tensor]
 ROWS = (8, 3, 1, 13)  # ragged, and fewer than there are micro-batches

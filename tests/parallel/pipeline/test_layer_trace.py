@@ -15,9 +15,9 @@ import minidist as md
 from minidist.model import MLP, cross_entropy
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.layer_trace import Sent, trace_layers
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import vectors
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
 from tests.parallel.sharding.cases import CASES

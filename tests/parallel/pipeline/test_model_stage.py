@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.parallel.engine import staged_passes
 from minidist.parallel.pipeline.model_stage import ModelStage
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import Logits, images, tokens
-from tests.helpers.on_ranks import Clusters
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 

@@ -23,8 +23,8 @@ from minidist.parallel.schedules.instructions import placement_of
 from minidist.scale.dryrun import dryrun
 from minidist.scale.memory import estimate
 from minidist.scale.step_time import predict_step
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.pipeline.test_execution import check, run, train_here
 from tests.parallel.test_layouts import CASE
 from tests.parallel.test_layouts import case as gpt_of

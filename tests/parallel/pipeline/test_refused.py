@@ -17,7 +17,7 @@ from minidist.parallel import schedules
 from minidist.parallel.layerwise.layer_by_layer import LayerByLayer, cut
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.schedules.instructions import Instruction
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 from tests.helpers.refusals import refuses
 
 PARSE = md.Layout.parse

@@ -14,8 +14,9 @@ from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.sequence_share.sequence_share import SequenceShare, apply
 from minidist.parallel.training.recompute import recompute
+from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=2, width=8)
 LENGTHS = (13, 16, 3, 1)  # fewer than a position a rank, too

@@ -12,9 +12,10 @@ from torch import Tensor
 import minidist as md
 from minidist.model.loss import cross_entropy
 from minidist.parallel.sequence_share.sequence_share import SequenceShare
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.models import Logits
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 

@@ -28,9 +28,9 @@ from minidist.parallel.sharding.units import units
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.whole import dealing, reducer
 from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.contract import Fault, instead_of, nothing, patched
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,

@@ -16,8 +16,8 @@ from minidist import comm
 from minidist.parallel.contract import residency
 from minidist.parallel.contract.residency import Residency
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.step_bytes import bytes_of_a_step
 from tests.parallel.sharding.cases import ALL, CASES, sizes_of
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.parallel.tensor_parallel import heads
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.models import FusedAttention
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.tensor_parallel.test_heads import Blocks, SplitAttention, patches
 
 

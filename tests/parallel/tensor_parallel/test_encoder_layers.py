@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import vectors
-from tests.helpers.on_ranks import Clusters
 
 PLAN = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
 SECOND = {"encoder.layers.1.linear1": "column", "encoder.layers.1.linear2": "row"}

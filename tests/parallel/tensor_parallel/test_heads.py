@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import FusedAttention, vectors
-from tests.helpers.on_ranks import Clusters
 
 
 class SplitAttention(nn.Module):

@@ -22,7 +22,7 @@ from minidist.parallel.tensor_parallel.operators import (
     scatter_sequence,
     split_to_ranks,
 )
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 
 B, T, D = 2, 6, 5
 """Rows, tokens (which 1, 2 and 3 ranks divide) and features (which they do not)."""

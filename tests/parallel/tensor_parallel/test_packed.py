@@ -12,8 +12,8 @@ from torch.nn import functional
 import minidist as md
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 
 PARSE = md.Layout.parse
 

@@ -13,9 +13,9 @@ import minidist as md
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import HUGGING_FACE, FusedAttention, Logits, hugging_face, images, tokens
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.tensor_parallel.test_encoder_layers import Classifier
 from tests.parallel.tensor_parallel.test_heads import Blocks
 

@@ -23,9 +23,10 @@ from minidist.parallel.tensor_parallel.vocabulary import (
     vocabulary_of,
 )
 from minidist.parallel.training.activation_memory import ActivationCounter
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.contract import Fault, instead_of, patched
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 from tests.helpers.step_bytes import bytes_per_pass
 

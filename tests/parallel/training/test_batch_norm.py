@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
-from tests.helpers.on_ranks import Clusters
 
 
 def clipped(parameters: list[nn.Parameter], sharded: bool = False, norm_type: float = 2.0) -> float:

@@ -22,8 +22,8 @@ from minidist.parallel.training import fp8
 from minidist.plain import gpt, low_precision
 from minidist.scale.memory.estimates import estimate
 from minidist.scale.step_time import predict_step
+from tests.conftest import Clusters
 from tests.helpers import contract, models
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.plain_rungs import ADAMW, EXACT, draw_batches, module_of, small
 
 CASTS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}

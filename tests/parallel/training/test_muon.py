@@ -21,9 +21,9 @@ from minidist.parallel.sharding.units.gathered_model import named_shards
 from minidist.parallel.training import muon
 from minidist.scale.step_time.gradient_exchange import PRODUCTS
 from minidist.scale.step_time.prediction import predict_step
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.models import Logits, tokens
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES, own_loop
 
 MUON = partial(md.Muon, lr=0.05, weight_decay=0.1)

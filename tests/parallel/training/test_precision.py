@@ -13,8 +13,8 @@ import minidist as md
 from minidist import comm
 from minidist.model import MLP, accuracy
 from minidist.parallel.training.precision import LossScale, Precision
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

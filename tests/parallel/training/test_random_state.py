@@ -15,8 +15,8 @@ from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training.recompute import recompute
+from tests.conftest import Clusters
 from tests.helpers import models
-from tests.helpers.on_ranks import Clusters
 
 VOCABULARY, TOKENS = 11, 8
 

@@ -17,9 +17,9 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.recompute_policies import POLICIES
 from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.recompute import recompute, recompute_by, recomputed_in, recomputes
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import gpt, tokens
-from tests.helpers.on_ranks import Clusters
 from tests.helpers.refusals import refuses
 
 PARTS = {

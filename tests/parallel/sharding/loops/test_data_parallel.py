@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist import comm
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES
 

@@ -22,9 +22,10 @@ from minidist.parallel.sharding.optimizer import memory_source as shard_offload
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.sharding.units import collective_order, cut_into_units
 from minidist.parallel.sharding.units import units as shard_units
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.activations import Live
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
     CASES,
     SGD,

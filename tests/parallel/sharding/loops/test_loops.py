@@ -15,8 +15,9 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.training import clipping
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES, check_loop, in_a_loop, own_loop
 
 CASE = CASES["unused"]

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import minidist as md
-from tests.helpers.on_ranks import Clusters, on_ranks
+from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from tests.helpers.on_ranks import Clusters
+from tests.conftest import Clusters
 from tests.parallel.sharding.cases import ALL, in_groups
 
 GROUPED = replace(ALL["unused"], optimizer=in_groups)

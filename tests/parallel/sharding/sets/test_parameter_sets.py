@@ -15,8 +15,8 @@ from minidist.parallel.contract.residency import ROWS
 from minidist.parallel.flat.buckets import GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.share_model import share_model
+from tests.conftest import Clusters
 from tests.helpers.contract import ADAMW, own_rows
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.experts.test_expert_layouts import CASE, gpt
 
 RANKS, F64 = 4, 8

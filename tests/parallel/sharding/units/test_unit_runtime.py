@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import SGD, check_loop, mixture, seeded, vectors
 
 

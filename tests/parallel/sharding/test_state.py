@@ -19,9 +19,9 @@ from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.optimizer import optimizer_slices
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.precision import Precision
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import Calls
-from tests.helpers.on_ranks import Clusters
 from tests.parallel.sharding.cases import CASES, OPTIM, SMALL, to_update
 from tests.parallel.sharding.optimizer.test_parameter_groups import CASES as GROUPS
 from tests.parallel.sharding.optimizer.test_parameter_groups import GROUPED
