@@ -35,10 +35,8 @@ EVERY = 4
 
 
 def assert_same(found: nn.Module, expected: nn.Module) -> None:
-    for (name, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(
-            value, other, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    values, wanted = (dict(each.named_parameters()) for each in (found, expected))
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-12)
 
 
 def assert_replayed(

@@ -276,8 +276,7 @@ def test_a_worker_that_dies_does_not_stop_the_others(
         assert report.pushes == {rank: 2 if rank == 3 else STEPS for rank in range(servers, 5)}
         assert max(report.staleness) <= (100 if bound is None else bound)
     for _, state in results:
-        for name, value in results[0][1].items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+        torch.testing.assert_close(state, results[0][1], rtol=0, atol=0)
 
 
 def test_bound_0_goes_on_with_the_rows_that_are_left(mortal: md.Cluster) -> None:
@@ -288,8 +287,7 @@ def test_bound_0_goes_on_with_the_rows_that_are_left(mortal: md.Cluster) -> None
     batches = [(x[:rows], y[:rows]) for (x, y), rows in zip(drawn, left, strict=True)]
     contract.plain_steps(model, SGD(model.parameters()), batches, contract.of_outputs(md.cross_entropy))
     for result in results[:4]:
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(result[1][name], value, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(result[1], model.state_dict(), rtol=1e-10, atol=1e-10)
 
 
 def test_a_server_outlives_all_its_workers(mortal: md.Cluster) -> None:

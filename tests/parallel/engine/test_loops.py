@@ -69,8 +69,7 @@ def plain_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
 
 
 def same(found: Mapping[str, Tensor], expected: nn.Module) -> None:
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(dict(found), dict(expected.state_dict()), **CLOSE)
 
 
 # Weights that are edited between steps.

@@ -415,14 +415,10 @@ def calls_torch(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(outputs, targets)
 
 
-class Uncopied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.map, self.rows = nn.Linear(8, 8).double(), (each for each in "abc")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.map(x)
+def uncopied() -> nn.Module:
+    model = Calls(net(), lambda inner, x: inner(x))
+    model.rows = (each for each in "abc")
+    return model
 
 
 def draws() -> nn.Module:
@@ -434,7 +430,7 @@ def draws() -> nn.Module:
     ("model", "loss", "told"),
     [
         (net, calls_torch, "it calls torch.distributed itself"),
-        (Uncopied, functional.mse_loss, "the model cannot be copied: cannot pickle 'generator' object"),
+        (uncopied, functional.mse_loss, "the model cannot be copied: cannot pickle 'generator' object"),
         (draws, functional.mse_loss, "cannot be switched off: torch's binomial"),
         (net, Elsewhere, "the loss reads the parameters of the engine's model"),
     ],

@@ -97,8 +97,7 @@ GANS = [
 def compare(found: list[list[dict[str, Tensor]]], expected: tuple[nn.Module, nn.Module]) -> None:
     for of_rank in found:
         for state, model in zip(of_rank, expected, strict=True):
-            for name, value in model.state_dict().items():
-                torch.testing.assert_close(state[name], value, **CLOSE)
+            torch.testing.assert_close(state, dict(model.state_dict()), **CLOSE)
 
 
 @pytest.mark.parametrize(("layout", "penalty", "freezes", "rehearse"), GANS)

@@ -85,8 +85,8 @@ def test_a_model_whose_engine_is_gone_is_free(cluster_of: Clusters, first: int) 
         train(again, range(2, 4))
         reference, loss = net(), of_outputs(nn.functional.cross_entropy)
         plain_steps(reference, SGD(reference.parameters()), map(batch, range(4)), loss)
-        for name, value in again.full_state_dict().items():
-            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-12, atol=1e-12)
+        state = again.full_state_dict()
+        torch.testing.assert_close(state, dict(reference.state_dict()), rtol=1e-12, atol=1e-12)
 
     for second in range(4):
         cluster_of(2).run(check, second)

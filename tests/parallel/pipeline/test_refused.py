@@ -136,10 +136,7 @@ def test_the_legend_tells_the_chunks_apart(tmp_path: Path) -> None:
     assert box.y1 <= axes.get_figure().bbox.y1
 
 
-def stage() -> nn.Module:
-    return nn.Linear(2, 2)
-
-
+stage = partial(nn.Linear, 2, 2)
 DIFFER: dict[str, tuple[Callable[[int], Any], str]] = {
     "micro-batches": (
         lambda rank: Pipeline(stage(), micro_batches=2 + rank),

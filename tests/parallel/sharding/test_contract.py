@@ -37,8 +37,8 @@ from tests.parallel.sharding.cases import (
     OPTIM,
     OPTIMIZERS,
     SMALL,
-    Matrices,
     Mixed,
+    matrices,
     seeded,
 )
 from tests.parallel.sharding.optimizer import test_parameter_groups as grouped
@@ -108,7 +108,7 @@ def test_every_optimizer_equals_one_process(cluster_of: Clusters, zero: int, opt
     else:
         case, ranks = replace(CASES["mlp"], optimizer=OPTIMIZERS[optimizer]), 3
     if optimizer == "Muon":
-        case = replace(case, model=seeded(Matrices))
+        case = replace(case, model=seeded(matrices))
     contract.check(cluster_of, case, md.Layout(dp=ranks, zero=zero))
 
 

@@ -97,17 +97,16 @@ def test_a_loop_of_ones_own_clips(
     check_loop(cluster_of(ranks), CASE.model, partial(loop, clip=clip), sgd, stage)
 
 
+@contract.instead_of(clipping, "global_norm")
+def of_own_shards(norm: Any, gradients: Any, _: bool, *rest: Any) -> float:
+    return norm(gradients, False, *rest)
+
+
 def test_a_norm_of_a_ranks_own_shards_is_caught(cluster_of: Clusters) -> None:
     """A planted fault."""
-
-    def alone(*arguments: Any) -> list[float]:
-        with pytest.MonkeyPatch.context() as patch:
-            norm = clipping.global_norm
-            patch.setattr(clipping, "global_norm", lambda grads, _, *rest: norm(grads, False, *rest))
-            return loop(*arguments, clip=(0.5, 2.0))
-
+    wrong = partial(contract.with_fault, of_own_shards, partial(loop, clip=(0.5, 2.0)))
     with pytest.raises((AssertionError, md.RankError), match="not close"):
-        check_loop(cluster_of(2), CASE.model, alone, sgd)
+        check_loop(cluster_of(2), CASE.model, wrong, sgd)
 
 
 @on_ranks(2, zero=[1, 2, 3], dtype=[torch.bfloat16, torch.float16])

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from tests.conftest import Clusters
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
-
-both_stages = pytest.mark.parametrize("stage", [1, 2])
 
 
 @on_ranks(1, 3, stage=[1, 2])
@@ -206,7 +204,7 @@ def test_parameters_that_are_added_thawed_and_scheduled(stage: int) -> None:
         same_state(zero.state_dict(), plain.state_dict())
 
 
-@both_stages
+@pytest.mark.parametrize("stage", [1, 2])
 def test_who_replaces_an_optimizer_is_rid_of_it_at_once(stage: int) -> None:
     """As a notebook's cell that runs again does: the old hooks must not take the new gradients."""
     weight = nn.Parameter(torch.tensor([1.0]))
@@ -222,17 +220,9 @@ def test_who_replaces_an_optimizer_is_rid_of_it_at_once(stage: int) -> None:
         gc.enable()
 
 
-def mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
-def engine_of(model: nn.Module, make: Any, zero: int, precision: str = "fp32", **options: Any) -> Any:
-    return md.prepare(model, make, md.Layout(dp=2, zero=zero, precision=precision), mean, **options)
-
-
 @on_ranks(2, zero=[1, 2])
 def test_the_state_of_an_engines_slices_is_refused(zero: int) -> None:
-    engine = engine_of(nn.Linear(2, 2), OPTIM.AdamW, zero)
+    engine = md.prepare(nn.Linear(2, 2), OPTIM.AdamW, md.Layout(dp=2, zero=zero))
     with pytest.raises(RuntimeError, match=r"this rank.s share of the state.*md\.save"):
         engine.optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"md\.load"):

@@ -86,8 +86,7 @@ def test_a_function_may_look_at_the_model(cluster_of: Clusters, master: torch.dt
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     for state in cluster_of(2).run(train):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value)
+        torch.testing.assert_close(state, dict(model.state_dict()))
 
 
 def test_what_cannot_be_mapped_is_refused() -> None:
