@@ -17,7 +17,7 @@ STOPPED, INTERRUPTED = 143, 130
 
 
 class Stopped(SystemExit):
-    """A signal ended the program, and the message says how to go on. If it is not caught, so does Python."""
+    """A signal stops the program; the message says how to go on. Uncaught, it ends Python with `code`."""
 
     def __init__(self, message: str, code: int = STOPPED) -> None:
         super().__init__(code)

@@ -75,7 +75,8 @@ def run(config: TrainConfig, timeout: float | None = None, progress: bool = True
     """
     results: list[TrainResult]
     if config.save is None:
-        return launch(train, config.layout.ranks, (config, progress), timeout)[0]
+        results = launch(train, config.layout.ranks, (config, progress), timeout)
+        return results[0]
     try:
         if started_by() is not None:
             results = launch(train, config.layout.ranks, (config, progress), timeout)

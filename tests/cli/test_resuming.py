@@ -11,8 +11,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ import torch
 import minidist as md
 from minidist.checkpoint import checkpoints, state_dict
 from minidist.cli import resuming
-from minidist.cli.train import TrainConfig, TrainResult, train
+from minidist.cli.train import TrainConfig, TrainResult, run, train
 from minidist.parallel.engine.training_step import Engine
+from tests.conftest import Clusters
 from tests.helpers import warm_python
-from tests.helpers.clocks import HANG
-from tests.helpers.processes import alive, descendants, wait_until_gone
+from tests.helpers.clocks import HANG, until
+from tests.helpers.processes import descendants, wait_until_gone
 
-Clusters = Callable[[int], md.Cluster]
 HERE = Path(__file__).parent.parent
 CONFIG = TrainConfig(steps=14, batch=13, save_every=3, layout=md.Layout(dp=2))
 
@@ -155,14 +154,24 @@ def test_a_folder_of_another_training_is_refused(cluster_of: Clusters, tmp_path:
     config = replace(CONFIG, steps=2, save=str(tmp_path))
     cluster_of(2).run(train, config)
     for other, text in (
-        ({"learning_rate": 0.1}, "learning_rate=0.003, and this one has 0.1"),
-        ({"clip_norm": 1.0}, "clip_norm=None, and this one has 1.0"),
-        ({"layout": md.Layout(dp=2, precision="bf16")}, "precision='fp32', and this one has 'bf16'"),
+        ({"learning_rate": 0.1}, "learning_rate=0.003, and this one has 0.1; give --lr 0.003, or"),
+        ({"batch": 8}, "batch=13, and this one has 8; give --batch 13, or another folder to --save"),
+        ({"clip_norm": 1.0}, "clip_norm=None, and this one has 1.0; leave --clip-norm out, or"),
+        (
+            {"loss": "torch.nn.functional:l1_loss"},
+            "loss=None, and this one has 'torch.nn.functional:l1_loss'",
+        ),
+        (
+            {"layout": md.Layout(dp=2, precision="bf16")},
+            "precision='fp32', and this one has 'bf16'; give --lay",
+        ),
     ):
         for said in cluster_of(2).run(refused, replace(config, **other)):
             assert f"is of a training with {text}" in said
     for said in cluster_of(2).run(refused, replace(config, resume=False)):
         assert "has checkpoints, and the training must not continue from them" in said
+    with pytest.raises(ValueError, match=r"give --batch 13, or another folder to --save$"):
+        run(replace(config, batch=8))  # before ranks start
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("momentum", True), ("sgd", False)])
@@ -195,18 +204,13 @@ def signalled(
 
     everyone: ranks and supervisor are signalled, too, as by a scheduler or by `systemctl stop`.
     """
-    deadline = time.monotonic() + HANG
-    while not checkpoints(str(config.save)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert until(lambda: checkpoints(str(config.save)) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     others = descendants(process.pid)
     for each in (process.pid, *(others if everyone else ())):
         os.kill(each, number)
     out, err = process.communicate(timeout=HANG)
-    while any(alive(each) for each in others):  # those of a killed command end a little later
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(others)  # those of a killed command end a little later
     return out, err
 
 
@@ -237,6 +241,11 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(
     assert cluster_of(2).run(train, config)[0].resumed_at == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"[rank 0] minidist: passed over a checkpoint: {damaged} is missing")
+    damaged = tmp_path / "step-00000004" / "rank-00001.bin"
+    damaged.unlink()
+    told = resuming.how_to_continue(str(tmp_path))
+    assert told == f"step 3 is saved in {tmp_path}; the same command continues from there"
+    assert resuming.how_to_continue(str(tmp_path / "none")).startswith("nothing is saved in ")
 
 
 def test_where_nothing_can_be_saved_is_said_before_the_first_step(
@@ -283,6 +292,7 @@ def test_two_runs_in_one_folder_are_refused(cluster_of: Clusters, tmp_path: Path
     [
         pytest.param(signal.SIGTERM, False, marks=pytest.mark.deep),
         (signal.SIGTERM, True),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.deep),
         pytest.param(signal.SIGKILL, False, marks=pytest.mark.deep),
     ],
 )
@@ -299,7 +309,9 @@ def test_a_stopped_command_goes_on_where_it_was(
         assert process.returncode == 143, err
         check_stopped(cluster_of(2), config, out)
     else:
-        assert process.returncode == -number
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+        step = int(checkpoints(tmp_path / "stopped")[0].name[5:])
+        assert number != signal.SIGINT or f"stopped; step {step} is saved in" in err
         check_resumed(cluster_of(2), config, int(checkpoints(tmp_path / "stopped")[0].name[5:]))
 
 
@@ -311,11 +323,9 @@ def test_a_command_stopped_while_it_starts_says_so(tmp_path: Path, everyone: boo
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + HANG
-    while not (others := descendants(process.pid)):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert until(lambda: descendants(process.pid) or process.poll() is not None)
+    assert process.poll() is None
+    others = descendants(process.pid)
     for each in [*others, process.pid] if everyone else [process.pid]:
         os.kill(each, signal.SIGTERM)
     out, err = process.communicate(timeout=HANG)

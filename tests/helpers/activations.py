@@ -1,19 +1,35 @@
-"""How many bytes a forward pass leaves for the backward pass."""
+"""How many bytes live while operations run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from minidist.parallel.training.activation_memory import ActivationCounter
 
+class Live(TorchDispatchMode):
+    """Tensors that operations make: the bytes alive, at most and now, and elements of the largest."""
 
-def saved_activations(fn: Callable[[], Any], module: nn.Module | None = None) -> int:
-    """Bytes that are kept once `fn`, a forward pass, has returned and its result is still held."""
-    with ActivationCounter(module) as counter:
-        outputs = fn()
-    saved = counter.saved
-    del outputs
-    return saved
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.now = self.largest = 0
+        self._seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            # What the ranks exchange lies in shared memory, which cannot be resized.
+            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage().resizable():
+                self.largest = max(self.largest, tensor.numel())
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._seen.setdefault(reference.cdata, reference)
+        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key in self._seen]
+        self._seen = {
+            k: v for (k, v), each in zip(self._seen.items(), alive, strict=True) if each is not None
+        }
+        self.now = sum(each.nbytes() for each in alive if each is not None)
+        self.most = max(self.most, self.now)
+        return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from minidist.model.loss import cross_entropy
 from minidist.parallel.contract.batch import rows, rows_of
 from minidist.parallel.contract.user_functions import by_parameters
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
+from tests.conftest import Clusters
 
+Fault = Callable[[pytest.MonkeyPatch], None]
 TOLERANCE = 1e-10
 """Float64 holds 16 digits; sums in another order, over a few steps, cost fewer than 6 of them."""
 
@@ -40,6 +43,7 @@ class Case:
     batches: tuple[int, ...] = (12, 13, 7)  # sizes that 2, 3 and 4 ranks do not divide, too
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     clip_norm: float | None = None
+    evaluates: bool = False  # each batch, after its step; that gives a loss more
 
     def global_batches(self) -> list[tuple[Tensor, Tensor]]:
         """The same on every rank and in one process."""
@@ -61,7 +65,8 @@ def train_in_one_process(case: Case) -> Trained:
     model = case.model(0)
     optimizer = by_parameters(case.optimizer, model, {})(model.parameters())
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    trained = plain_steps(model, optimizer, case.global_batches(), of_outputs(case.loss), case.clip_norm)
+    loss, batches = of_outputs(case.loss), case.global_batches()
+    trained = plain_steps(model, optimizer, batches, loss, case.clip_norm, case.evaluates)
     assert any(not torch.equal(start[name], trained.state[name]) for name in start), "nothing was learned"
     return trained
 
@@ -72,6 +77,7 @@ def plain_steps(
     batches: Iterable[Any],
     loss: Callable[[nn.Module, Any], Tensor],
     clip_norm: float | None = None,
+    evaluates: bool = False,
 ) -> Trained:
     """A step of plain torch for each batch. loss: from the model and a batch to its loss."""
     losses = []
@@ -85,6 +91,9 @@ def plain_steps(
         if routers := balanced_routers(model):
             balance_experts(routers)
         losses.append(float(found.detach()))
+        if evaluates:
+            losses.append(float(loss(model.eval(), batch).detach()))
+            model.train()
     return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
 
 
@@ -98,12 +107,14 @@ def train_on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any] | 
     model = case.model(md.rank())
     given = {"clip_norm": case.clip_norm, **(options or {})}
     engine = md.prepare(model, case.optimizer, layout, loss=case.loss, **given)
-    return steps(engine, case.global_batches())
+    return steps(engine, case.global_batches(), case.evaluates)
 
 
-def steps(engine: md.Engine, batches: Iterable[Any]) -> Trained:
+def steps(engine: md.Engine, batches: Iterable[Any], evaluates: bool = False) -> Trained:
     """A step of the engine for each global batch, of which each rank passes its rows."""
-    return Trained([engine.step(own_rows(engine, batch)) for batch in batches], engine.full_state_dict())
+    calls = (engine.step, engine.evaluate) if evaluates else (engine.step,)
+    losses = [call(own_rows(engine, batch)) for batch in batches for call in calls]
+    return Trained(losses, engine.full_state_dict())
 
 
 def own_rows(engine: md.Engine, batch: Any) -> Any:
@@ -112,18 +123,81 @@ def own_rows(engine: md.Engine, batch: Any) -> Any:
     return rows(batch, slice(*(count * (engine.data_rank + i) // engine.data_ranks for i in (0, 1))))
 
 
-def check(cluster: md.Cluster, case: Case, layout: md.Layout, **options: Any) -> None:
+def check(cluster_of: Clusters, case: Case, layout: md.Layout | str, **options: Any) -> None:
     """Fail where any rank's losses or weights differ from one process's. options: of `md.prepare`."""
-    expected = train_in_one_process(case)
-    for trained in cluster.run(train_on_this_rank, case, layout, options):
+    layout, expected = parsed(layout), train_in_one_process(case)
+    for trained in cluster_of(layout.ranks).run(train_on_this_rank, case, layout, options):
         compare(trained, expected)
 
 
-def with_fault(fault: Callable[[pytest.MonkeyPatch], None], function: Callable[..., Any], *given: Any) -> Any:
+def check_catches(
+    cluster_of: Clusters, fault: Fault, case: Case, layout: md.Layout | str, **options: Any
+) -> None:
+    """Fail unless a planted fault shows on the first rank of a layout."""
+    layout, expected = parsed(layout), train_in_one_process(case)
+    first, *_ = cluster_of(layout.ranks).run(with_fault, fault, train_on_this_rank, case, layout, options)
+    with pytest.raises(AssertionError, match=r"not close|not equal"):
+        compare(first, expected)
+
+
+def check_continues(cluster_of: Clusters, folder: Path, case: Case, *layouts: str, **options: Any) -> None:
+    """Fail where a training that changes its layout after each step, by a checkpoint, is not one process's.
+
+    The last layout takes all steps that are left. options: of `md.prepare`; a plan only goes with tp.
+    """
+
+    def go_on(layout: md.Layout, steps_before: int) -> Trained:
+        own = {key: value for key, value in options.items() if key != "plan" or layout.tp > 1}
+        model = case.model(md.rank() + 10 * steps_before)
+        engine = md.prepare(model, case.optimizer, layout, loss=case.loss, clip_norm=case.clip_norm, **own)
+        if steps_before:
+            md.load(engine, folder, latest=True)
+        last = None if steps_before + 1 == len(layouts) else steps_before + 1
+        trained = steps(engine, case.global_batches()[steps_before:last])
+        md.save(engine, folder, step=steps_before + 1)
+        return trained
+
+    expected = train_in_one_process(case)
+    for number, layout in enumerate(map(parsed, layouts)):
+        found = cluster_of(layout.ranks).run(go_on, layout, number)
+        for trained in found:
+            left = expected.losses[number:][: len(trained.losses)]
+            torch.testing.assert_close(trained.losses, left, rtol=TOLERANCE, atol=TOLERANCE)
+    for trained in found:
+        compare(trained, Trained(expected.losses[len(layouts) - 1 :], expected.state))
+
+
+def parsed(layout: md.Layout | str) -> md.Layout:
+    return md.Layout.parse(layout) if isinstance(layout, str) else layout
+
+
+def with_fault(fault: Fault, function: Callable[..., Any], *given: Any) -> Any:
     """What a function gives on a rank while a fault is planted there."""
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         return function(*given)
+
+
+def patched(owner: Any, name: str, value: Any, **options: Any) -> Fault:
+    """A fault that is one attribute of a module or class. options: of `setattr`."""
+    return lambda patch: patch.setattr(owner, name, value, **options)
+
+
+def instead_of(owner: Any, name: str, **options: Any) -> Callable[[Callable[..., Any]], Fault]:
+    """Make a fault of a function that is called for an attribute, and gets first what that was."""
+
+    def decorate(wrong: Callable[..., Any]) -> Fault:
+        def fault(patch: pytest.MonkeyPatch) -> None:
+            right = getattr(owner, name)
+            patch.setattr(owner, name, lambda *given, **more: wrong(right, *given, **more), **options)
+
+        return fault
+
+    return decorate
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What a patched function does that does not do its work."""
 
 
 def compare(actual: Trained, expected: Trained) -> None:

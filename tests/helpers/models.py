@@ -6,6 +6,7 @@ these models are skipped where it is not installed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ def tokens(
 
 
 def vectors(
-    generator: torch.Generator, count: int, width: int = 6, classes: int = 3
+    generator: torch.Generator, count: int, *, width: int = 6, length: int | None = None, classes: int = 3
 ) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    """Rows of one vector, or of so many, and a class for each row."""
+    shape = (count, width) if length is None else (count, length, width)
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
     return inputs, torch.randint(0, classes, (count,), generator=generator)
 
 
@@ -44,6 +47,40 @@ def gpt(seed: int = 0, **changes: Any) -> GPT:
 
 def mlp(seed: int, sizes: tuple[int, ...] = (6, 5, 3)) -> MLP:
     return MLP(sizes, seed=seed, dtype=torch.float64)
+
+
+class Chain(nn.Module):
+    """Layers in a list, each called with what the one before gave."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Calls(nn.Module):
+    """Calls a function with what is inside and the model's arguments."""
+
+    def __init__(self, inner: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(self.inner, *given)
+
+
+def seeded(build: Callable[[], nn.Module], dtype: torch.dtype | None = torch.float64) -> Callable[[int], Any]:
+    """From a seed to what `build` makes with it, in `dtype`, or as it is for None."""
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return build().to(dtype) if dtype else build()
+
+    return make
 
 
 class FusedAttention(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -15,23 +15,24 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
+from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.contract.memory_report import Memory
 from minidist.parallel.flat.buckets import Done, GradientComm
 from minidist.parallel.sharding.sets.parameter_set import ParameterSet
 from minidist.parallel.sharding.units.unit_runtime import UnitRuntime
 from minidist.parallel.training import clipping
-from minidist.parallel.training.clipping import global_norm
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import tokens
+from tests.helpers.refusals import refuses
 from tests.parallel.test_layouts import SGD, gpt
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 
 
 def partly_frozen(seed: int) -> nn.Module:
     """A tied GPT with a frozen matrix and a frozen vector."""
-    model = gpt(seed, 2)
+    model = gpt(seed, layers=2)
     for name in ("layers.1.mlp.up.weight", "layers.2.attention_norm.weight"):
         model.get_parameter(name).requires_grad_(False)
     return model
@@ -60,7 +61,7 @@ def grid() -> Iterator[Any]:
 
 @pytest.mark.parametrize("layout", list(grid()))
 def test_hybrid_layouts_train_to_the_weights_of_one_process(cluster_of: Clusters, layout: md.Layout) -> None:
-    contract.check(cluster_of(layout.ranks), CASE, layout)
+    contract.check(cluster_of, CASE, layout)
 
 
 def deep(*texts: str) -> list[Any]:
@@ -89,7 +90,7 @@ def deep(*texts: str) -> list[Any]:
 def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: str) -> None:
     layout = PARSE(text)
     model = partial(gpt, layers=max(2, layout.pp * layout.chunks - 2))
-    contract.check(cluster_of(layout.ranks), replace(CASE, model=model), layout)
+    contract.check(cluster_of, replace(CASE, model=model), layout)
 
 
 @pytest.mark.parametrize(
@@ -110,42 +111,7 @@ def test_hybrid_sharding_goes_with_the_other_axes(cluster_of: Clusters, text: st
     ],
 )
 def test_secondary_shares_change_no_weight(cluster_of: Clusters, text: str, ranks: int) -> None:
-    layout = PARSE(text)
-    contract.check(cluster_of(layout.ranks), CASE, layout, fully_shard={"secondary": ranks})
-
-
-def train_in_bf16(layout: md.Layout, options: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of a GPT with float32 masters."""
-    model = partly_frozen(md.rank()).float()
-    engine = md.prepare(model, SGD, layout, clip_norm=0.5, fully_shard=options)
-    losses = []
-    for inputs, targets in CASE.global_batches():
-        own = slice(engine.data_rank, None, engine.data_ranks)
-        losses.append(engine.step(inputs[own], targets[own]))
-    return losses, engine.full_state_dict()
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("dp=4,zero=1,shard=2,micro_batches=2", None),
-        ("dp=4,zero=3,shard=2", None),
-        ("dp=4,zero=3,micro_batches=2", {"secondary": 2}),
-        pytest.param("dp=4,zero=2,shard=2,micro_batches=2", None, marks=[pytest.mark.deep]),
-    ],
-)
-def test_half_precision_has_float32_masters(
-    cluster_of: Clusters, text: str, options: dict[str, Any] | None
-) -> None:
-    layout = replace(PARSE(text), precision="bf16")
-    wanted, _ = train_in_bf16(md.Layout(precision="bf16"), None)
-    found = cluster_of(layout.ranks).run(train_in_bf16, layout, options)
-    first = found[0][1]
-    for losses, state in found:
-        # bfloat16 rounds weights and activations to 3 digits.
-        torch.testing.assert_close(losses, wanted, rtol=0.03, atol=0.03)
-        for name, value in state.items():
-            assert torch.equal(value, first[name]), name  # all copies to the last bit
+    contract.check(cluster_of, CASE, text, fully_shard={"secondary": ranks})
 
 
 # Bytes and memory.
@@ -167,7 +133,7 @@ class Counted:
 
 
 def count(layout: md.Layout, options: dict[str, Any] | None = None) -> Counted:
-    engine = md.prepare(gpt(md.rank(), 2), contract.ADAMW, layout, fully_shard=options)
+    engine = md.prepare(gpt(md.rank(), layers=2), contract.ADAMW, layout, fully_shard=options)
     inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), 4, 8)
     for _ in range(2):
         engine.step(inputs, targets)
@@ -188,10 +154,6 @@ def counted(cluster_of: Clusters, layout: md.Layout, secondary: int = 0) -> list
     return cluster_of(layout.ranks).run(count, layout, {"secondary": secondary} if secondary else None)
 
 
-def all_reduce(size: int, ranks: int) -> int:
-    return 2 * (ranks - 1) * size // ranks
-
-
 def neighbours(rank: int, ranks: int) -> tuple[int, ...]:
     first = rank // ranks * ranks
     return tuple(range(first, first + ranks))
@@ -209,9 +171,9 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters, zero: int, dp:
         copies = tuple(range(rank % shard, dp, shard))
         assert found.sent == {
             neighbours(rank, shard): (shard - 1) * (found.padded + gathered) // shard,
-            copies: sum(all_reduce(bucket // shard, len(copies)) for bucket in found.buckets),
+            copies: sum(all_reduce_bytes(bucket // shard, len(copies)) for bucket in found.buckets),
             # On how many ranks each parameter was used, and totals.
-            tuple(range(dp)): all_reduce(8 * (found.parameters + (2 if zero == 3 else 3)), dp),
+            tuple(range(dp)): all_reduce_bytes(8 * (found.parameters + (2 if zero == 3 else 3)), dp),
         }
         assert found.formula == sum(found.sent.values())
 
@@ -233,7 +195,7 @@ def test_secondary_shares_leave_one_gather_over_all_owners(
         again = (2 * micro_batches - 1) * found.padded - micro_batches * found.buckets[0]
         assert found.sent[neighbours(rank, ranks)] == (ranks - 1) * again // ranks
         rest = (owners - 1) * found.padded * (1 + micro_batches) // owners
-        tail = all_reduce(8 * (found.parameters + 2), dp)
+        tail = all_reduce_bytes(8 * (found.parameters + 2), dp)
         assert found.sent[neighbours(rank, owners)] == rest + (tail if owners == dp else 0)
         assert found.formula == sum(found.sent.values())
 
@@ -245,7 +207,7 @@ def test_a_rank_holds_as_much_as_one_of_so_few_ranks(
 ) -> None:
     found = counted(cluster_of, md.Layout(dp, zero=zero, shard=shard))
     plain = counted(cluster_of, md.Layout(shard, zero=zero))
-    elements = sum(parameter.numel() for parameter in gpt(0, 2).parameters())
+    elements = sum(parameter.numel() for parameter in gpt(0, layers=2).parameters())
     for rank, each in enumerate(found):
         for part in ("parameters", "gradients", "optimizer"):
             assert getattr(each.memory, part) == getattr(plain[rank % shard].memory, part), part
@@ -264,29 +226,25 @@ def test_secondary_shares_take_an_nth_more(cluster_of: Clusters) -> None:
 # Planted faults.
 
 
-def without_the_sum_over_the_copies(patch: pytest.MonkeyPatch) -> None:
-    start = GradientComm.start
-
-    def wrong(self: GradientComm, collective: Any, *arguments: Any, **options: Any) -> Any:
-        over_copies = self.hybrid is not None and arguments[-1] is self.hybrid[1]
-        return Done(arguments[0]) if over_copies else start(self, collective, *arguments, **options)
-
-    patch.setattr(GradientComm, "start", wrong)
+@contract.instead_of(GradientComm, "start")
+def without_the_sum_over_the_copies(
+    start: Any, self: GradientComm, collective: Any, *arguments: Any, **options: Any
+) -> Any:
+    over_copies = self.hybrid is not None and arguments[-1] is self.hybrid[1]
+    return Done(arguments[0]) if over_copies else start(self, collective, *arguments, **options)
 
 
-def with_every_copys_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(clipping, "global_norm", lambda gradients, sharded, *_: global_norm(gradients, sharded))
+@contract.instead_of(clipping, "global_norm")
+def with_every_copys_norm(norm: Any, gradients: Any, sharded: bool, *_: Any) -> Any:
+    return norm(gradients, sharded)
 
 
-def with_every_copys_norm_on_a_mesh(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParameterSet, "counts_here", True)
+@contract.instead_of(UnitRuntime, "changed")
+def with_stale_secondary_shares(_: Any, self: UnitRuntime) -> None:
+    self.version += 1
 
 
-def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: UnitRuntime) -> None:
-        self.version += 1
-
-    patch.setattr(UnitRuntime, "changed", wrong)
+with_every_copys_norm_on_a_mesh = contract.patched(ParameterSet, "counts_here", True)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +258,10 @@ def with_stale_secondary_shares(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_planted_fault_is_caught(
-    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], text: str, options: dict[str, Any]
+    cluster_of: Clusters, fault: contract.Fault, text: str, options: dict[str, Any]
 ) -> None:
-    train, layout = contract.train_on_this_rank, PARSE(text)
-    for trained in cluster_of(layout.ranks).run(contract.with_fault, fault, train, CASE, layout, options):
+    given = fault, contract.train_on_this_rank, CASE, PARSE(text), options
+    for trained in cluster_of(PARSE(text).ranks).run(contract.with_fault, *given):
         with pytest.raises(AssertionError, match="not close"):
             contract.compare(trained, contract.train_in_one_process(CASE))
 
@@ -311,25 +269,20 @@ def test_a_planted_fault_is_caught(
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("dp=4,shard=2", "shard is 2 with zero=0"),
-        ("dp=6,zero=1,shard=4", "shard is 4, which does not divide the 6 ranks of dp=6 and cp=1"),
-        ("dp=4,tp=2,zero=1,shard=8", "shard is 8, which does not divide the 4 ranks"),
-        ("dp=4,zero=1,shard=-2", "shard is -2, which does not divide"),
-    ],
+test_a_shard_that_fits_no_layout_is_refused = refuses(
+    PARSE,
+    ("dp=4,shard=2", "shard is 2 with zero=0"),
+    ("dp=6,zero=1,shard=4", "shard is 4, which does not divide the 6 ranks of dp=6 and cp=1"),
+    ("dp=4,tp=2,zero=1,shard=8", "shard is 8, which does not divide the 4 ranks"),
+    ("dp=4,zero=1,shard=-2", "shard is -2, which does not divide"),
 )
-def test_a_shard_that_fits_no_layout_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        PARSE(text)
 
 
 @pytest.mark.parametrize("secondary", [0, 1, 3, 4, 2.0, True, "2"])
 def test_secondary_shares_that_fit_no_layout_are_refused(secondary: object) -> None:
     layout = md.Layout(8, zero=3, shard=4)
     with pytest.raises(ValueError, match="and 4 ranks share the parameters; give"):
-        md.prepare(gpt(0, 2), SGD, layout, fully_shard={"secondary": secondary})
+        md.prepare(gpt(0, layers=2), SGD, layout, fully_shard={"secondary": secondary})
 
 
 # What ranks do differently, and what users do between steps.

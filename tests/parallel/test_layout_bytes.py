@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import minidist as md
 from minidist import comm
+from minidist.comm.algorithms.formulas import all_reduce_bytes
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_bytes
 from minidist.parallel.tensor_parallel.shares import share_of
+from tests.conftest import Clusters
 from tests.helpers.models import tokens
 from tests.helpers.step_bytes import bytes_per_pass
 from tests.parallel.test_layouts import SGD, gpt
 
-Clusters = Callable[[int], md.Cluster]
 ROWS, LENGTH, BLOCKS, WIDTH, HEADS, VOCABULARY, F64 = 4, 8, 2, 16, 8, 11, 8
 Sent = tuple[dict[str, int], int, int]
 
 
-def count(layout: md.Layout) -> Sent:
-    """Bytes by axis in the third step; elements and number of this rank's parameters."""
-    engine = md.prepare(gpt(md.rank(), BLOCKS), SGD, layout, clip_norm=0.5)
+def third_step(layout: md.Layout, **options: Any) -> tuple[md.Engine, list[Any]]:
+    """An engine, and the calls of its third step."""
+    engine = md.prepare(gpt(md.rank(), layers=BLOCKS), SGD, layout, **options)
     inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), ROWS, LENGTH)
-    for _ in range(2):
-        engine.step(inputs, targets)
-    with comm.ledger() as ledger:
-        engine.step(inputs, targets)
+    for _ in range(3):
+        with comm.ledger() as ledger:
+            engine.step(inputs, targets)
+    return engine, ledger.calls
+
+
+def count(layout: md.Layout) -> Sent:
+    """Bytes by axis; elements and number of this rank's parameters."""
+    engine, calls = third_step(layout, clip_norm=0.5)
     axes = ("tp", "pp", "cp", "dp_cp")
     names = {engine.mesh.ranks(axis): axis for axis in axes} | {tuple(range(md.size())): "world"}
     sent = Counter(dict.fromkeys(names.values(), 0))
-    for call in ledger.calls:
+    for call in calls:
         sent[names[call.group]] += call.bytes_sent
     parameters = [*engine.model.parameters()]
     return dict(sent), sum(p.numel() for p in parameters), len(parameters)
-
-
-def all_reduce(size: int, ranks: int) -> int:
-    return 2 * (ranks - 1) * size // ranks
 
 
 @pytest.mark.parametrize(
@@ -57,15 +59,15 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
     for rank, (sent, elements, parameters) in enumerate(found):
         # One norm, over all ranks.
         if layout.tp * layout.pp > 1:
-            assert sent["world"] == all_reduce(F64, layout.ranks)
+            assert sent["world"] == all_reduce_bytes(F64, layout.ranks)
 
         # Gradients: a bucket, with counts of use and two totals at its end; with ZeRO in two halves.
         n = layout.dp * layout.cp
         if layout.zero:
             share = -(-elements // n)
-            assert sent["dp_cp"] == 2 * (n - 1) * share * F64 + all_reduce(F64 * (parameters + 3), n)
+            assert sent["dp_cp"] == 2 * (n - 1) * share * F64 + all_reduce_bytes(F64 * (parameters + 3), n)
         else:
-            assert sent["dp_cp"] == all_reduce(F64 * (elements + parameters + 2), n)
+            assert sent["dp_cp"] == all_reduce_bytes(F64 * (elements + parameters + 2), n)
 
         # A pipeline: the stream forward, its gradient back; the loss; the tied table to the other end.
         if layout.pp > 1:
@@ -77,7 +79,7 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
             times = 2 if layout.zero and rank < per_stage else 1
             whether_used = F64
             table_sent = times * table * WIDTH * F64 + whether_used
-            assert sent["pp"] == stream + all_reduce(F64, layout.pp) + table_sent
+            assert sent["pp"] == stream + all_reduce_bytes(F64, layout.pp) + table_sent
 
         # Attention goes round the ring, in each block of this stage.
         if layout.cp > 1:
@@ -92,7 +94,7 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
 
     # Tensor parallelism: over the stages together that of the whole model.
     if layout.tp > 1:
-        shape = gpt(0, BLOCKS).config
+        shape = gpt(0, layers=BLOCKS).config
         rows, passes = ROWS // layout.micro_batches, layout.micro_batches
         one = bytes_per_pass(shape, rows, LENGTH // layout.cp, layout.tp, layout.sequence_parallel, F64)
         for first in range(per_stage):
@@ -101,14 +103,9 @@ def test_every_axis_sends_what_its_formula_says(cluster_of: Clusters, text: str)
 
 def order(layout: md.Layout) -> list[str]:
     """The axes along which a step sends, in order: with a message for each gradient."""
-    engine = md.prepare(gpt(md.rank(), BLOCKS), SGD, layout, data_parallel={"bucket_mb": 0})
-    inputs, targets = tokens(torch.Generator().manual_seed(engine.data_rank), ROWS, LENGTH)
-    for _ in range(2):
-        engine.step(inputs, targets)
-    with comm.ledger() as ledger:
-        engine.step(inputs, targets)
+    engine, calls = third_step(layout, data_parallel={"bucket_mb": 0})
     names = {engine.mesh.ranks(axis): axis for axis in ("pp", "dp_cp")}
-    return [names[call.group] for call in ledger.calls if call.name in ("all_reduce", "send")]
+    return [names[call.group] for call in calls if call.name in ("all_reduce", "send")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

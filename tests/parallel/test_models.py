@@ -8,7 +8,7 @@ run every day.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -20,12 +20,13 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.parallel.engine import step_executor
+from tests.conftest import Clusters
 from tests.helpers.contract import TOLERANCE, Trained, compare, own_rows, plain_steps
 from tests.helpers.models import FusedAttention, hugging_face, images
+from tests.parallel.engine import test_compiled
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "functorch.compile", "torch._inductor.pattern_matcher"]
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 """Its steps grow with the gradients, so that a sum that counts twice shows."""
 
@@ -58,8 +59,7 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        y: Tensor = self.o_proj(self.attend(q, k, v, 0.0).transpose(1, 2).flatten(-2))
-        return y
+        return self.o_proj(self.attend(q, k, v, 0.0).transpose(1, 2).flatten(-2))
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -74,8 +74,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
-        y: Tensor = x + self.mlp(self.norm2(x))
-        return y
+        return x + self.mlp(self.norm2(x))
 
 
 class OwnGPT(nn.Module):
@@ -118,8 +117,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 3, 8, 8) -> (B, 4)
-        y: Tensor = self.fc(self.stages(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
-        return y
+        return self.fc(self.stages(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
 class Encoder(nn.Module):
@@ -133,8 +131,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, 4)
-        y: Tensor = self.head(self.encoder(self.token(tokens), src_key_padding_mask=tokens == 0)[:, 0])
-        return y
+        return self.head(self.encoder(self.token(tokens), src_key_padding_mask=tokens == 0)[:, 0])
 
 
 class TimmViT(nn.Module):
@@ -151,8 +148,7 @@ class TimmViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, 3, 8, 8) -> (B, 4)
         patches = self.patch_embed(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), patches], 1) + self.pos_embed
-        y: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
-        return y
+        return self.head(self.norm(self.blocks(x))[:, 0])
 
 
 # Batches. Padding, ignored labels and classes are drawn anew, so that ranks have other numbers of them.
@@ -250,8 +246,7 @@ def inputs_of(batch: tuple[Any, ...]) -> Any:
 def loss_of(name: str, model: Any, batch: tuple[Any, ...]) -> Tensor:
     loss = MODELS[name].loss
     found = model(**batch[0]).loss if loss is None else loss(model(batch[0]), batch[1])
-    value: Tensor = found[0] if isinstance(found, tuple) else found
-    return value
+    return found[0] if isinstance(found, tuple) else found
 
 
 @cache
@@ -308,11 +303,7 @@ def check(found: list[Any], name: str, layout: str) -> None:
         torch.testing.assert_close(each[1], outputs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[md.Cluster]:
-    """Two ranks with time to compile."""
-    with md.Cluster(2, timeout=200.0) as cluster:
-        yield cluster
+compiling = test_compiled.ranks
 
 
 def cases(layouts: list[str]) -> list[Any]:

@@ -167,9 +167,9 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
     ]
     world.running = [*threads]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:  # Python must not end while they compute: torch's C++ would abort it
@@ -177,7 +177,8 @@ def on_ranks(n: int, run: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank],
             world.stuck = "stopped"
             world.changed.notify_all()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # it has started
+                thread.join()
         raise
     torch.set_num_threads(torch_threads)
     return results, ranks, failed[0] if failed else ""

@@ -59,7 +59,6 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
-        self._kinds: dict[Any, OperationKind] = {}
         self.calls = 0  # operations that were not computed
 
     @classmethod
@@ -115,9 +114,7 @@ class DryTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run or imitate one operation; torch calls this."""
         kwargs = kwargs or {}
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = OperationKind(func)
+        kind = operation_kind(func)
         if kind.is_view:
             return func(*args, **kwargs)
         operands = tensors_in((*args, *kwargs.values()))
@@ -225,6 +222,10 @@ class OperationKind:
     def outputs(self, count: int) -> list[str | None]:
         """For each result the name of the argument that it is; None for a new tensor."""
         return [None] * count if self.gives_list else self._outputs
+
+
+operation_kind = cache(OperationKind)
+"""The kind of an operation, looked up once."""
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

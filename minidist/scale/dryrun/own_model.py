@@ -36,7 +36,7 @@ from minidist.parallel.training.activation_memory import ActivationCounter
 from minidist.parallel.training.muon import Muon, is_hidden
 from minidist.parallel.training.precision import Precision
 from minidist.parallel.training.recompute import recompute_by
-from minidist.scale.dryrun.fake_tensors import DryTensors, OperationKind, tensors_in
+from minidist.scale.dryrun.fake_tensors import DryTensors, operation_kind, tensors_in
 from minidist.scale.dryrun.fake_world import Form
 from minidist.scale.memory.estimates import Estimate
 from minidist.scale.memory.parameter_sizes import Hidden, RankParameters
@@ -303,14 +303,11 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = Computation()
-        self._views: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if func not in self._views:
-            self._views[func] = OperationKind(func).is_view
-        if not self._views[func]:
+        if not operation_kind(func).is_view:
             moved = float(
                 sum(x.numel() * x.element_size() for x in tensors_in((*args, *kwargs.values(), made)))
             )

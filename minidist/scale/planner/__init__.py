@@ -1,6 +1,7 @@
 """Which layout to train a model with: all candidates, ranked by predicted time, and trials of the best.
 
-Predictions combine `memory` and `time`; trials and calibration compare them with real steps.
+Predictions combine `memory/` and `step_time/`; trials compare them with real steps, and so does the suite
+benchmarks/bench_predictions.py for many layouts.
 
 | File | Holds |
 |---|---|
@@ -8,7 +9,6 @@ Predictions combine `memory` and `time`; trials and calibration compare them wit
 | ranking.py | `plan`: those that fit, ranked |
 | plan_report.py | a plan in sentences, a table and JSON |
 | trial.py | real steps of several layouts on this machine |
-| calibration.py | a command that compares many predictions with real steps |
 """
 
 from __future__ import annotations

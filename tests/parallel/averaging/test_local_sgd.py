@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,11 @@ from minidist import comm
 from minidist.model import GPT, config, dataset
 from minidist.model.sampler import Sampler
 from minidist.parallel.averaging.parameter_assignment import deal_parameters
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
 from tests.helpers.outer_steps import ADAMW, AVERAGE, inner_step, replay
-
-Clusters = Callable[[int], md.Cluster]
+from tests.helpers.refusals import refuses
 
 
 def train(case: contract.Case, **options: Any) -> tuple[contract.Trained, list[bool], int]:
@@ -192,21 +191,16 @@ def test_the_end_of_training_averages_what_is_under_way(cluster_of: Clusters) ->
     assert cluster_of(2).run(finish) == [[0.5, 0.5]] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"every": 0}, ValueError, "every is 0; give at least 1, the steps between two averagings"),
-        ({"every": 1.5}, TypeError, r"every is 1.5 \(float\); give an integer, the steps"),
-        ({"warmup": -1}, ValueError, "warmup is -1; give at least 0, the steps at the start"),
-        ({"outer": "nesterov"}, TypeError, "outer is a str; give a function from parameters to an optimizer"),
-        ({"every": 4, "fragments": 5}, ValueError, "every is 4, fragments 5 and delay 0: a fragment starts"),
-        (
-            {"every": 4, "fragments": 2, "delay": 3},
-            ValueError,
-            "every 2 steps; .* and no longer delay than that",
-        ),
-    ],
+test_wrong_arguments = refuses(
+    lambda **given: md.LocalSGD(nn.Linear(1, 1), **given),
+    ({"every": 0}, ValueError, "every is 0; give at least 1, the steps between two averagings"),
+    ({"every": 1.5}, TypeError, r"every is 1.5 \(float\); give an integer, the steps"),
+    ({"warmup": -1}, ValueError, "warmup is -1; give at least 0, the steps at the start"),
+    ({"outer": "nesterov"}, TypeError, "outer is a str; give a function from parameters to an optimizer"),
+    ({"every": 4, "fragments": 5}, ValueError, "every is 4, fragments 5 and delay 0: a fragment starts"),
+    (
+        {"every": 4, "fragments": 2, "delay": 3},
+        ValueError,
+        "every 2 steps; .* and no longer delay than that",
+    ),
 )
-def test_wrong_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.LocalSGD(nn.Linear(1, 1), **options)

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import minidist as md
 from minidist import comm
 from minidist.parallel.averaging.parameter_assignment import deal_parameters
 from minidist.parallel.averaging.serving import ServerReport
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
-from tests.helpers.models import gpt, mlp, tokens, vectors
+from tests.helpers.models import mlp, vectors
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refuses
+from tests.parallel.sharding.cases import CASES
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -34,33 +37,7 @@ def frozen(seed: int) -> nn.Module:
     return model
 
 
-class Odd(nn.Module):
-    """Layers that share a weight, one that few rows go through, one that none does, and a buffer."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.last, self.sometimes, self.never = (nn.Linear(6, 3) for _ in range(3))
-        self.register_buffer("scale", torch.full((3,), 1.0 + seed))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, 0] > 1
-        out: Tensor = self.last(self.second(torch.relu(self.first(x)))) * self.scale
-        if chosen.any():
-            out = out.index_add(0, chosen.nonzero()[:, 0], self.sometimes(x[chosen]))
-        return out
-
-
-CASES = {
-    "mlp": contract.Case(mlp, vectors),
-    "gpt": contract.Case(gpt, tokens),
-    "momentum": contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-    "frozen": contract.Case(frozen, vectors),
-    "odd": contract.Case(Odd, vectors),
-}
+NAMES = "mlp", "gpt", "sgd", "frozen", "tied", "unused", "buffers"
 
 
 def train_on_this_rank(case: contract.Case, servers: int, bound: int | None = 0) -> contract.Trained:
@@ -94,7 +71,7 @@ def check(cluster: md.Cluster, case: contract.Case, servers: int, bound: int | N
 
 @pytest.mark.parametrize(
     ("name", "servers", "workers"),
-    [*((name, 1, 3) for name in CASES), *((name, 2, 2) for name in CASES), ("mlp", 1, 1), ("odd", 2, 3)],
+    [*((name, 1, 3) for name in NAMES), *((name, 2, 2) for name in NAMES), ("mlp", 1, 1), ("unused", 2, 3)],
 )
 def test_bound_0_equals_one_process(cluster_of: Clusters, name: str, servers: int, workers: int) -> None:
     check(cluster_of(servers + workers), CASES[name], servers)
@@ -306,13 +283,10 @@ def test_a_worker_that_dies_does_not_stop_the_others(
 def test_bound_0_goes_on_with_the_rows_that_are_left(mortal: md.Cluster) -> None:
     results = mortal.run(die_in_the_middle, 2, 0, False, (4,))
     model, generator = mlp(0), torch.Generator().manual_seed(3)
-    optimizer = SGD(model.parameters())
-    for number in range(STEPS):
-        inputs, targets = vectors(generator, BATCH)
-        left = BATCH if number < 2 else 10  # the last of three workers has rows 10 to 14
-        optimizer.zero_grad()
-        md.cross_entropy(model(inputs[:left]), targets[:left]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    drawn = [vectors(generator, BATCH) for _ in range(STEPS)]
+    left = [BATCH] * 2 + [10] * (STEPS - 2)  # the last of three workers has rows 10 to 14
+    batches = [(x[:rows], y[:rows]) for (x, y), rows in zip(drawn, left, strict=True)]
+    contract.plain_steps(model, SGD(model.parameters()), batches, contract.of_outputs(md.cross_entropy))
     for result in results[:4]:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(result[1][name], value, rtol=1e-10, atol=1e-10)
@@ -370,48 +344,39 @@ def test_workers_killed_at_random_moments(mortal: md.Cluster) -> None:
         assert [result for rank, result in enumerate(results[2:], 2) if rank != victim] == [()] * 2
 
 
-def test_calls_at_the_wrong_place_are_told(cluster_of: Clusters) -> None:
-    def work() -> None:
-        server = md.ParameterServer(mlp(0), SGD)
-        if server.is_server:
-            with pytest.raises(
-                RuntimeError, match=r"pull was called on rank 0, which serves; call serve\(\)"
-            ):
-                server.pull()
-            server.serve()
-            with pytest.raises(RuntimeError, match="serve was called a second time"):
-                server.serve()
-            return
-        with pytest.raises(RuntimeError, match="serve was called on rank 1, which works"):
-            server.serve()
-        with pytest.raises(RuntimeError, match="push was called without a pull before it"):
-            server.push(1)
-        server.pull()
-        for wrong, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
-            with pytest.raises(kind, match=f"rows is {wrong}"):
-                server.push(wrong)  # type: ignore[arg-type]
-        step(server)
-        with pytest.raises(RuntimeError, match="push was called without a pull before it"):
-            server.push(1)
-        server.done()
-        with pytest.raises(RuntimeError, match="pull was called after done"):
+@on_ranks(2)
+def test_calls_at_the_wrong_place_are_told() -> None:
+    server = md.ParameterServer(mlp(0), SGD)
+    if server.is_server:
+        with pytest.raises(RuntimeError, match=r"pull was called on rank 0, which serves; call serve\(\)"):
             server.pull()
+        server.serve()
+        with pytest.raises(RuntimeError, match="serve was called a second time"):
+            server.serve()
+        return
+    with pytest.raises(RuntimeError, match="serve was called on rank 1, which works"):
+        server.serve()
+    with pytest.raises(RuntimeError, match="push was called without a pull before it"):
+        server.push(1)
+    server.pull()
+    for wrong, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match=f"rows is {wrong}"):
+            server.push(wrong)  # type: ignore[arg-type]
+    step(server)
+    with pytest.raises(RuntimeError, match="push was called without a pull before it"):
+        server.push(1)
+    server.done()
+    with pytest.raises(RuntimeError, match="pull was called after done"):
+        server.pull()
 
-    cluster_of(2).run(work)
 
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"model": print}, TypeError, "model is a builtin_function_or_method; give a torch.nn.Module"),
-        ({"optimizer": 3}, TypeError, "optimizer is a int; give a function from parameters"),
-        ({"servers": 0}, ValueError, "servers is 0; give at least 1"),
-        ({"servers": True}, TypeError, "servers is True \\(bool\\); give an integer"),
-        ({"max_staleness": -1}, ValueError, "max_staleness is -1; give at least 0, or None for no bound"),
-        ({"max_staleness": 1.5}, TypeError, r"max_staleness is 1.5 \(float\); give an integer, or None for"),
-        ({}, ValueError, "servers is 1, but the world has 1 ranks; start at least 2"),
-    ],
+test_wrong_arguments = refuses(
+    lambda **given: md.ParameterServer(**{"model": mlp(0), "optimizer": SGD, **given}),
+    ({"model": print}, TypeError, "model is a builtin_function_or_method; give a torch.nn.Module"),
+    ({"optimizer": 3}, TypeError, "optimizer is a int; give a function from parameters"),
+    ({"servers": 0}, ValueError, "servers is 0; give at least 1"),
+    ({"servers": True}, TypeError, "servers is True \\(bool\\); give an integer"),
+    ({"max_staleness": -1}, ValueError, "max_staleness is -1; give at least 0, or None for no bound"),
+    ({"max_staleness": 1.5}, TypeError, r"max_staleness is 1.5 \(float\); give an integer, or None for"),
+    ({}, ValueError, "servers is 1, but the world has 1 ranks; start at least 2"),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.ParameterServer(**{"model": mlp(0), "optimizer": SGD, **arguments})

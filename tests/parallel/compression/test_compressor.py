@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,26 +11,19 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
-from minidist.model import MLP
 from minidist.parallel.compression import by_name
 from minidist.parallel.compression.compressor import Cast, Compression
 from minidist.parallel.compression.top_k import largest
-from tests.helpers import contract
+from tests.conftest import Clusters
+from tests.helpers import contract, models
+from tests.helpers.refusals import refuses
 from tests.helpers.step_bytes import bytes_of_a_step
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def vectors(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 20, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 12, (count,), generator=generator)
-
-
-def mlp(seed: int) -> nn.Module:
-    return MLP((20, 16, 12), seed=seed, dtype=torch.float64)
-
-
+vectors = partial(models.vectors, width=20, classes=12)
+mlp = partial(models.mlp, sizes=(20, 16, 12))
 CASE = contract.Case(mlp, vectors, SGD)
 
 
@@ -43,7 +35,7 @@ def test_exact_where_nothing_is_left_out(
     cluster_of: Clusters, compression: Compression, options: dict[str, Any], ranks: int
 ) -> None:
     options = {**options, "compression": compression}
-    contract.check(cluster_of(ranks), CASE, md.Layout(dp=ranks), data_parallel=options)
+    contract.check(cluster_of, CASE, md.Layout(dp=ranks), data_parallel=options)
 
 
 @pytest.mark.parametrize("warm_start", [True, False])
@@ -225,27 +217,17 @@ def test_the_largest_are_found(count: int, kind: str) -> None:
     torch.testing.assert_close(x[places].sort(descending=True).values, wanted, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("compression", "error", "text"),
-    [
-        ("float61", ValueError, "unknown compression 'float61': did you mean 'float16'"),
-        (16, TypeError, r"compression is 16; give one of float16, .*, an object such as TopK\(0.01\)"),
-    ],
+test_wrong_compressions = refuses(
+    lambda given: md.DataParallel(nn.Linear(1, 1), compression=given),
+    ("float61", ValueError, "unknown compression 'float61': did you mean 'float16'"),
+    (16, TypeError, r"compression is 16; give one of float16, .*, an object such as TopK\(0.01\)"),
 )
-def test_wrong_compressions(compression: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.DataParallel(nn.Linear(1, 1), compression=compression)
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: md.TopK(0), "ratio is 0; give a share"),
-        (lambda: md.TopK(1.1), "ratio is 1.1; give a share"),
-        (lambda: md.PowerSGD(0), "rank is 0; give at least 1, the columns of a factor"),
-        (lambda: Cast(torch.float32), "dtype is torch.float32; give torch.float16"),
-    ],
+test_wrong_options = refuses(
+    lambda make: make(),
+    (lambda: md.TopK(0), "ratio is 0; give a share"),
+    (lambda: md.TopK(1.1), "ratio is 1.1; give a share"),
+    (lambda: md.PowerSGD(0), "rank is 0; give at least 1, the columns of a factor"),
+    (lambda: Cast(torch.float32), "dtype is torch.float32; give torch.float16"),
 )
-def test_wrong_options(make: Callable[[], Compression], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make()

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
 from minidist import comm, kernels
-from minidist.comm.transport.shared_memory import STAGE
 from minidist.parallel.context_parallel import attention_in_a_ring as context_parallel
 from minidist.parallel.context_parallel import blockwise_attention, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import ring_attention, ring_bytes
 from minidist.parallel.training.activation_memory import ActivationCounter
-from tests.helpers.contract import with_fault
+from tests.conftest import Clusters
+from tests.helpers.activations import Live
+from tests.helpers.contract import instead_of, with_fault
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 """Float64 holds 16 digits, and the longest sums here have some tens of terms."""
 LENGTHS = (1, 2, 3, 5, 8, 29)  # fewer than a chunk for each rank, too
@@ -101,7 +100,8 @@ def test_every_position_is_somebodys_and_every_pair_is_computed_once(ranks: int)
 # Exact.
 
 
-def check_all() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_it_is_full_attention_forward_and_backward() -> None:
     for length, heads, causal, tile in CASES:
         inputs = drawn(length, *heads)
         expected = own(in_full(inputs, causal))
@@ -109,19 +109,10 @@ def check_all() -> None:
             torch.testing.assert_close(actual, wanted, **EXACT)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: int) -> None:
-    cluster_of(ranks).run(check_all)
-
-
-def seen_too_much(patch: pytest.MonkeyPatch) -> None:
+@instead_of(zigzag_order, "sight")
+def seen_too_much(sight: Any, length: int, ranks: int, rank: int, owner: int, causal: bool) -> Any:
     """A fault: queries see the late chunk of the ranks before, too."""
-    right = zigzag_order.sight
-
-    def wrong(length: int, ranks: int, rank: int, owner: int, causal: bool) -> zigzag_order.Sight:
-        return right(length, ranks, rank, owner, causal and owner >= rank)
-
-    patch.setattr(zigzag_order, "sight", wrong)
+    return sight(length, ranks, rank, owner, causal and owner >= rank)
 
 
 def test_a_wrong_mask_is_seen(cluster_of: Clusters) -> None:
@@ -247,35 +238,6 @@ def test_the_work_is_balanced_and_what_the_mask_leaves_out_is_not_done(
     assert cluster_of(ranks).run(flops, False) == [(2 * pair * 4 * ranks, 5 * pair * 4 * ranks)] * ranks
 
 
-class Live(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any operation gave, and bytes that live at one time."""
-
-    largest = now = peak = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders: dict[int, int] = {}  # of each storage, by its address
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(each, Tensor):
-                self.largest = max(self.largest, each.numel())
-                storage = each.untyped_storage()
-                if STAGE <= storage.nbytes() < STAGE + 4096:
-                    continue  # through which the ranks of a host talk; made once
-                place, size = storage.data_ptr(), storage.nbytes()
-                self.hold(place, size, 1)
-                weakref.finalize(each, self.hold, place, size, -1)
-        return found
-
-    def hold(self, place: int, size: int, count: int) -> None:
-        before = self.holders.get(place, 0)
-        self.holders[place] = before + count
-        self.now += size * ((before + count > 0) - (before > 0))
-        self.peak = max(self.peak, self.now)
-
-
 def held(length: int, tile: int) -> tuple[int, int, int]:
     """Elements of the largest tensor, bytes at the peak, and bytes kept for the backward pass."""
     q, k, v, gradient = (x.requires_grad_() for x in own(drawn(length, batch=1)))
@@ -283,7 +245,7 @@ def held(length: int, tile: int) -> tuple[int, int, int]:
         result = ring_attention(q, k, v, length=length, tile=tile)
         kept = counter.saved
         torch.autograd.grad(result, (q, k, v), gradient)
-    return live.largest, live.peak, kept
+    return live.largest, live.most, kept
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -298,40 +260,25 @@ def test_what_a_rank_holds_is_its_share(cluster_of: Clusters, ranks: int) -> Non
         assert largest * 8 < peak < (4 * tile + 25 * width) * heads * share * 8
 
 
-@contextmanager
-def recorded(events: list[str]) -> Iterator[None]:
-    """Notes when blocks are sent, waited for and computed."""
-    add, pass_on = blockwise_attention.OnlineSoftmax.add, context_parallel._Ring.pass_on
-
-    def noted_add(self: Any, *args: Any) -> None:
-        events.append("compute")
-        add(self, *args)
-
-    def noted_pass_on(self: Any, *args: Any, **options: Any) -> list[Any]:
-        events.append("launch")
-        works = pass_on(self, *args, **options)
-
-        class Noted:
-            def wait(self) -> None:
-                events.append("wait")
-                for work in works:
-                    work.wait()
-
-        return [Noted()]
-
-    blockwise_attention.OnlineSoftmax.add = noted_add  # type: ignore[method-assign]
-    context_parallel._Ring.pass_on = noted_pass_on  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        blockwise_attention.OnlineSoftmax.add = add  # type: ignore[method-assign]
-        context_parallel._Ring.pass_on = pass_on  # type: ignore[method-assign]
-
-
 def order() -> list[str]:
+    """When blocks are sent, waited for and computed."""
     events: list[str] = []
+
+    @instead_of(blockwise_attention.OnlineSoftmax, "add")
+    def noted_add(add: Any, *given: Any) -> None:
+        events.append("compute")
+        add(*given)
+
+    @instead_of(context_parallel._Ring, "pass_on")
+    def noted_pass_on(pass_on: Any, *given: Any, **options: Any) -> list[Any]:
+        events.append("launch")
+        works = pass_on(*given, **options)
+        return [SimpleNamespace(wait=lambda: (events.append("wait"), [work.wait() for work in works]))]
+
     q, k, v, _ = own(drawn(12))
-    with recorded(events):
+    with pytest.MonkeyPatch.context() as patch:
+        noted_add(patch)
+        noted_pass_on(patch)
         ring_attention(q, k, v, length=12)
     return events
 
@@ -344,19 +291,14 @@ def test_the_next_block_is_on_its_way_while_this_one_is_computed(cluster_of: Clu
 # Mistakes.
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((2, 4, 6), (2, 4, 6), (2, 4, 6)), r"give q \(B, H, T, D\)"),
-        (((2, 4, 6, 5), (2, 4, 7, 5), (2, 4, 7, 5)), r"q is \(2, 4, 6, 5\), k \(2, 4, 7, 5\)"),
-        (((2, 4, 6, 5), (2, 4, 6, 5), (2, 4, 6, 4)), "give q"),
-        (((2, 4, 6, 5), (2, 4, 6, 4), (2, 4, 6, 4)), "one width"),
-        (((2, 4, 6, 5), (2, 3, 6, 5), (2, 3, 6, 5)), "has to divide"),
-    ],
+test_shapes_that_do_not_fit_are_refused = refuses(
+    lambda shapes: ring_attention(*map(torch.zeros, shapes)),
+    (((2, 4, 6), (2, 4, 6), (2, 4, 6)), r"give q \(B, H, T, D\)"),
+    (((2, 4, 6, 5), (2, 4, 7, 5), (2, 4, 7, 5)), r"q is \(2, 4, 6, 5\), k \(2, 4, 7, 5\)"),
+    (((2, 4, 6, 5), (2, 4, 6, 5), (2, 4, 6, 4)), "give q"),
+    (((2, 4, 6, 5), (2, 4, 6, 4), (2, 4, 6, 4)), "one width"),
+    (((2, 4, 6, 5), (2, 3, 6, 5), (2, 3, 6, 5)), "has to divide"),
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ring_attention(*map(torch.zeros, shapes))
 
 
 def test_other_mistakes_are_refused(cluster_of: Clusters) -> None:

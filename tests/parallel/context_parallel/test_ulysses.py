@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from minidist.parallel.context_parallel import ulysses, zigzag_order
 from minidist.parallel.context_parallel.attention_in_a_ring import TILE, TOLD
 from minidist.parallel.context_parallel.ulysses import ulysses_attention
 from minidist.scale.step_time.layer_work import RING_TILE, LayerWork
-from tests.helpers.contract import with_fault
+from tests.conftest import Clusters
+from tests.helpers.contract import patched, with_fault
 from tests.helpers.models import hugging_face
 from tests.parallel.context_parallel.test_ring_attention import EXACT, drawn, in_full, own
 
-Clusters = Callable[[int], md.Cluster]
 CASES = [
     (length, heads, causal)
     for length in (1, 3, 8, 29)
@@ -52,19 +51,17 @@ def test_it_is_full_attention_forward_and_backward(cluster_of: Clusters, ranks: 
     cluster_of(ranks).run(check_all, trading)
 
 
-def in_arrival_order(patch: pytest.MonkeyPatch) -> None:
+class InArrivalOrder:
     """A fault: positions stay in the order in which the ranks sent them, so the mask hides others."""
-    order = type(
-        "Plain",
-        (),
-        {"positions": lambda length, ranks, rank: torch.arange(zigzag_order.size(length, ranks, rank))},
-    )
-    patch.setattr(ulysses, "zigzag_order", order)
+
+    @staticmethod
+    def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
+        return torch.arange(zigzag_order.size(length, ranks, rank))
 
 
 def test_positions_out_of_order_are_seen(cluster_of: Clusters) -> None:
     with pytest.raises(md.RankError, match="Tensor-likes are not close"):
-        cluster_of(2).run(with_fault, in_arrival_order, check_all, 2)
+        cluster_of(2).run(with_fault, patched(ulysses, "zigzag_order", InArrivalOrder), check_all, 2)
 
 
 def forward_products(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from minidist.model import MLP
 from minidist.parallel.contract.memory_report import Memory, Storages, memory_of, size
 from minidist.parallel.contract.strategy import ResidentTensors
 from minidist.parallel.sharding.sharded import Sharded
-from tests.helpers.contract import with_fault
+from tests.conftest import Clusters
+from tests.helpers.contract import Fault, instead_of, patched, with_fault
 
-Clusters = Callable[[int], md.Cluster]
 ADAM = partial(torch.optim.Adam, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -87,8 +88,7 @@ class Parts(nn.Module):
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.relu(self.first(self.frozen(x)))) * self.scale
-        return out
+        return self.second(torch.relu(self.first(self.frozen(x)))) * self.scale
 
 
 def trained(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> md.Engine:
@@ -132,28 +132,6 @@ def test_a_step_that_fails_leaves_the_count_as_it_was() -> None:
     assert engine.memory().activations == 0
 
 
-def each_tensor_counts(patch: pytest.MonkeyPatch) -> None:
-    """Views and tied tensors count again."""
-    patch.setattr(
-        Storages, "add", lambda _, tensors: sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    )
-
-
-def elements_count(patch: pytest.MonkeyPatch) -> None:
-    """A tensor's own elements, and not the storage that it keeps."""
-    patch.setattr(Storages, "add", lambda _, tensors: sum({id(t): t.nbytes for t in tensors}.values()))
-
-
-def without_gradients(patch: pytest.MonkeyPatch) -> None:
-    whole = Sharded.held
-
-    def wrong(self: Sharded) -> ResidentTensors:
-        found = whole(self)
-        return ResidentTensors(found.parameters, [], found.optimizer, found.buffers)
-
-    patch.setattr(Sharded, "held", wrong)
-
-
 def test_tensors_in_lists_of_the_optimizers_state_count() -> None:
     """LBFGS keeps its history in lists."""
     engine = md.prepare(nn.Linear(50, 2), partial(torch.optim.LBFGS, lr=0.1, max_iter=3), md.Layout())
@@ -168,7 +146,22 @@ def test_tensors_in_lists_of_the_optimizers_state_count() -> None:
     assert engine.memory().optimizer == in_lists + direct
 
 
-@pytest.mark.parametrize("fault", [each_tensor_counts, elements_count, without_gradients])
-def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+@instead_of(Sharded, "held")
+def without_gradients(held: Any, self: Sharded) -> ResidentTensors:
+    found = held(self)
+    return ResidentTensors(found.parameters, [], found.optimizer, found.buffers)
+
+
+FAULTS = {
+    "each tensor counts": patched(
+        Storages, "add", lambda _, own: sum(x.untyped_storage().nbytes() for x in own)
+    ),
+    "elements count": patched(Storages, "add", lambda _, own: sum({id(x): x.nbytes for x in own}.values())),
+    "no gradients": without_gradients,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Fault) -> None:
     for found in cluster_of(2).run(with_fault, fault, lambda: numbers(trained(Parts()).memory())):
         assert found != [2 * 144, 144 + 4 * (1 + 2), 2 * 144 + 4, 24]

@@ -18,8 +18,8 @@ from minidist.cli import commands
 from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.debugging.compare import Comparison, differences
 from minidist.parallel.debugging.recording import Recording, distance, record
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=13, context=8, layers=2, heads=2, width=8)
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

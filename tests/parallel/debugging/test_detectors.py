@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-import minidist as md
 from minidist.parallel.debugging.detectors import DETECTORS, LONG, MakeOptimizer, Run, Subject, detect
+from tests.conftest import Clusters
 
 CHEAP = {name: detector for name, detector in DETECTORS.items() if name != "loss"}
 Trained = tuple[list[float], dict[str, Tensor]]
@@ -93,7 +93,7 @@ def tensor_parallel(mistake: bool, make: MakeOptimizer, steps: int) -> Trained:
     ],
 )
 def test_a_mistake_in_another_library_is_found(
-    cluster_of: Callable[[int], md.Cluster], train: Callable[..., Trained], found: set[str]
+    cluster_of: Clusters, train: Callable[..., Trained], found: set[str]
 ) -> None:
     right = partial(train, False)
     for mistake, expected in ((False, set[str]()), (True, found)):
@@ -108,7 +108,7 @@ def whole_batch(make: MakeOptimizer, steps: int) -> Trained:
     return whole(loop(DistributedDataParallel(model), make(model.parameters()), steps), model)
 
 
-def test_work_done_twice_is_found_without_a_right_training(cluster_of: Callable[[int], md.Cluster]) -> None:
+def test_work_done_twice_is_found_without_a_right_training(cluster_of: Clusters) -> None:
     for train in (partial(ddp, False), partial(fsdp2, False), partial(tensor_parallel, False), whole_batch):
         said = detect(train, alone, detectors=CHEAP, cluster=cluster_of(2))
         found = {name for name, one in said.items() if one.sentence}
@@ -127,7 +127,7 @@ def uneven(what: str, make: MakeOptimizer, steps: int) -> Trained:
     return ddp(False, make, steps)
 
 
-def test_a_training_that_stops_or_calls_in_another_order(cluster_of: Callable[[int], md.Cluster]) -> None:
+def test_a_training_that_stops_or_calls_in_another_order(cluster_of: Clusters) -> None:
     orders = {"order": DETECTORS["order"]}
     said = detect(partial(uneven, "call"), alone, detectors=orders, cluster=cluster_of(2))["order"].sentence
     assert re.fullmatch(r"rank 1 calls \w+ where rank 0 calls allreduce_", said)
@@ -138,7 +138,7 @@ def test_a_training_that_stops_or_calls_in_another_order(cluster_of: Callable[[i
     assert said == "the training stops: rank 0 raised ValueError: out of luck"
 
 
-def test_a_training_that_stops_after_its_first_step(cluster_of: Callable[[int], md.Cluster]) -> None:
+def test_a_training_that_stops_after_its_first_step(cluster_of: Clusters) -> None:
     """Detectors that look at one step find nothing; the others say that it stops, and which training does."""
     late, right, cluster = partial(uneven, "fail late"), partial(ddp, False), cluster_of(2)
     short = set(DETECTORS) - {"gradients", "norm"}

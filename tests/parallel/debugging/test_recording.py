@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 import minidist as md
 from minidist.parallel.debugging.compare import differences
 from minidist.parallel.debugging.recording import Recording, in_order, record
+from tests.conftest import Clusters
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, case
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 

@@ -21,11 +21,12 @@ from minidist.parallel.sharding.units import unit_runtime
 from minidist.parallel.tensor_parallel import linear_layers, operators
 from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training import batch_norm
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.models import Chain, seeded
 
 # torch.func's own import of torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 
@@ -36,8 +37,7 @@ class Block(nn.Module):
         self.norm, self.fc1, self.fc2 = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.fc2(torch.tanh(self.fc1(self.norm(x))))
-        return result
+        return x + self.fc2(torch.tanh(self.fc1(self.norm(x))))
 
 
 class Field(nn.Module):
@@ -54,23 +54,12 @@ class Field(nn.Module):
         x = torch.sin(self.embed(x))
         for layer in self.layers:
             x = layer(x)
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
-class Linear(nn.Module):
+def linear(seed: int) -> nn.Module:
     """A linear map in three layers. Its slope depends on no activation: no second pass goes through them."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Linear(2, 8), nn.Linear(8, 6), nn.Linear(6, 1)])
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return seeded(lambda: Chain(nn.Linear(2, 8), nn.Linear(8, 6), nn.Linear(6, 1)))(seed)
 
 
 class Energy(nn.Module):
@@ -137,7 +126,7 @@ CUT = {"layers.*.fc1": "column", "layers.*.fc2": "row"}
 CASES = {
     "laplacian": Case(Field, laplacian, tuple(CUT.items())),
     "penalty": Case(Field, penalty, tuple(CUT.items())),
-    "alone": Case(Linear, penalty_alone, (("layers.0", "column"), ("layers.1", "row"))),
+    "alone": Case(linear, penalty_alone, (("layers.0", "column"), ("layers.1", "row"))),
     "forces": Case(Energy, of_forces, tuple((f"field.{name}", style) for name, style in CUT.items())),
     "func": Case(Field, transforms, tuple(CUT.items())),
 }
@@ -153,31 +142,14 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 @lru_cache
 def in_one_process(name: str) -> contract.Trained:
     """A plain loop: each step, then the loss of the same batch in evaluation mode."""
-    model, case, losses = CASES[name].model(0), CASES[name], []
-    optimizer = ADAM(model.parameters())
-
-    def value(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return case.loss(model(batch[0]), batch[1]) if name == "forces" else case.loss(model, batch)
-
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = value(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        model.eval()
-        losses.append(float(value(batch).detach()))
-        model.train()
-    return contract.Trained(losses, {key: x.detach().clone() for key, x in model.state_dict().items()})
+    model, case = CASES[name].model(0), CASES[name]
+    loss = contract.of_outputs(case.loss) if name == "forces" else case.loss
+    return contract.plain_steps(model, ADAM(model.parameters()), batches(), loss, evaluates=True)
 
 
 def on_this_rank(case: Case, layout: md.Layout, options: dict[str, Any]) -> contract.Trained:
     engine = md.prepare(case.model(md.rank()), ADAM, layout, loss=case.loss, **options)
-    losses = []
-    for batch in batches():
-        own = contract.own_rows(engine, batch)
-        losses += [engine.step(*own), engine.evaluate(*own)]
-    return contract.Trained(losses, engine.full_state_dict())
+    return contract.steps(engine, batches(), evaluates=True)
 
 
 def check(cluster_of: Clusters, name: str, layout: md.Layout, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import minidist as md
 from minidist import comm
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import gpt, tokens
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 LAYOUTS = [md.Layout(dp=2, zero=zero) for zero in range(4)] + [md.Layout(tp=2)]
 LAYOUTS += [md.Layout(pp=2, micro_batches=2), md.Layout(dp=2, tp=2, zero=1)]
@@ -32,16 +31,12 @@ def expected() -> tuple[contract.Trained, dict[str, Tensor]]:
     model = gpt(0, layers=1)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     average.update_parameters(model)
-    optimizer, losses = SGD(model.parameters()), []
-    for inputs, targets in CASE.global_batches():
-        optimizer.zero_grad()
-        loss = CASE.loss(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        average.update_parameters(model)
-        losses.append(float(loss.detach()))
-    losses.append(float(CASE.loss(average.module(inputs), targets).detach()))
-    return contract.Trained(losses, average.module.state_dict()), dict(model.state_dict())
+    optimizer, batches = SGD(model.parameters()), CASE.global_batches()
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    loss = contract.of_outputs(CASE.loss)
+    trained = contract.plain_steps(model, optimizer, batches, loss)
+    losses = [*trained.losses, float(loss(average.module, batches[-1]).detach())]
+    return contract.Trained(losses, average.module.state_dict()), trained.state
 
 
 def prepared(layout: md.Layout) -> tuple[md.Engine, md.EMA]:

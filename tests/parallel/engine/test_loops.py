@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist import comm
+from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.models import Chain, seeded
 from tests.parallel.sharding.cases import to_update
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -38,27 +39,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(self.up(x).tanh())
-        return y
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block() for _ in range(layers)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return x + self.down(self.up(x).tanh())
 
 
 PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
 
 
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net().double()
+def net(seed: int = 0) -> Chain:
+    return seeded(lambda: Chain(Block(), Block(), Block()))(seed)
 
 
 def batches(steps: int) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,11 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.model import GPT, config
+from tests.conftest import Clusters
 from tests.helpers.contract import Trained, compare, own_rows, plain_steps, steps
+from tests.helpers.models import Chain
+from tests.helpers.on_ranks import on_ranks
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -41,18 +42,6 @@ class Tagger(nn.Module):
         if labels is None:
             return {"scores": scores}
         return {"scores": scores, "loss": functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
-
-
-class Chain(nn.Module):
-    """The same layers, for a pipeline."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layers = Tagger(seed).layers
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        scores: Tensor = self.layers(tokens)
-        return scores
 
 
 def batch(rows: int, step: int) -> dict[str, Tensor]:
@@ -109,18 +98,13 @@ def test_ignored_labels_do_not_count(cluster_of: Clusters, form: str, layout: st
         compare(found, in_one_process())
 
 
-def test_a_models_own_loss_cannot_share_tokens(cluster_of: Clusters) -> None:
-    def refused() -> None:
-        model = GPT(config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8))
-        model.register_forward_hook(lambda module, _, scores: {"loss": scores.mean()})
-        engine = md.prepare(model, SGD, md.Layout(cp=2))
-        with pytest.raises(ValueError, match="the model computes its loss itself, and cp=2 gives each rank"):
-            engine.step({"tokens": batch(2, 0)["tokens"]})
-
-    cluster_of(2).run(refused)
-
-
-# A loss that compares rows with each other.
+@on_ranks(2)
+def test_a_models_own_loss_cannot_share_tokens() -> None:
+    model = GPT(config("byte-tiny", vocabulary=11, context=16, layers=1, heads=2, width=8))
+    model.register_forward_hook(lambda module, _, scores: {"loss": scores.mean()})
+    engine = md.prepare(model, SGD, md.Layout(cp=2))
+    with pytest.raises(ValueError, match="the model computes its loss itself, and cp=2 gives each rank"):
+        engine.step({"tokens": batch(2, 0)["tokens"]})
 
 
 # What is refused in the first step, on all ranks.
@@ -139,31 +123,23 @@ def test_a_metric_may_take_the_model(cluster_of: Clusters, layout: str) -> None:
     def of_pair(model: Any, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         return hits(model(batch[0]), batch[1])
 
+    def of_the_pair(model: Any, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        return of_outputs(model(batch[0]), batch[1])
+
     def evaluate() -> list[Any]:
         found = []
-        for loss, metric in ((of_model, of_batch), (of_outputs, of_pair)):
+        for loss, metric in ((of_model, of_batch), (of_outputs, of_pair), (of_the_pair, hits)):
             engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), loss)
             own = own_rows(engine, batch(5, 0))
             given = (own,) if loss is of_model else (own["tokens"], own)
             found.append(engine.evaluate(*given, metrics={"loss": None, "hits": metric}))
         return found
 
-    def of_the_pair(model: Any, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        return of_outputs(model(batch[0]), batch[1])
-
-    def evaluate_outputs() -> Any:
-        """The loss takes the model, and the metric its outputs."""
-        engine = md.prepare(Tagger(md.rank()), SGD, PARSE(layout), of_the_pair)
-        own = own_rows(engine, batch(5, 0))
-        return engine.evaluate(own["tokens"], own, metrics={"loss": None, "hits": hits})
-
     whole = batch(5, 0)
     outputs = Tagger(0)(whole["tokens"])
     expected = {"loss": of_outputs(outputs, whole)[0].item(), "hits": hits(outputs, whole)[0].item()}
     for found in cluster_of(PARSE(layout).ranks).run(evaluate):
-        torch.testing.assert_close(found, [expected, expected], **EXACT)
-    for means in cluster_of(PARSE(layout).ranks).run(evaluate_outputs):
-        torch.testing.assert_close(means, expected, **EXACT)
+        torch.testing.assert_close(found, [expected] * 3, **EXACT)
 
 
 class Unknown(Tagger):
@@ -197,13 +173,11 @@ def test_a_pipeline_cannot_call_the_model() -> None:
         md.prepare(Tagger().layers, SGD, md.Layout(pp=2), of_model)
 
 
-def test_a_pipelines_metric_cannot_call_it_either(cluster_of: Clusters) -> None:
-    def refused() -> None:
-        engine = md.prepare(Chain(md.rank()), SGD, PARSE("pp=2"), lambda scores, _: scores.mean())
-        with pytest.raises(ValueError, match=r"the metric takes the model, and the layout has pp=2"):
-            engine.evaluate(batch(2, 0)["tokens"], batch(2, 0), of_model)
-
-    cluster_of(2).run(refused)
+@on_ranks(2)
+def test_a_pipelines_metric_cannot_call_it_either() -> None:
+    engine = md.prepare(Chain(*Tagger(md.rank()).layers), SGD, PARSE("pp=2"), lambda scores, _: scores.mean())
+    with pytest.raises(ValueError, match=r"the metric takes the model, and the layout has pp=2"):
+        engine.evaluate(batch(2, 0)["tokens"], batch(2, 0), of_model)
 
 
 def test_a_model_without_a_loss() -> None:
@@ -234,7 +208,7 @@ def detached(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["dp=1", "pp=2,micro_batches=2"])
 def test_a_detached_loss_is_refused(cluster_of: Clusters, layout: str) -> None:
     def refused() -> None:
-        engine = md.prepare(Chain(0), SGD, PARSE(layout), loss=detached)
+        engine = md.prepare(Chain(*Tagger().layers), SGD, PARSE(layout), loss=detached)
         engine.step(torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 7, dtype=torch.int64))
 
     with pytest.raises(

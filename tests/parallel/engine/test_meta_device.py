@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,12 +15,15 @@ from minidist.model import GPT, config
 from minidist.parallel.engine import meta_device
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.flat import joined_messages
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.parallel.sharding.loops.test_fully_shard import Live
+from tests.helpers.activations import Live
+from tests.helpers.models import Chain
 from tests.parallel.test_layouts import CASE, SGD
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
+
+
 SHAPE = config("byte-tiny", vocabulary=11, context=16, layers=2, heads=8, width=16)
 
 
@@ -45,23 +47,17 @@ LAYOUTS = [
 def test_a_model_without_memory_trains_as_any(cluster_of: Clusters, layout: str) -> None:
     rows = partial(CASE.rows, length=8) if "sequence" in layout else CASE.rows
     case = replace(CASE, model=gpt, rows=rows)
-    contract.check(cluster_of(PARSE(layout).ranks), case, PARSE(layout))
+    contract.check(cluster_of, case, layout)
 
 
-class Chain(nn.Module):
+class Tied(Chain):
     """Of torch's own modules, which draw their values when they are made; the two ends tied; a statistic."""
 
     def __init__(self) -> None:
-        super().__init__()
         ends = nn.Linear(6, 5), nn.Linear(6, 5, bias=False)
-        self.layers = nn.ModuleList([ends[0], nn.BatchNorm1d(5), nn.Linear(5, 6), ends[1]])
+        super().__init__(ends[0], nn.BatchNorm1d(5), nn.Linear(5, 6), ends[1])
         ends[1].weight = ends[0].weight
         self.layers[1].register_buffer("count", torch.zeros(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 TIED = {"layers.0": "row", "layers.3": "row"}
@@ -69,7 +65,7 @@ TIED = {"layers.0": "row", "layers.3": "row"}
 
 def chain(layout: str, options: dict[str, Any], fault: bool = False) -> tuple[dict[str, Tensor], bool, bool]:
     with torch.device("meta"):
-        model = Chain()
+        model = Tied()
     torch.manual_seed(7 + md.rank())  # rank 0's count
     with pytest.MonkeyPatch.context() as patch:
         if fault:
@@ -96,7 +92,7 @@ def test_modules_draw_what_they_would_in_one_process(
     cluster_of: Clusters, layout: str, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(7)
-    wanted = Chain()
+    wanted = Tied()
     torch.manual_seed(7)
     for part in wanted.layers[:3]:
         if "bf16" in layout and part is not wanted.layers[1]:
@@ -115,7 +111,7 @@ def test_modules_draw_what_they_would_in_one_process(
 def test_values_that_are_not_sent_are_missed(cluster_of: Clusters) -> None:
     (state, *_), _ = cluster_of(2).run(chain, "pp=2", {}, True)
     torch.manual_seed(7)
-    wanted = Chain().state_dict()
+    wanted = Tied().state_dict()
     assert not all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
@@ -176,10 +172,10 @@ def test_a_function_or_a_sentence_says_how_modules_begin(cluster_of: Clusters) -
             return str(error), engine.full_state_dict()["layers.1.weight"].tolist(), as_before
         return "", engine.full_state_dict()["layers.1.weight"].tolist(), True
 
-    for message, filled, as_before in cluster_of(2).run(make, "pp=2"):
-        assert "layers.1, a Bare, has no reset_parameters; give initialize=" in message
-        assert filled == [4, 4, 4]
-        assert as_before
     for layout in ("pp=2", "dp=2,zero=3"):
+        for message, filled, as_before in cluster_of(2).run(make, layout):
+            assert "layers.1, a Bare, has no reset_parameters; give initialize=" in message
+            assert filled == [4, 4, 4]
+            assert as_before
         for found in cluster_of(2).run(partial(make, layout, initialize=fours)):
             assert found == ("", [4, 4, 4], True)

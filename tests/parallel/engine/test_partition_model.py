@@ -19,23 +19,21 @@ from minidist.model import GPT, config
 from minidist.parallel.engine.partition_model import RemoteLayer
 from minidist.parallel.training.precision import LossScale
 from tests.checkpoint.test_checkpoint import check_other_layout
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.models import Chain
+from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES
 from tests.parallel.test_layouts import CASE, gpt
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 
 
 def chain(seed: int) -> nn.Module:
     """Layers with statistics that training changes, of any number of features."""
     torch.manual_seed(seed)
-    model = nn.Module()
-    model.layers = nn.ModuleList(
-        [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Sequential(nn.ReLU(), nn.Linear(5, 7)), nn.Linear(7, 3)]
-    )
-    model.forward = lambda x: nn.Sequential(*model.layers)(x)  # type: ignore[method-assign]
-    return model.double()
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(5, 7))
+    return Chain(nn.Linear(6, 5), nn.BatchNorm1d(5), inner, nn.Linear(7, 3)).double()
 
 
 def named(seed: int) -> nn.Module:
@@ -60,7 +58,9 @@ def test_checkpoints_of_a_stage_without_parameters(
     )
 
 
-def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[int], dict[str, Tensor]]:
+def train_in_halves(
+    layout: md.Layout, **options: Any
+) -> tuple[list[float], list[float], list[int], dict[str, Tensor]]:
     """Four steps; in the second an infinite gradient comes up on the last rank alone."""
     model = GPT(config("byte-tiny", vocabulary=11, context=13, layers=2, heads=8, width=16), seed=md.rank())
     engine = md.prepare(
@@ -69,6 +69,7 @@ def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[i
         layout,
         loss_scale=LossScale(2.0**10) if layout.precision == "fp16" else None,
         clip_norm=1.0,
+        **options,
     )
     batch, _ = CASE.global_batches()
     losses, scales, skipped = [], [], []
@@ -84,13 +85,22 @@ def train_in_halves(layout: md.Layout) -> tuple[list[float], list[float], list[i
     return losses, scales, skipped, engine.full_state_dict()
 
 
+HALVES: list[tuple[str, dict[str, Any]]] = [
+    ("tp=2,pp=2,micro_batches=2", {}),
+    ("dp=2,pp=2,zero=1", {}),
+    ("tp=2,cp=2,zero=3", {}),
+    ("dp=4,zero=1,shard=2,micro_batches=2", {}),
+    ("dp=4,zero=3,shard=2", {}),
+    ("dp=4,zero=3,micro_batches=2", {"fully_shard": {"secondary": 2}}),
+]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_on_all_axes(cluster_of: Clusters, precision: str) -> None:
     alone, *_ = cluster_of(1).run(train_in_halves, md.Layout(precision=precision))
-    texts = ("tp=2,pp=2,micro_batches=2", "dp=2,pp=2,zero=1", "tp=2,cp=2,zero=3")
-    for text in texts if precision == "bf16" else texts[:2]:
+    for text, options in HALVES if precision == "bf16" else HALVES[:2]:
         layout = replace(PARSE(text), precision=precision)
-        found = cluster_of(4).run(train_in_halves, layout)
+        found = cluster_of(4).run(train_in_halves, layout, **options)
         for losses, scales, skipped, weights in found:
             # A bfloat16 has 8 bits, and 4 steps of 0.01 lead through as many roundings.
             torch.testing.assert_close(losses, alone[0], rtol=0.02, atol=0.0)
@@ -123,22 +133,28 @@ def beside() -> nn.Module:
     return model
 
 
+two_blocks = partial(gpt, 0, layers=2)
 WRONG: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = {
     "layers": (partial(chain, 0), "pp=5", {}, "pp is 5 with chunks=1, 5 parts, and the model has 4 layers"),
     "no chain": (lambda: nn.Linear(2, 2), "pp=2", {}, "pp is 2, and a Linear has no `layers`"),
     "beside": (beside, "pp=2", {}, "pp is 2, and the model's scale is in none of its `layers`"),
     "no attention": (partial(chain, 0), "cp=2", {}, "cp is for models with modules that have an attribute"),
-    "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Module; give one"),
-    "stages": (partial(gpt, 0, 2), "pp=2,zero=3", {}, "zero=3 with pp=2 in the layout would send parameters"),
-    "plan": (partial(gpt, 0, 2), "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
+    "no plan": (partial(chain, 0), "tp=2", {}, "no plan is known for a Chain; give one"),
+    "stages": (
+        two_blocks,
+        "pp=2,zero=3",
+        {},
+        "zero=3 with pp=2 in the layout would send parameters",
+    ),
+    "plan": (two_blocks, "dp=2", {"plan": {}}, "plan is given and the layout has tp=1"),
     "matrices": (
-        partial(gpt, 0, 2),
+        two_blocks,
         "tp=2",
         {"optimizer": partial(torch.optim.Adafactor, lr=0.1)},
         "optimizer is Adafactor, which needs whole parameters, and the layout has tp=2",
     ),
     "of the user's own": (
-        partial(gpt, 0, 2),
+        two_blocks,
         "tp=2",
         {"optimizer": partial(OwnSGD, lr=0.1)},
         "A class of yours that updates each element by itself says so with `elementwise = True`",
@@ -164,12 +180,9 @@ def test_what_does_not_go_names_the_axis(cluster_of: Clusters, name: str) -> Non
         assert message in told
 
 
-def test_rows_of_tokens_are_cut_alone(cluster_of: Clusters) -> None:
-    def step() -> str:
-        engine = md.prepare(CASE.model(0), CASE.optimizer, PARSE("cp=2"))
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared below)
-            engine.step(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-        return str(caught.value)
-
-    for told in cluster_of(2).run(step):
-        assert "inputs are (2, 4) and targets (2,), and cp=2 cuts rows of tokens; give (B, T)" in told
+@on_ranks(2)
+def test_rows_of_tokens_are_cut_alone() -> None:
+    engine = md.prepare(CASE.model(0), CASE.optimizer, PARSE("cp=2"))
+    told = r"inputs are \(2, 4\) and targets \(2,\), and cp=2 cuts rows of tokens; give \(B, T\)"
+    with pytest.raises(ValueError, match=told):
+        engine.step(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))

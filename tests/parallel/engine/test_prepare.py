@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,115 +10,91 @@ from torch import nn
 
 import minidist as md
 from minidist.parallel.training.precision import LossScale
+from tests.conftest import Clusters
+from tests.helpers.refusals import refuses
+from tests.parallel.guards.test_refusals import BATCH, SGD, meta, net
 
-
-def meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Sequential(nn.Linear(5, 3))
-
-
-class NoOptimizer:
-    """What a function from parameters should not return."""
-
-    def __init__(self, parameters: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
-        ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
-        ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
+test_wrong_arguments = refuses(
+    lambda **given: md.prepare(**{"model": nn.Linear(1, 1), "optimizer": SGD, "layout": None, **given}),
+    ({"model": lambda x: x}, TypeError, "model is a function; give a torch.nn.Module"),
+    ({"layout": "dp=2"}, TypeError, "layout is 'dp=2'; give a Layout"),
+    ({"layout": md.Layout(dp=2)}, ValueError, r"needs 2 ranks .* and the world has 1"),
+    (
+        {"layout": md.Layout(precision="bf16"), "model": nn.Linear(1, 1).double()},
+        ValueError,
+        "precision='bf16' starts from a float32 model, and weight is torch.float64; call model.float",
+    ),
+    ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', but the layout has"),
+    ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
+    (
+        {"loss": lambda outputs, targets, weights: weights},
+        TypeError,
+        r"<lambda>\(outputs, targets, weights\), and is called with two .*'weights'\. Give one that",
+    ),
+    ({"rehearse": "frist"}, ValueError, "rehearse is 'frist'; give True, False, 'first', or None"),
+    ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
+    ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
+    (
+        {"layout": md.Layout(zero=3), "optimizer": torch.optim.LBFGS},
+        ValueError,
+        "LBFGS, which cannot be shared",
+    ),
+    (
+        {"layout": md.Layout(zero=3), "data_parallel": {"bucket_mb": 1}},
+        ValueError,
+        r"data_parallel is \{'bucket_mb': 1\} and the layout has zero=3",
+    ),
+    (
+        {"layout": md.Layout(zero=2), "fully_shard": {"offload": "cpu"}},
+        ValueError,
+        r"fully_shard is \{'offload': 'cpu'\} and the layout has zero=2; its options are for zero=3",
+    ),
+    (
+        {"layout": md.Layout(zero=3), "fully_shard": {"offlaod": "cpu"}},
+        ValueError,
+        "unknown option of fully_shard 'offlaod': did you mean 'offload'",
+    ),
+    (
+        {"data_parallel": {"bucket": 3}},
+        ValueError,
+        "unknown option of data_parallel 'bucket': did you mean",
+    ),
+    (
+        {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+        TypeError,
+        r"optimizer is a SGD; give a function from parameters to an optimizer",
+    ),
+    ({"loss": 3}, TypeError, "loss is 3; give a function from outputs and targets"),
+    ({"data_parallel": 3}, TypeError, "data_parallel is 3; give a dict of options, such as {'bucket"),
+    ({"fully_shard": ["cpu"]}, TypeError, r"fully_shard is \['cpu'\]; give a dict of options"),
+    ({"loss_scale": 3}, TypeError, "loss_scale is 3; give a LossScale"),
+    ({"model": nn.Tanh()}, ValueError, "model has nothing to train, since it has no parameters"),
+    (
+        {"model": nn.Linear(1, 1).requires_grad_(False)},
+        ValueError,
+        "model has nothing to train, since all of its parameters are frozen",
+    ),
+    *(
+        ({"layout": md.Layout(zero=zero), "model": meta()}, ValueError, "0.weight on the meta device")
+        for zero in range(3)
+    ),
+    *(
         (
-            {"layout": md.Layout(precision="bf16"), "model": nn.Linear(1, 1).double()},
-            ValueError,
-            "precision='bf16' starts from a float32 model, and weight is torch.float64; call model.float",
-        ),
-        ({"loss_scale": LossScale()}, ValueError, "loss_scale is for precision='fp16', but the layout has"),
-        ({"layout": md.Layout(recompute=True)}, ValueError, "a Linear has no ModuleList or Sequential"),
-        (
-            {"loss": lambda outputs, targets, weights: weights},
+            {"layout": md.Layout(zero=zero, precision=precision), "optimizer": lambda _: 3},
             TypeError,
-            r"<lambda>\(outputs, targets, weights\), and is called with two .*'weights'\. Give one that",
-        ),
-        ({"rehearse": "frist"}, ValueError, "rehearse is 'frist'; give True, False, 'first', or None"),
-        ({"clip_norm": 0}, ValueError, "clip_norm is 0; give the largest norm"),
-        ({"clip_norm": float("nan")}, ValueError, "clip_norm is nan; give the largest norm"),
-        (
-            {"layout": md.Layout(zero=3), "optimizer": torch.optim.LBFGS},
-            ValueError,
-            "LBFGS, which cannot be shared",
-        ),
-        (
-            {"layout": md.Layout(zero=3), "data_parallel": {"bucket_mb": 1}},
-            ValueError,
-            r"data_parallel is \{'bucket_mb': 1\} and the layout has zero=3",
-        ),
-        (
-            {"layout": md.Layout(zero=2), "fully_shard": {"offload": "cpu"}},
-            ValueError,
-            r"fully_shard is \{'offload': 'cpu'\} and the layout has zero=2; its options are for zero=3",
-        ),
-        (
-            {"layout": md.Layout(zero=3), "fully_shard": {"offlaod": "cpu"}},
-            ValueError,
-            "unknown option of fully_shard 'offlaod': did you mean 'offload'",
-        ),
-        (
-            {"data_parallel": {"bucket": 3}},
-            ValueError,
-            "unknown option of data_parallel 'bucket': did you mean",
-        ),
-        (
-            {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
-            TypeError,
-            r"optimizer is a SGD; give a function from parameters to an optimizer",
-        ),
-        ({"loss": 3}, TypeError, "loss is 3; give a function from outputs and targets"),
-        ({"data_parallel": 3}, TypeError, "data_parallel is 3; give a dict of options, such as {'bucket"),
-        ({"fully_shard": ["cpu"]}, TypeError, r"fully_shard is \['cpu'\]; give a dict of options"),
-        ({"loss_scale": 3}, TypeError, "loss_scale is 3; give a LossScale"),
-        ({"model": nn.Tanh()}, ValueError, "model has nothing to train, since it has no parameters"),
-        (
-            {"model": nn.Linear(1, 1).requires_grad_(False)},
-            ValueError,
-            "model has nothing to train, since all of its parameters are frozen",
-        ),
-        *(
-            ({"layout": md.Layout(zero=zero), "model": meta()}, ValueError, "0.weight on the meta device")
-            for zero in range(3)
-        ),
-        *(
-            (
-                {"layout": md.Layout(zero=zero, precision=precision), "optimizer": NoOptimizer},
-                TypeError,
-                "made a No",
-            )
-            for zero in (0, 1)
-            for precision in ("fp32", "bf16")
-        ),
-        (
-            {"layout": md.Layout(zero=3), "optimizer": lambda parameters: 3},
-            TypeError,
-            "optimizer_class made a int; give a function from parameters to a torch.optim.Optimizer",
-        ),
-    ],
+            "made a int",
+        )
+        for zero in (0, 1)
+        for precision in ("fp32", "bf16")
+    ),
+    (
+        {"layout": md.Layout(zero=3), "optimizer": lambda parameters: 3},
+        TypeError,
+        "optimizer_class made a int; give a function from parameters to a torch.optim.Optimizer",
+    ),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    defaults: dict[str, Any] = {"model": nn.Linear(1, 1), "optimizer": torch.optim.SGD, "layout": None}
-    with pytest.raises(error, match=text):
-        md.prepare(**{**defaults, **arguments})
 
 
-SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-
-BATCH = torch.ones(4, 5), torch.tensor([0, 1, 2, 0])
 BF16 = {"precision": "bf16", "recompute": True}
 
 
@@ -144,7 +118,7 @@ BF16 = {"precision": "bf16", "recompute": True}
     ],
 )
 def test_a_failed_prepare_leaves_the_model_as_it_was(
-    cluster_of: Callable[[int], md.Cluster], layout: dict[str, Any], arguments: dict[str, Any]
+    cluster_of: Clusters, layout: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     def check() -> None:
         model, reference = net(), net()

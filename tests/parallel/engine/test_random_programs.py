@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ import torch
 import minidist as md
 from minidist.parallel.engine import step_executor, training_step
 from minidist.parallel.sharding.sets import equal_start
-from tests.helpers.contract import with_fault
+from tests.conftest import Clusters
+from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
 from tests.helpers.random_programs import Action, Notes, OneProcess, OnRanks, Program, draw, play
 
-Clusters = Callable[[int], md.Cluster]
 TOLERANCE = 1e-9
 """Ten steps of optimizers that divide by small numbers cost more digits than the contract's three."""
 DAILY = 1, 3, 4, 10, 13, 14, 15, 18, 49, 50, 55, 61, 66, 73, 78, 79, 85, 108, 109, 113
@@ -127,40 +126,23 @@ def test_what_random_programs_found(cluster_of: Clusters, program: Program, tmp_
     check(program, cluster_of(program.layout.ranks), tmp_path)
 
 
-def every_rows_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_executor.StepExecutor, "announce", lambda *_: None)
-
-
-def a_rank_that_waits_counts(patch: pytest.MonkeyPatch) -> None:
-    step = training_step.Engine.step
-    patch.setattr(training_step.Engine, "step", lambda self, *batch: step(counting(self), *batch))
-
-
-def counting(engine: training_step.Engine) -> training_step.Engine:
-    engine._is_padding = False
-    return engine
-
-
-def no_clipping(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(training_step, "clip_factor", lambda *_: 1.0)
-
-
-def each_ranks_first_values(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(equal_start, "broadcast_together", lambda *_: None)
+@instead_of(training_step.Engine, "step")
+def a_rank_that_waits_counts(step: Any, self: training_step.Engine, *batch: Any) -> float:
+    self._is_padding = False
+    return step(self, *batch)
 
 
 @pytest.mark.parametrize(
     ("fault", "seed"),
     [
-        (every_rows_count, 55),
+        (patched(step_executor.StepExecutor, "announce", nothing), 55),
         (a_rank_that_waits_counts, 1),
-        (no_clipping, 4),
-        (each_ranks_first_values, 66),
+        (patched(training_step, "clip_factor", lambda *_: 1.0), 4),
+        (patched(equal_start, "broadcast_together", nothing), 66),
     ],
+    ids=["every row counts", "a rank that waits counts", "no clipping", "each rank's first values"],
 )
-def test_a_planted_fault_is_caught(
-    cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None], seed: int, tmp_path: Path
-) -> None:
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Fault, seed: int, tmp_path: Path) -> None:
     program = draw(seed)
     found = cluster_of(program.layout.ranks).run(with_fault, fault, play, OnRanks, program, tmp_path)[0]
     with pytest.raises(AssertionError, match="not close"):

@@ -21,9 +21,10 @@ from minidist.parallel.engine import one_process, rehearsal
 from minidist.parallel.engine.whole_state import whole_batch
 from minidist.parallel.tensor_parallel import gather_sequence
 from minidist.parallel.training.comparable_steps import RandomOff
+from tests.conftest import Clusters
 from tests.helpers.clocks import HANG
+from tests.helpers.models import Calls, Chain
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -68,7 +69,7 @@ class Global(torch.optim.SGD):
 class Codebook(nn.Module):
     """Writes a buffer from the rows that it sees."""
 
-    def __init__(self, trained: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.map = nn.Linear(8, 8).double()
@@ -81,17 +82,13 @@ class Codebook(nn.Module):
         return y
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Takes (time, rows, features), as nn.LSTM does unless it is told otherwise."""
+    torch.manual_seed(0)
+    return Calls(nn.LSTM(8, 8).double(), lambda lstm, x: lstm(x)[0])
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm = nn.LSTM(8, 8).double()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
-        return y
+SYNCHRONIZED = {"model": normed, "batch_norm": "synchronized"}
 
 
 def valid_mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -104,47 +101,28 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum()
 
 
-FAULTS: dict[str, tuple[Any, Any, str, Any, dict[str, Any], str]] = {
-    # model, optimizer, layout, loss, options of `prepare`, and what is told
-    "a global optimizer": (
-        net,
-        partial(Global, lr=0.1),
-        "dp=2,zero=1",
-        None,
-        {},
-        "looks at several parameters",
-    ),
-    "a buffer of rows": (
-        Codebook,
-        SGD,
-        "dp=2",
-        None,
-        {},
-        "mean is written in the model's forward pass",
-    ),
-    "time first": (Recurrent, SGD, "micro_batches=2", None, {}, "first dimension of a batch's tensors"),
-    "a sum": (net, SGD, "dp=2", summed, {}, "is no mean over rows"),
-    "a sum after a BatchNorm": (normed, SGD, "dp=2", summed, {}, "is no mean over rows"),
-    "a sum after a synchronized one": (
-        normed,
-        SGD,
-        "dp=2",
-        summed,
-        {"batch_norm": "synchronized"},
-        "is no mean over rows",
-    ),
-    "an unknown weight": (net, SGD, "dp=2,zero=3", valid_mean, {}, r"or \(mean, weight\)"),
+GLOBAL = partial(Global, lr=0.1)
+MSE: dict[str, Any] = {"model": net, "optimizer": SGD, "loss": functional.mse_loss}
+FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    # layout, what is given otherwise than in MSE, and what is told
+    "a global optimizer": ("dp=2,zero=1", {"optimizer": GLOBAL}, "looks at several parameters"),
+    "a buffer of rows": ("dp=2", {"model": Codebook}, "mean is written in the model's forward pass"),
+    "time first": ("micro_batches=2", {"model": recurrent}, "first dimension of a batch's tensors"),
+    "a sum": ("dp=2", {"loss": summed}, "is no mean over rows"),
+    "a sum after a BatchNorm": ("dp=2", {"model": normed, "loss": summed}, "is no mean over rows"),
+    "a sum after a synchronized one": ("dp=2", {**SYNCHRONIZED, "loss": summed}, "is no mean over rows"),
+    "an unknown weight": ("dp=2,zero=3", {"loss": valid_mean}, r"or \(mean, weight\)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
-    model, optimizer, layout, loss, options, told = FAULTS[fault]
+    layout, changes, told = FAULTS[fault]
+    given = {**MSE, **changes}
 
     def first_step(rehearse: bool) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        engine = md.prepare(
-            model(), optimizer, PARSE(layout), loss or functional.mse_loss, rehearse=rehearse, **options
-        )
+        own = {**given, "model": given["model"]()}
+        engine = md.prepare(layout=PARSE(layout), rehearse=rehearse, **own)
         before = engine.full_state_dict()
         try:
             return train(engine, batches(1))[0], before, engine.full_state_dict()
@@ -164,7 +142,7 @@ def test_a_silent_fault_is_named(cluster_of: Clusters, fault: str) -> None:
 @pytest.mark.parametrize(("more", "told"), [(0, "trains otherwise"), (1, "cannot run")])
 def test_stages_that_pass_rows_of_their_own_are_told(cluster_of: Clusters, more: int, told: str) -> None:
     def first_step() -> None:
-        engine = md.prepare(Shared(0), SGD, PARSE("pp=2"), functional.mse_loss, rehearse=True)
+        engine = md.prepare(shared(), SGD, PARSE("pp=2"), functional.mse_loss, rehearse=True)
         x, y = batches(1, 4 + more * md.comm.rank(), 8)[0]
         engine.step(x + md.comm.rank(), y + md.comm.rank())
 
@@ -222,28 +200,22 @@ def test_some_steps_are_rehearsed_and_others_are_not(cluster_of: Clusters) -> No
 # What was wrong without a word, and is right now.
 
 
-class Shared(nn.Module):
-    """A block that two stages share, with a parameter that nobody uses."""
+class Block(nn.Module):
+    """With a parameter that nobody uses."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.never = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.tanh(self.a(x))
-
-        block = Block()
-        self.layers = nn.ModuleList([block, nn.Linear(8, 8), block]).double()
+        self.a, self.never = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return torch.tanh(self.a(x))
+
+
+def shared() -> nn.Module:
+    """A block that two stages share."""
+    torch.manual_seed(0)
+    block = Block()
+    return Chain(block, nn.Linear(8, 8), block).double()
 
 
 def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> None:
@@ -252,7 +224,7 @@ def test_a_parameter_of_the_loss_is_refused_everywhere(cluster_of: Clusters) -> 
     def refused() -> list[str]:
         told = []
         for layout in ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2"):
-            model: nn.Module = Shared(0) if "pp" in layout else net()
+            model: nn.Module = shared() if "pp" in layout else net()
             with pytest.raises(ValueError, match="holds model and loss") as caught:
                 md.prepare(model, lambda ps: SGD([*ps, scale]), PARSE(layout), functional.mse_loss)
             told.append(str(caught.value))
@@ -281,20 +253,12 @@ class Noisy(nn.Module):
         self.times += 1
         self.history.append(self.times)
         x = functional.dropout(self.first(x), 0.3, self.training)
-        y: Tensor = self.second(x + 0.1 * torch.randn_like(x))
-        return y
+        return self.second(x + 0.1 * torch.randn_like(x))
 
 
-class Halves(nn.Module):
+def halves() -> nn.Module:
     """Writes to its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(functional.dropout(x.div_(2), 0.3, self.training))
-        return y
+    return Calls(net(), lambda inner, x: inner(functional.dropout(x.div_(2), 0.3, inner.training)))
 
 
 def penalized(model: nn.Module) -> Any:
@@ -318,13 +282,13 @@ UNCHANGED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "clipped": ("dp=2,zero=2", net, {"clip_norm": 0.1}),
     "random numbers": ("dp=2,zero=3", Noisy, {}),
     "random numbers, shares of the state": ("dp=2,zero=1", Noisy, {}),
-    "recomputed": ("dp=2,recompute=true", partial(Shared, 0), {}),
+    "recomputed": ("dp=2,recompute=true", shared, {}),
     "cut": ("tp=2", net, {"plan": {"0": "column", "2": "row"}}),
-    "stages": ("pp=2", partial(Shared, 0), {"clip_norm": 0.1}),
+    "stages": ("pp=2", shared, {"clip_norm": 0.1}),
     "own statistics": ("dp=2", normed, {}),
     "synchronized statistics": ("dp=2", normed, {"batch_norm": "synchronized"}),
     "a penalty": ("dp=2", net, {"loss": penalized}),
-    "writes": ("dp=2", Halves, {}),
+    "writes": ("dp=2", halves, {}),
     "groups": ("dp=2", net, {"optimizer": a_group_each}),
     "groups of shares": ("dp=2,zero=1", net, {"optimizer": a_group_each}),
 }
@@ -359,21 +323,9 @@ def test_a_rehearsed_training_is_the_same_to_the_bit(
     assert "was not compared" not in capfd.readouterr().err
 
 
-class Masked(nn.Module):
-    """Layers with a buffer that a state_dict has, and one that it has not."""
-
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Scaled(persistent), nn.Tanh(), Scaled(persistent)]).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Scaled(nn.Linear):
+    """A layer with a buffer that a state_dict has, and one that it may not have."""
+
     def __init__(self, persistent: bool) -> None:
         super().__init__(8, 8)
         self.register_buffer("scale", torch.empty(8))
@@ -396,7 +348,8 @@ def test_a_model_made_on_the_meta_device_is_rehearsed(
 ) -> None:
     def losses(loss: Any, rehearse: bool) -> list[float]:
         with torch.device("meta"):
-            model = Masked("pp" in layout)  # rank 0 has no other buffers of other stages
+            persistent = "pp" in layout  # rank 0 has no other buffers of other stages
+            model = Chain(Scaled(persistent), nn.Tanh(), Scaled(persistent)).double()
         options = {"example": torch.zeros(2, 8, **DOUBLE)} if "pp" in layout else {}
         return train(md.prepare(model, SGD, PARSE(layout), loss, rehearse=rehearse, **options), batches(3))
 
@@ -469,17 +422,12 @@ class Uncopied(nn.Module):
         self.map, self.rows = nn.Linear(8, 8).double(), (each for each in "abc")
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.map(x)
-        return y
+        return self.map(x)
 
 
-class Draws(Uncopied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.binomial(torch.full_like(x, 4), torch.full_like(x, 0.5))
+def draws() -> nn.Module:
+    half = partial(torch.full_like, fill_value=0.5)
+    return Calls(net(), lambda inner, x: inner(x) + torch.binomial(8 * half(x), half(x)))
 
 
 @pytest.mark.parametrize(
@@ -487,7 +435,7 @@ class Draws(Uncopied):
     [
         (net, calls_torch, "it calls torch.distributed itself"),
         (Uncopied, functional.mse_loss, "the model cannot be copied: cannot pickle 'generator' object"),
-        (Draws, functional.mse_loss, "cannot be switched off: torch's binomial"),
+        (draws, functional.mse_loss, "cannot be switched off: torch's binomial"),
         (net, Elsewhere, "the loss reads the parameters of the engine's model"),
     ],
 )
@@ -581,7 +529,7 @@ def counts_in_a_first_argument(state: dict[str, int], outputs: Tensor, targets: 
 class Counting(nn.Module):
     """Keeps a list of what it has seen, and a global."""
 
-    def __init__(self, trained: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner, self.seen, self.results = net(), [], []
         self.parts = [*self.inner]  # a list of its own modules
@@ -593,8 +541,7 @@ class Counting(nn.Module):
         for part in self.parts:
             x = part(x)
         self.results.append(x)
-        y: Tensor = x * (1 + len(self.seen) % 3) * (1 + CALLS % 2)
-        return y
+        return x * (1 + len(self.seen) % 3) * (1 + CALLS % 2)
 
 
 @pytest.mark.parametrize("which", ["global", "iterator", "argument", "first argument", "model"])
@@ -608,15 +555,11 @@ def test_what_functions_count_is_left_alone(cluster_of: Clusters, which: str) ->
     }
 
     def run() -> list[float]:
-        model = Counting() if which == "model" else net()
-        return train(md.prepare(model, SGD, md.Layout(dp=2), losses[which], rehearse=True), batches(6))
+        model, ranks = Counting() if which == "model" else net(), md.size()
+        engine = md.prepare(model, SGD, md.Layout(dp=ranks), losses[which], rehearse=ranks > 1)
+        return train(engine, batches(6))
 
-    def alone() -> list[float]:
-        return train(
-            md.prepare(Counting() if which == "model" else net(), SGD, None, losses[which]), batches(6)
-        )
-
-    expected = cluster_of(1).run(alone)[0]
+    [expected] = cluster_of(1).run(run)
     for found in cluster_of(2).run(run):
         assert found == pytest.approx(expected, rel=1e-12)
 
@@ -626,19 +569,14 @@ def test_objects_that_differ_between_ranks_are_no_false_alarm(cluster_of: Cluste
         def __init__(self, edges: Tensor) -> None:
             self.edges = edges
 
-    class Passing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Tensor, graph: Graph) -> Tensor:
-            y: Tensor = self.inner(x)
-            return y + y[graph.edges]
+    def passing(inner: nn.Module, x: Tensor, graph: Graph) -> Tensor:
+        y = inner(x)
+        return y + y[graph.edges]
 
     def run() -> float:
         generator = torch.Generator().manual_seed(md.rank())
         graph = Graph(torch.randperm(4, generator=generator))
-        engine = md.prepare(Passing(), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
+        engine = md.prepare(Calls(net(), passing), SGD, md.Layout(dp=2), functional.mse_loss, rehearse=True)
         x, y = torch.randn(2, 4, 8, dtype=torch.float64, generator=generator)
         return engine.step((x, graph), y)
 
@@ -688,8 +626,7 @@ def test_zero_3_refuses_a_forward_pass_that_writes_to_parameters(cluster_of: Clu
             if self.calls % 3 == 0:
                 with torch.no_grad():
                     self.weight.clamp_(-0.1, 0.1)
-            y: Tensor = self.inner(x) @ self.weight
-            return y
+            return self.inner(x) @ self.weight
 
     def run() -> list[float]:
         engine = md.prepare(Clamped(), SGD, md.Layout(dp=2, zero=3), functional.mse_loss)
@@ -735,16 +672,11 @@ def test_rows_without_a_label_do_not_make_weights_nan(
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-class Texts(nn.Module):
+def texts() -> nn.Module:
     """Takes vectors and a caption for each, of which it reads the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor, captions: Any) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y * torch.tensor([[float(len(caption))] for caption in captions], **DOUBLE)
+    return Calls(
+        net(), lambda inner, x, captions: inner(x) * torch.tensor([[len(each)] for each in captions])
+    )
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -755,7 +687,7 @@ def test_a_list_with_an_item_for_each_row_is_cut_with_the_rows(
     shape = PARSE(layout)
 
     def losses(shape: md.Layout | None) -> list[float]:
-        engine = md.prepare(Texts(), SGD, shape, functional.mse_loss, rehearse=shape is not None)
+        engine = md.prepare(texts(), SGD, shape, functional.mse_loss, rehearse=shape is not None)
         own = slice(engine.data_rank, None, engine.data_ranks)
         captions = ["a", "bcd", "ef", "ghijk", "", "l", "mno", "p"]
         return [engine.step((x[own], kind(captions[own])), y[own]) for x, y in batches(3)]

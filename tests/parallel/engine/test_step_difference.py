@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import minidist as md
 from minidist.parallel.tensor_parallel.plans import plan_for
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.parallel.tensor_parallel.test_replace_layers import (
     FLAT_PLAN,
@@ -24,7 +25,6 @@ from tests.parallel.tensor_parallel.test_replace_layers import (
     vectors,
 )
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -40,8 +40,7 @@ class Between(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, 8) -> (B, T, 4)
-        y: Tensor = self.last(x + self.scale * self.second(self.act(self.first(x))))
-        return y
+        return self.last(x + self.scale * self.second(self.act(self.first(x))))
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ def first_loss(model: Callable[[], nn.Module], layout: str, **options: Any) -> f
     made = model()
     engine = md.prepare(made, SGD, md.Layout.parse(layout), **{"plan": PLAN, "rehearse": True, **options})
     inputs, targets = (x[engine.data_rank :: engine.data_ranks] for x in batch(4))
-    loss: float = engine.step(inputs, targets)
-    return loss
+    return engine.step(inputs, targets)
 
 
 REFUSED = r"The plan makes another model: the output of second differs by \d.*column_packed=3"
@@ -107,8 +105,7 @@ class TwoParts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         weighted = (self.scale * hidden.square().mean(-1, keepdim=True)) * hidden.new_ones(8)
-        y: Tensor = self.last(x + self.second(hidden) + weighted)
-        return y
+        return self.last(x + self.second(hidden) + weighted)
 
 
 def test_gradients_are_compared_too(cluster_of: Clusters) -> None:
@@ -131,16 +128,12 @@ def test_a_layer_that_fails_when_cut_is_named(cluster_of: Clusters) -> None:
     ["tp=2", "dp=2,tp=2,zero=3", "tp=2,sequence_parallel=True", "dp=2,tp=2,zero=1,micro_batches=2", "tp=3"],
 )
 def test_plans_that_fit_train_as_before(cluster_of: Clusters, layout: str) -> None:
-    plan = OWN_PLAN if "sequence" not in layout else None
-    made = Own if plan else gpt
-    if plan is None:
-        plan = plan_for(gpt(0))
+    made, plan = (gpt, plan_for(gpt(0))) if "sequence" in layout else (Own, OWN_PLAN)
     case = contract.Case(made, tokens, batches=(4, 2, 3))
-    options = {"plan": plan, "rehearse": True}
-    contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout), **options)
+    contract.check(cluster_of, case, layout, plan=plan, rehearse=True)
     if layout == "tp=2":  # each row is one token, so queries and keys have gradients of rounding alone
         case = contract.Case(Flat, vectors, batches=(4, 2, 3))
-        contract.check(cluster_of(2), case, md.Layout.parse(layout), plan=FLAT_PLAN, rehearse=True)
+        contract.check(cluster_of, case, layout, plan=FLAT_PLAN, rehearse=True)
 
 
 @pytest.mark.parametrize("layout", ["tp=2,precision=bf16", "tp=2,sequence_parallel=True"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.parallel.sharding.cases import CASES
 
-Clusters = Callable[[int], md.Cluster]
 GPT = CASES["gpt"]
 
 
@@ -28,7 +28,7 @@ def test_every_stage_with_everything_else(
     cluster_of: Clusters, zero: int, ranks: int, optimizer: Any
 ) -> None:
     layout = md.Layout(dp=ranks, zero=zero, micro_batches=3, recompute=True)
-    contract.check(cluster_of(ranks), replace(GPT, optimizer=optimizer, clip_norm=0.3), layout)
+    contract.check(cluster_of, replace(GPT, optimizer=optimizer, clip_norm=0.3), layout)
 
 
 def test_a_loss_of_parameters_that_are_cut_is_refused(cluster_of: Clusters) -> None:

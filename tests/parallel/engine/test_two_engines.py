@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers.contract import plain_steps
 from tests.parallel.engine.test_loops import CLOSE, deep, rows
 
-Clusters = Callable[[int], md.Cluster]
 ADAM = partial(torch.optim.Adam, lr=0.02, betas=(0.5, 0.9))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from minidist.parallel.experts import expert_parallel
 from minidist.parallel.experts.expert_parallel import experts_of, share_experts
 from minidist.parallel.experts.load_balance import balance_experts, balanced_routers
 from minidist.parallel.training.precision import Precision
-from tests.helpers.contract import with_fault
+from tests.conftest import Clusters
+from tests.helpers.contract import instead_of, with_fault
 
-Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=8, layers=2, heads=2, width=8, experts=4)
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 Gradients = dict[str, Tensor]
@@ -93,11 +93,10 @@ def test_ranks_equal_one_process(
     assert not differing(rows, cluster_of(len(rows)).run(on_ranks, rows, **options), **options)
 
 
-def with_gates_that_learn_nothing(patch: pytest.MonkeyPatch) -> None:
+@instead_of(expert_parallel, "_forward")
+def with_gates_that_learn_nothing(forward: Any, *given: Any) -> Any:
     """A fault with the right loss: the gates' gradient is lost, so the router learns nothing."""
-    right = expert_parallel._forward
-    lost = lambda *given: right(*given[:-1], given[-1].detach() + 0 * given[-1])  # noqa: E731
-    patch.setattr(expert_parallel, "_forward", lost)
+    return forward(*given[:-1], given[-1].detach() + 0 * given[-1])
 
 
 def test_a_router_that_learns_nothing_is_seen(cluster_of: Clusters) -> None:
@@ -203,10 +202,7 @@ def run_transformers(name: str, ranks: int) -> tuple[Tensor, Gradients]:
     made = moe_of_transformers(name)
     if ranks > 1:
         share_experts(made)
-    x = tokens(6)[None, md.rank() :: ranks].requires_grad_()
-    result = made(x)
-    (result * torch.linspace(1, 2, 8)).sum().backward()
-    return result.detach(), {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
+    return run(made, tokens(6)[None, md.rank() :: ranks])[:2]
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe"])

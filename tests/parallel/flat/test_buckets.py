@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +11,8 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.flat.joined_messages import broadcast_together, deal_to_buckets
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 DTYPES = (torch.float32, torch.float64, torch.float16)
 
 

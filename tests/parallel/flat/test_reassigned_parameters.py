@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.conftest import Clusters
+from tests.helpers.on_ranks import on_ranks
 
-Clusters = Callable[[int], md.Cluster]
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 REFUSED = (
     r"was given other memory.*write into it instead: `with torch\.no_grad\(\): parameter\.copy_\(tensor\)"
@@ -62,20 +62,16 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("zero", [1, 2])
-def test_the_next_step_refuses_it(cluster_of: Clusters, zero: int, how: str) -> None:
-    def train() -> None:
-        model, n = net(), md.size()
-        engine = md.prepare(model, ADAMW, md.Layout(dp=n, zero=zero))
-        x, y = batch(0)
-        engine.step(x[md.rank() :: n], y[md.rank() :: n])
-        assign(model, how)
-        for _ in range(2):
-            with pytest.raises(ValueError, match=f"the parameter {HOWS[how]} {REFUSED}"):
-                engine.step(x[md.rank() :: n], y[md.rank() :: n])
-
-    cluster_of(2).run(train)
+@on_ranks(2, zero=[1, 2], how=[*HOWS])
+def test_the_next_step_refuses_it(zero: int, how: str) -> None:
+    model, n = net(), md.size()
+    engine = md.prepare(model, ADAMW, md.Layout(dp=n, zero=zero))
+    x, y = batch(0)
+    engine.step(x[md.rank() :: n], y[md.rank() :: n])
+    assign(model, how)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"the parameter {HOWS[how]} {REFUSED}"):
+            engine.step(x[md.rank() :: n], y[md.rank() :: n])
 
 
 @pytest.mark.parametrize("zero", range(3))
@@ -97,21 +93,18 @@ def test_values_that_are_copied_in_are_what_training_goes_on_from(cluster_of: Cl
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_summon_refuses_it_and_leaves_the_shards_as_they_were(cluster_of: Clusters, how: str) -> None:
-    def check() -> None:
-        sharded, reference = md.FullyShard(net(), ADAMW), net()
+@on_ranks(2, how=[*HOWS])
+def test_summon_refuses_it_and_leaves_the_shards_as_they_were(how: str) -> None:
+    sharded, reference = md.FullyShard(net(), ADAMW), net()
 
-        def summoned() -> None:
-            with sharded.summon() as model:
-                assign(model, how)
+    def summoned() -> None:
+        with sharded.summon() as model:
+            assign(model, how)
 
-        with pytest.raises(ValueError, match=f"the parameter {HOWS[how]} {REFUSED}"):
-            summoned()
-        torch.testing.assert_close(sharded.state_dict(), dict(reference.state_dict()), rtol=0, atol=0)
-        assert torch.isfinite(sharded(batch(0)[0])).all()
-
-    cluster_of(2).run(check)
+    with pytest.raises(ValueError, match=f"the parameter {HOWS[how]} {REFUSED}"):
+        summoned()
+    torch.testing.assert_close(sharded.state_dict(), dict(reference.state_dict()), rtol=0, atol=0)
+    assert torch.isfinite(sharded(batch(0)[0])).all()
 
 
 def test_a_forward_pass_refuses_what_was_assigned_outside_of_summon() -> None:

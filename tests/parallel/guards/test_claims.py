@@ -14,9 +14,10 @@ from torch import nn
 
 import minidist as md
 from minidist.parallel.guards import claims
+from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.on_ranks import on_ranks
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -56,25 +57,21 @@ SECOND: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("first", [*range(4), "DataParallel", "FullyShard"])
-def test_a_second_one_is_told(cluster_of: Clusters, first: int | str) -> None:
-    def check() -> None:
-        model = net()
-        kept = SECOND[first if isinstance(first, str) else f"zero={first}"](model)
-        if isinstance(first, int):
-            train(kept, range(2))
-        for name, make in SECOND.items():
-            if (first, name) == ("DataParallel", "ZeroOptimizer"):
-                continue  # they may stand beside each other
-            sharded = first in (3, "FullyShard")
-            text = "was sharded by .* new model" if sharded else "is trained by .*; train on with the first"
-            with pytest.raises(ValueError, match=f"the parameter 0[.a-z]* {text}"):
-                make(model)
-        if isinstance(first, int):
-            train(kept, range(2, 4))  # nothing has happened to it
-
-    check()
-    cluster_of(2).run(check)
+@on_ranks(1, 2, first=[*range(4), "DataParallel", "FullyShard"])
+def test_a_second_one_is_told(first: int | str) -> None:
+    model = net()
+    kept = SECOND[first if isinstance(first, str) else f"zero={first}"](model)
+    if isinstance(first, int):
+        train(kept, range(2))
+    for name, make in SECOND.items():
+        if (first, name) == ("DataParallel", "ZeroOptimizer"):
+            continue  # they may stand beside each other
+        sharded = first in (3, "FullyShard")
+        text = "was sharded by .* new model" if sharded else "is trained by .*; train on with the first"
+        with pytest.raises(ValueError, match=f"the parameter 0[.a-z]* {text}"):
+            make(model)
+    if isinstance(first, int):
+        train(kept, range(2, 4))  # nothing has happened to it
 
 
 @pytest.mark.parametrize("first", range(3))
@@ -109,37 +106,33 @@ def test_what_is_sharded_stays_so(first: int | str) -> None:
     prepared(fresh, 3)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_second_zero_optimizer_takes_over(cluster_of: Clusters, stage: int) -> None:
+@on_ranks(2, stage=[1, 2])
+def test_a_second_zero_optimizer_takes_over(stage: int) -> None:
     """Who loads a state into a new one has the old one still."""
-
-    def check() -> None:
-        model, reference = net(), net()
-        plain = SGD(reference.parameters(), momentum=0.9)
-        make = partial(md.ZeroOptimizer, optimizer_class=SGD, stage=stage, momentum=0.9)
-        first = make(model.parameters())
-        optimizer = first
-        for step in range(4):
-            x, y = batch(step)
-            nn.functional.cross_entropy(model(x[md.rank() :: 2]), y[md.rank() :: 2]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(reference(x), y).backward()  # type: ignore[no-untyped-call]
-            plain.step()
-            plain.zero_grad()
-            if step == 1:
-                states = []
-                for to in range(2):
-                    first.consolidate_state_dict(to)
-                    states += [first.state_dict()] if md.rank() == to else []
-                optimizer = make(model.parameters())
-                optimizer.load_state_dict(states[0])
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-        with pytest.raises(RuntimeError, match=r"have been given to another since.*; step with that one"):
-            first.step()
-
-    cluster_of(2).run(check)
+    model, reference = net(), net()
+    plain = SGD(reference.parameters(), momentum=0.9)
+    make = partial(md.ZeroOptimizer, optimizer_class=SGD, stage=stage, momentum=0.9)
+    first = make(model.parameters())
+    optimizer = first
+    for step in range(4):
+        x, y = batch(step)
+        nn.functional.cross_entropy(model(x[md.rank() :: 2]), y[md.rank() :: 2]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(reference(x), y).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        plain.zero_grad()
+        if step == 1:
+            states = []
+            for to in range(2):
+                first.consolidate_state_dict(to)
+                states += [first.state_dict()] if md.rank() == to else []
+            optimizer = make(model.parameters())
+            optimizer.load_state_dict(states[0])
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match=r"have been given to another since.*; step with that one"):
+        first.step()
 
 
 def test_who_may_share() -> None:

@@ -12,26 +12,24 @@ import torch
 from torch import nn
 
 import minidist as md
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_tables_that_renormalise_their_rows(cluster_of: Clusters, kind: type[nn.Module]) -> None:
-    def check() -> None:
-        model = nn.Sequential(nn.Linear(1, 1), kind(5, 3, max_norm=0.5))
-        makers: list[Callable[[], Any]] = [
-            partial(md.prepare, model, SGD, md.Layout(dp=md.size(), zero=zero)) for zero in range(4)
-        ]
-        makers += [partial(md.DataParallel, model), partial(md.FullyShard, model, SGD)]
-        for make in makers:
-            with pytest.raises(ValueError, match=rf"1 is an {kind.__name__} with max_norm=0\.5, .*; leave"):
-                make()
-        whole = nn.Sequential(kind(5, 3))
-        md.prepare(whole, SGD, md.Layout(dp=md.size()))
-
-    cluster_of(2).run(check)
+@on_ranks(2, kind=[nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_renormalise_their_rows(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), kind(5, 3, max_norm=0.5))
+    makers: list[Callable[[], Any]] = [
+        partial(md.prepare, model, SGD, md.Layout(dp=md.size(), zero=zero)) for zero in range(4)
+    ]
+    makers += [partial(md.DataParallel, model), partial(md.FullyShard, model, SGD)]
+    for make in makers:
+        with pytest.raises(ValueError, match=rf"1 is an {kind.__name__} with max_norm=0\.5, .*; leave"):
+            make()
+    whole = nn.Sequential(kind(5, 3))
+    md.prepare(whole, SGD, md.Layout(dp=md.size()))
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -66,27 +64,22 @@ def test_a_step_takes_tensors(zero: int) -> None:
     engine.step(*BATCH)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"units": nn.Linear}, TypeError, "units is <class 'torch.nn.modules.linear.Linear'>; give a list"),
-        ({"units": 3}, TypeError, "units is 3; give a list of classes or modules"),
-        ({"units": "Linear"}, TypeError, "units is 'Linear'; give a list of classes or modules"),
-        ({"master": "float64"}, TypeError, "master is 'float64'; give a floating-point dtype"),
-        ({"master": torch.int32}, TypeError, "master is torch.int32; give a floating-point dtype"),
-        ({"optimizer_class": "adam"}, TypeError, "optimizer_class is 'adam'; give a class"),
-        ({"optimizer_class": 3}, TypeError, "optimizer_class is int; give a class"),
-        ({"optimizer_class": lambda p: 3}, TypeError, "optimizer_class made a int; give a function from"),
-        ({"initialize": 3}, TypeError, "initialize is 3; give a function that fills a module's own"),
-        ({"prefetch": "no"}, TypeError, "prefetch is 'no'; give True, False, or None"),
-        ({"offload": ""}, ValueError, "offload is '', which names no directory; give False, 'cpu' or a dir"),
-        ({"module": nn.Tanh()}, ValueError, "module has nothing to train, since it has no parameters"),
-        ({"module": frozen()}, ValueError, "module has nothing to train, since all of its parameters are"),
-    ],
+test_fully_shard = refuses(
+    lambda **given: md.FullyShard(**{"module": net(), "optimizer_class": SGD, **given}),
+    ({"units": nn.Linear}, TypeError, "units is <class 'torch.nn.modules.linear.Linear'>; give a list"),
+    ({"units": 3}, TypeError, "units is 3; give a list of classes or modules"),
+    ({"units": "Linear"}, TypeError, "units is 'Linear'; give a list of classes or modules"),
+    ({"master": "float64"}, TypeError, "master is 'float64'; give a floating-point dtype"),
+    ({"master": torch.int32}, TypeError, "master is torch.int32; give a floating-point dtype"),
+    ({"optimizer_class": "adam"}, TypeError, "optimizer_class is 'adam'; give a class"),
+    ({"optimizer_class": 3}, TypeError, "optimizer_class is int; give a class"),
+    ({"optimizer_class": lambda p: 3}, TypeError, "optimizer_class made a int; give a function from"),
+    ({"initialize": 3}, TypeError, "initialize is 3; give a function that fills a module's own"),
+    ({"prefetch": "no"}, TypeError, "prefetch is 'no'; give True, False, or None"),
+    ({"offload": ""}, ValueError, "offload is '', which names no directory; give False, 'cpu' or a dir"),
+    ({"module": nn.Tanh()}, ValueError, "module has nothing to train, since it has no parameters"),
+    ({"module": frozen()}, ValueError, "module has nothing to train, since all of its parameters are"),
 )
-def test_fully_shard(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        md.FullyShard(**{"module": net(), "optimizer_class": SGD, **arguments})
 
 
 def test_data_parallel_and_zero_optimizer_take_no_meta_parameters() -> None:
@@ -96,17 +89,15 @@ def test_data_parallel_and_zero_optimizer_take_no_meta_parameters() -> None:
         md.ZeroOptimizer(meta().parameters(), torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("method", "argument", "text"),
-    [
-        ("load_state_dict", {}, r"state_dict has the keys \[\]; give what an optimizer's state_dict"),
-        ("load_state_dict", {"state": {}}, r"state_dict has the keys \['state'\]; give what"),
-        ("load_state_dict", 3, "state_dict is 3; give what an optimizer's"),
-        ("consolidate_state_dict", "x", "to is 'x'; give a rank of the group"),
-        ("consolidate_state_dict", True, "to is True; give a rank of the group"),
-    ],
+test_zero_optimizer = refuses(
+    lambda call: call(md.ZeroOptimizer(net().parameters(), torch.optim.SGD, lr=0.1)),
+    (
+        lambda own: own.load_state_dict({}),
+        r"state_dict has the keys \[\]; give what an optimizer's",
+    ),
+    (lambda own: own.load_state_dict({"state": {}}), r"state_dict has the keys \['state'\]; give what"),
+    (lambda own: own.load_state_dict(3), "state_dict is 3; give what an optimizer's"),
+    (lambda own: own.consolidate_state_dict("x"), "to is 'x'; give a rank of the group"),
+    (lambda own: own.consolidate_state_dict(True), "to is True; give a rank of the group"),
+    error=TypeError,
 )
-def test_zero_optimizer(method: str, argument: object, text: str) -> None:
-    optimizer = md.ZeroOptimizer(net().parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match=text):
-        getattr(optimizer, method)(argument)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ import minidist as md
 from minidist.model import MLP
 from minidist.model.loss import accuracy, cross_entropy
 from minidist.parallel.layerwise.layer_by_layer import LayerByLayer, cut, measure
+from tests.conftest import Clusters
 
-Clusters = Callable[[int], md.Cluster]
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 

@@ -21,10 +21,10 @@ from minidist.parallel.pipeline import execution as pipelines
 from minidist.parallel.pipeline.execution import Pipeline, ScheduleRun
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.schedules.instructions import Instruction
-from tests.helpers.contract import with_fault
-from tests.helpers.models import gpt, tokens
+from tests.conftest import Clusters
+from tests.helpers.contract import Fault, instead_of, nothing, patched, with_fault
+from tests.helpers.models import Calls, gpt, tokens
 
-Clusters = Callable[[int], md.Cluster]
 Gradients = dict[str, Tensor]
 ROWS = (8, 3, 1, 13)  # ragged, and fewer than there are micro-batches
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -158,51 +158,42 @@ def test_a_schedule_of_ones_own(cluster_of: Clusters) -> None:
     cluster_of(2).run(refused)
 
 
-def without_tied_sums(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipelines, "sum_tied", lambda *_: None)
-
-
-def without_equal_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipelines, "start_tied_equal", lambda *_: [0, 1])
-
-
-def without_weights(patch: pytest.MonkeyPatch) -> None:
+@instead_of(Pipeline, "run")
+def without_weights(run: Any, self: Pipeline, x: Tensor, y: Tensor, weight: Any = None, **more: Any) -> Any:
     """Micro-batches count alike, whatever their rows."""
-    run = Pipeline.run
-    patch.setattr(Pipeline, "run", lambda self, x, y, weight=None, **k: run(self, x, y, lambda _: 1 / 4, **k))
+    return run(self, x, y, lambda _: 1 / 4, **more)
 
 
-def gradients_of_another(patch: pytest.MonkeyPatch) -> None:
+@instead_of(ScheduleRun, "_leave")
+def gradients_of_another(
+    leave: Any,
+    self: Any,
+    kind: str,
+    micro_batch: int,
+    chunk: int,
+    xs: list[Tensor],
+    kept: Any = [],  # noqa: B006
+) -> None:
     """Each gradient is that of the micro-batch before: as if messages were matched in another order."""
-    run = ScheduleRun._leave
-    kept: list[Tensor] = []
-
-    def wrong(self: Any, kind: str, micro_batch: int, chunk: int, xs: list[Tensor]) -> None:
-        if kind == "backward":
-            (x,) = xs
-            kept.append(x)
-            xs = [kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)]
-        run(self, kind, micro_batch, chunk, xs)
-
-    patch.setattr(ScheduleRun, "_leave", wrong)
-
-
-def weights_only_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SplitBackward, "weight_gradients", lambda self: None)
+    if kind == "backward":
+        (x,) = xs
+        kept.append(x)
+        xs = [kept[-2] if len(kept) > 1 and kept[-2].shape == x.shape else torch.zeros_like(x)]
+    leave(self, kind, micro_batch, chunk, xs)
 
 
 FAULTS = {
-    without_tied_sums: "1f1b",
-    without_equal_copies: "1f1b",
-    without_weights: "1f1b",
-    gradients_of_another: "1f1b",
-    weights_only_once: "zero_bubble",
+    "no tied sums": ("1f1b", patched(pipelines, "sum_tied", nothing)),
+    "other copies": ("1f1b", patched(pipelines, "start_tied_equal", lambda *_: [0, 1])),
+    "no weights": ("1f1b", without_weights),
+    "another's gradients": ("1f1b", gradients_of_another),
+    "no gradients of weights": ("zero_bubble", patched(SplitBackward, "weight_gradients", nothing)),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
-    found = cluster_of(2).run(with_fault, fault, train_here, FAULTS[fault], 1, 4, (5,))
+@pytest.mark.parametrize(("schedule", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, schedule: str, fault: Fault) -> None:
+    found = cluster_of(2).run(with_fault, fault, train_here, schedule, 1, 4, (5,))
     with pytest.raises(AssertionError, match=r"not close|Extra items"):
         check(found, (5,))
 
@@ -257,28 +248,19 @@ def test_a_step_sends_what_the_formula_says(cluster_of: Clusters) -> None:
                 assert first == second + 2 * 80 * outputs
 
 
-class Doubling(nn.Module):
-    """Works in place without saying so."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
-class Transposed(nn.Linear):
-    """Its outputs lie in memory in another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).transpose(1, 2)
+def transposed() -> nn.Module:
+    return Calls(nn.Linear(4, 4), lambda inner, x: inner(x).transpose(1, 2))
 
 
 STAGES: dict[str, Callable[[], list[nn.Module]]] = {
     "in place": lambda: [
         nn.Linear(4, 4),
         nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
-        Doubling(),
+        Calls(nn.Identity(), lambda _, x: x.mul_(2)),  # which does not say so
     ],
     "nothing": lambda: [nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)],
-    "another order": lambda: [Transposed(4, 4), Transposed(4, 4), nn.Linear(4, 4)],
+    # Outputs lie in memory in another order.
+    "another order": lambda: [transposed(), transposed(), nn.Linear(4, 4)],
 }
 
 
@@ -312,10 +294,6 @@ def test_ranks_that_are_given_different_batches_do_not_wait_for_ever() -> None:
 
 
 def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x, "a mask"
-
     class Growing(nn.Module):
         calls = 0
 
@@ -326,16 +304,12 @@ def test_wrong_stages_are_told(cluster_of: Clusters) -> None:
     def step(stage: nn.Module) -> None:
         Pipeline(stage, "gpipe", 2).step(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
 
-    class Whole(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.long()
-
     run = cluster_of(2).run
     with pytest.raises(md.RankError, match="stage 0 gave a tuple; between stages goes one floating-point"):
-        run(step, Pair())
+        run(step, Calls(nn.Identity(), lambda _, x: (x, "a mask")))
     with pytest.raises(
         md.RankError, match=r"stage 0 gave float32\[2x2\] for micro-batch 1 and float32\[2x1\]"
     ):
         run(step, Growing())
     with pytest.raises(md.RankError, match=r"a stage gave int64\[2x2\]; between stages goes one floating"):
-        run(step, Whole())
+        run(step, Calls(nn.Identity(), lambda _, x: x.long()))

@@ -15,12 +15,13 @@ import minidist as md
 from minidist.model import MLP, cross_entropy
 from minidist.parallel.pipeline.layer_chain import find_chain
 from minidist.parallel.pipeline.layer_trace import Sent, trace_layers
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.models import vectors
 from tests.parallel.pipeline.test_layer_chain import in_order, residual, with_relu
 from tests.parallel.pipeline.test_model_stage import EXAMPLES, OwnGPT
 from tests.parallel.sharding.cases import CASES
 
-Clusters = Callable[[int], md.Cluster]
 PP = md.Layout(pp=2)
 ROWS = torch.zeros(2, 4)
 
@@ -154,9 +155,9 @@ def past_the_layers(seed: int) -> nn.Module:
 def test_more_than_one_tensor_goes_on(
     cluster_of: Clusters, model: Callable[[int], nn.Module], schedule: str
 ) -> None:
-    case = replace(CASES["mlp"], model=model, rows=rows, loss=cross_entropy)
+    case = replace(CASES["mlp"], model=model, rows=partial(vectors, width=4, classes=4), loss=cross_entropy)
     layout = md.Layout(pp=3, micro_batches=2, schedule=schedule)
-    contract.check(cluster_of(3), case, layout, example=ROWS.double())
+    contract.check(cluster_of, case, layout, example=ROWS.double())
 
 
 class Experts(nn.Module):
@@ -206,8 +207,3 @@ def test_a_model_that_takes_a_gradient_is_refused() -> None:
 def test_a_layer_that_returns_its_input() -> None:
     net = Net(in_order, nn.Identity)
     assert trace_layers(net, "blocks", ROWS).after == {"after.weight", "after.bias"}
-
-
-def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 4, (count,), generator=generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 import minidist as md
 from minidist.parallel.engine import staged_passes
 from minidist.parallel.pipeline.model_stage import ModelStage
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import Logits, images, tokens
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 
@@ -109,7 +108,7 @@ def check(cluster_of: Clusters, name: str, layout: str) -> None:
         layout = layout.replace("tp=2", "dp=2")
     plan = {"blocks.*.up": "column", "blocks.*.down": "row"} if "tp" in layout else None
     example = EXAMPLES.get(name, EXAMPLES["own"])
-    contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), example=example, plan=plan)
+    contract.check(cluster_of, case(name), layout, example=example, plan=plan)
 
 
 # The point of it: each stage has its share.
@@ -147,53 +146,29 @@ def test_a_stage_holds_its_layers_and_what_it_needs_beside_them(cluster_of: Clus
     assert sum(elements for _, elements, _ in found) == found[0][2] + twice
 
 
-@pytest.mark.parametrize("fault", ["another layer", "no bias"])
+@contract.instead_of(ModelStage, "__init__")
+def without_one(init: Any, self: Any, model: Any, trace: Any, layers: range) -> None:
+    init(self, model, trace, layers[1:] if layers.start else layers)
+
+
+FAULTS = {
+    "another layer": without_one,
+    "no bias": contract.patched(staged_passes, "sum_tied", contract.nothing),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: str) -> None:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        init = ModelStage.__init__
-
-        def without_one(self: Any, model: Any, trace: Any, layers: range) -> None:
-            init(self, model, trace, layers[1:] if layers.start else layers)
-
-        if fault == "another layer":
-            patch.setattr(ModelStage, "__init__", without_one)
-        else:
-            patch.setattr(staged_passes, "sum_tied", lambda *_: None)
-
-    given = case("own"), PARSE("pp=2"), {"example": EXAMPLES["own"]}
-    trained, _ = cluster_of(2).run(contract.with_fault, plant, contract.train_on_this_rank, *given)
-    with pytest.raises(AssertionError, match=r"not close|not equal"):
-        contract.compare(trained, contract.train_in_one_process(case("own")))
+    contract.check_catches(cluster_of, FAULTS[fault], case("own"), "pp=2", example=EXAMPLES["own"])
 
 
 # What an engine does with it.
 
 
-def test_evaluation_and_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [("dp=2,pp=2,zero=1", "pp=3"), ("pp=2", "dp=2")])
+def test_layouts_of_checkpoints(cluster_of: Clusters, tmp_path: Path, layouts: tuple[str, str]) -> None:
     longer = replace(case("own"), batches=(9, 8, 7))
-    options = {"example": EXAMPLES["own"]}
-    ((inputs, targets), *_) = longer.global_batches()
-    alone = float(longer.loss(longer.model(0)(inputs), targets).detach())
-    expected = contract.train_in_one_process(longer)
-
-    def first(layout: str) -> float:
-        engine = md.prepare(longer.model(md.rank()), SGD, PARSE(layout), clip_norm=0.5, **options)
-        loss = engine.evaluate(*contract.own_rows(engine, (inputs, targets)))
-        contract.steps(engine, longer.global_batches()[:2])
-        md.save(engine, tmp_path / "saved").wait()
-        return loss
-
-    def second(layout: str) -> contract.Trained:
-        engine = md.prepare(longer.model(3), SGD, PARSE(layout), clip_norm=0.5, **options)
-        md.load(engine, tmp_path / "saved")
-        trained = contract.steps(engine, longer.global_batches()[2:])
-        return contract.Trained(expected.losses[:2] + trained.losses, trained.state)
-
-    for before, after in (("dp=2,pp=2,zero=1", "pp=3"), ("pp=2", "dp=2")):
-        for loss in cluster_of(PARSE(before).ranks).run(first, before):
-            assert loss == pytest.approx(alone, rel=1e-12)
-        for trained in cluster_of(PARSE(after).ranks).run(second, after):
-            contract.compare(trained, expected)
+    contract.check_continues(cluster_of, tmp_path, longer, *layouts, example=EXAMPLES["own"])
 
 
 def test_a_model_on_the_meta_device(cluster_of: Clusters) -> None:

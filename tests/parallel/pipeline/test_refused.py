@@ -17,8 +17,9 @@ from minidist.parallel import schedules
 from minidist.parallel.layerwise.layer_by_layer import LayerByLayer, cut
 from minidist.parallel.pipeline.execution import Pipeline
 from minidist.parallel.schedules.instructions import Instruction
+from tests.conftest import Clusters
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYER = nn.Linear(2, 2)
@@ -26,62 +27,67 @@ X, Y = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
 PLAIN: Any = [[("forward", 0), ("backward", 0)]]
 ONE: Any = schedules.gpipe(2, 2)
 
-WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "no stages": (lambda: Pipeline(None), "stages is None; give this rank's module"),  # type: ignore[arg-type]
-    "empty": (partial(Pipeline, []), r"stages is \[\]; give this rank's module, or one for each chunk"),
-    "parts": (lambda: LayerByLayer([LAYER]), r"part is a list; give a .* with this rank's layers"),  # type: ignore[arg-type]
-    "stages": (lambda: Pipeline([None]), r"stages is \[None\]; give this"),  # type: ignore[list-item]
-    "no schedule": (partial(Pipeline, LAYER, None), "schedule is None; give a name such as '1f1b', or"),
-    "number": (partial(Pipeline, LAYER, 3), "schedule is 3; give a name such as '1f1b', or"),
-    "not called": (partial(Pipeline, LAYER, schedules.gpipe), "schedule is the function gpipe; give a name"),
-    "pairs": (partial(Pipeline, LAYER, PLAIN), r"the schedule has \('forward', 0\) for rank 0; give instruc"),
-    "no loss": (
+TWO = [nn.Identity(), nn.Identity()]
+
+
+test_arguments_of_wrong_types_are_told = refuses(
+    lambda call: call(),
+    (lambda: Pipeline(None), "stages is None; give this rank's module"),  # type: ignore[arg-type]
+    (partial(Pipeline, []), r"stages is \[\]; give this rank's module, or one for each chunk"),
+    (lambda: LayerByLayer([LAYER]), r"part is a list; give a .* with this rank's layers"),  # type: ignore[arg-type]
+    (lambda: Pipeline([None]), r"stages is \[None\]; give this"),  # type: ignore[list-item]
+    (partial(Pipeline, LAYER, None), "schedule is None; give a name such as '1f1b', or"),
+    (partial(Pipeline, LAYER, 3), "schedule is 3; give a name such as '1f1b', or"),
+    (partial(Pipeline, LAYER, schedules.gpipe), "schedule is the function gpipe; give a name"),
+    (partial(Pipeline, LAYER, PLAIN), r"the schedule has \('forward', 0\) for rank 0; give instruc"),
+    (
         partial(Pipeline, LAYER, loss=None),
         "loss is None; give a function from outputs and targets",
     ),
-    "loss": (partial(Pipeline, LAYER, loss=3), "loss is 3; give a function from outputs and targets"),
-    "weight": (
+    (partial(Pipeline, LAYER, loss=3), "loss is 3; give a function from outputs and targets"),
+    (
         partial(Pipeline, LAYER, tied=LAYER.weight),
         "tied is Parameter; give a list with a parameter",
     ),
-    "tied": (partial(Pipeline, LAYER, tied=[3]), r"tied is \['int'\]; give a list with a parameter, or None"),
-    "part's loss": (partial(LayerByLayer, LAYER, loss=None), "loss is None; give a function from outputs"),
-    "lists": (
+    (partial(Pipeline, LAYER, tied=[3]), r"tied is \['int'\]; give a list with a parameter, or None"),
+    (partial(LayerByLayer, LAYER, loss=None), "loss is None; give a function from outputs"),
+    (
         lambda: Pipeline(LAYER).step(X.tolist(), Y),
         "the inputs are a list; give a tensor whose first",
     ),
-    "scalar": (lambda: Pipeline(LAYER).step(X, Y[0]), "the targets are a tensor without dimensions; give"),
-    "nothing": (lambda: Pipeline(LAYER).step(X, None), "the targets are a NoneType; give a tensor"),  # type: ignore[arg-type]
-    "evaluated": (lambda: Pipeline(LAYER).evaluate(None, Y), "the inputs are a NoneType"),  # type: ignore[arg-type]
-    "metric": (partial(Pipeline(LAYER).evaluate, X, Y, 3), "metric is 3; give a function from outputs and"),
-    "part's rows": (partial(LayerByLayer(LAYER).step, 3, Y), "the inputs are a int; give a tensor"),
-    "check a name": (partial(schedules.check, "gpipe"), "schedule is 'gpipe'; give a list of instructions"),
-    "check nothing": (partial(schedules.check, None), "schedule is None; give a list of instructions"),
-    "check pairs": (
+    (lambda: Pipeline(LAYER).step(X, Y[0]), "the targets are a tensor without dimensions; give"),
+    (lambda: Pipeline(LAYER).step(X, None), "the targets are a NoneType; give a tensor"),  # type: ignore[arg-type]
+    (lambda: Pipeline(LAYER).evaluate(None, Y), "the inputs are a NoneType"),  # type: ignore[arg-type]
+    (partial(Pipeline(LAYER).evaluate, X, Y, 3), "metric is 3; give a function from outputs and"),
+    (partial(LayerByLayer(LAYER).step, 3, Y), "the inputs are a int; give a tensor"),
+    (partial(schedules.check, "gpipe"), "schedule is 'gpipe'; give a list of instructions"),
+    (partial(schedules.check, None), "schedule is None; give a list of instructions"),
+    (
         partial(schedules.check, PLAIN),
         r"the schedule has \('forward', 0\) for rank 0; give ins",
     ),
-    "check ranks": (
+    (
         partial(schedules.check, [3]),
         "the schedule has 3 for rank 0; give a list of instructions",
     ),
-    "forward_only": (partial(schedules.forward_only, None), "schedule is None; give a list of instructions"),
-    "with_messages": (
+    (partial(schedules.forward_only, None), "schedule is None; give a list of instructions"),
+    (
         partial(schedules.with_messages, PLAIN),
         r"the schedule has \('forward', 0\) for rank 0",
     ),
-    "simulate": (partial(schedules.simulate, None), "schedule is None; give a list of instructions for each"),
-    "times": (partial(schedules.simulate, ONE, 3), "times is 3; give a dict of seconds, such as"),
-    "plot": (partial(schedules.plot, None), "schedule is None; give a list of instructions for each rank"),
-    "micro-batch": (
+    (partial(schedules.simulate, None), "schedule is None; give a list of instructions for each"),
+    (partial(schedules.simulate, ONE, 3), "times is 3; give a dict of seconds, such as"),
+    (partial(schedules.plot, None), "schedule is None; give a list of instructions for each rank"),
+    (
         partial(Instruction, "forward", "0"),
         r"micro_batch is '0' \(str\); give an integer",
     ),
-}
+    error=TypeError,
+)
 
 
-TWO = [nn.Identity(), nn.Identity()]
-OUT_OF_RANGE: list[tuple[Callable[..., Any], str]] = [
+test_wrong_values_are_told = refuses(
+    lambda call: call(),
     (partial(schedules.with_messages, ONE), "the schedule has send F0 for rank 0 already; give what they"),
     (partial(schedules.by_name, "gpip", 2, 2), "unknown schedule 'gpip': did you mean 'gpipe'"),
     (partial(schedules.gpipe, 2, 0), "micro_batches is 0; give at least 1"),
@@ -108,20 +114,7 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str]] = [
     (lambda: LayerByLayer(LAYER).step(X[:0], Y[:0]), "inputs have no rows; give a batch of at least one"),
     (partial(cut, TWO, 3), "parts is 3 and there are 2 layers; give 1 to 2"),
     (partial(cut, TWO, 2, [1.0]), "give one of 0 or more"),
-]
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_arguments_of_wrong_types_are_told(name: str) -> None:
-    call, message = WRONG[name]
-    with pytest.raises(TypeError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(("call", "message"), OUT_OF_RANGE)
-def test_wrong_values_are_told(call: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+)
 
 
 @pytest.mark.parametrize("kind", [Pipeline, LayerByLayer])

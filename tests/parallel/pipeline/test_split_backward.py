@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minidist.model import config, gpt_layers
 from minidist.parallel.pipeline.split_backward import SplitBackward
 from minidist.parallel.training.recompute import recompute, recomputes
+from tests.helpers.models import Calls
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -25,8 +26,7 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(self.twice(x).tanh())
-        out: Tensor = self.twice(x + x @ (self.scaled / self.scaled.norm()))
-        return out
+        return self.twice(x + x @ (self.scaled / self.scaled.norm()))
 
 
 class Squares(torch.autograd.Function):
@@ -49,8 +49,7 @@ class Own(nn.Module):
         self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Squares.apply(self.linear(x), self.weight)
-        return out
+        return Squares.apply(self.linear(x), self.weight)
 
 
 def block() -> nn.Module:
@@ -58,15 +57,8 @@ def block() -> nn.Module:
     return nn.Sequential(*gpt_layers(shape, 1, 3))
 
 
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = block()
-        recompute(self.inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
+def recomputed() -> nn.Module:
+    return Calls(recompute(block()), lambda inner, x: inner(x))
 
 
 class Hooked(nn.Module):
@@ -89,7 +81,7 @@ class Hooked(nn.Module):
         return out
 
 
-MODULES = {"hooked": Hooked, "blocks": block, "shared": Shared, "python's": Own, "recomputed": Recomputed}
+MODULES = {"hooked": Hooked, "blocks": block, "shared": Shared, "python's": Own, "recomputed": recomputed}
 
 
 @pytest.mark.parametrize("name", MODULES)

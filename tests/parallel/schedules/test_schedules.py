@@ -70,8 +70,7 @@ def test_a_last_group_that_is_not_full_holds_no_more_and_takes_no_longer(chunks:
 
 def value(formula: str, **sizes: int) -> float:
     """The value of a record's formula."""
-    found: float = eval(formula, {"min": min, **sizes})
-    return found
+    return eval(formula, {"min": min, **sizes})
 
 
 def test_micro_batches_may_differ_in_their_times() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ from minidist.model import GPT, MLP, GPTConfig, cross_entropy
 from minidist.parallel.context_parallel import zigzag_order
 from minidist.parallel.sequence_share.sequence_share import SequenceShare, apply
 from minidist.parallel.training.recompute import recompute
+from tests.conftest import Clusters
 from tests.helpers.contract import of_outputs, plain_steps
+from tests.helpers.on_ranks import on_ranks
 
-Clusters = Callable[[int], md.Cluster]
 TINY = GPTConfig(vocabulary=11, context=16, layers=2, heads=2, width=8)
 LENGTHS = (13, 16, 3, 1)  # fewer than a position a rank, too
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -92,14 +92,10 @@ def cut_and_gathered(length: int, dim: int) -> None:
     assert torch.equal(gradient, expected)
 
 
-def gather_all() -> None:
+@on_ranks(1, 3, 4)
+def test_what_is_cut_is_gathered_again() -> None:
     for length, dim in ((7, 0), (1, 1), (12, 1), (5, -1)):
         cut_and_gathered(length, dim)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_what_is_cut_is_gathered_again(cluster_of: Clusters, ranks: int) -> None:
-    cluster_of(ranks).run(gather_all)
 
 
 def all_parts(length: int) -> list[Tensor]:

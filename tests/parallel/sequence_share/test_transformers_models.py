@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,14 +12,15 @@ from torch import Tensor
 import minidist as md
 from minidist.model.loss import cross_entropy
 from minidist.parallel.sequence_share.sequence_share import SequenceShare
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.models import Logits
+from tests.helpers.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
@@ -57,17 +57,12 @@ DEEP = [
 )
 def test_they_train_as_in_one_process(cluster_of: Clusters, name: str, layout: str) -> None:
     options = {"example": torch.zeros(1, 3, dtype=torch.int64)} if "pp" in layout else {}
-    contract.check(cluster_of(PARSE(layout).ranks), case(name), PARSE(layout), **options)
+    contract.check(cluster_of, case(name), layout, **options)
 
 
 def test_positions_that_count_from_0_on_every_rank_are_seen(cluster_of: Clusters) -> None:
-    def from_0(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
-
-    given = contract.train_on_this_rank, case("Llama"), PARSE("cp=2")
-    found = cluster_of(2).run(contract.with_fault, from_0, *given)[0]
-    with pytest.raises(AssertionError, match="not close"):
-        contract.compare(found, contract.train_in_one_process(case("Llama")))
+    from_0 = contract.patched(SequenceShare, "positions_of", lambda _, ids: torch.arange(ids.shape[1]))
+    contract.check_catches(cluster_of, from_0, case("Llama"), "cp=2")
 
 
 def batch(**others: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -83,7 +78,8 @@ def prepared(model: Any) -> Any:
     return md.prepare(model.double(), SGD, PARSE("cp=2"), loss=loss_of)
 
 
-def look() -> None:
+@on_ranks(2)
+def test_batches_of_loaders_beside_a_model_with_the_same_config() -> None:
     """Batches as loaders give them, in a process where another model has the same config."""
     ids = batch()[0]["input_ids"]
     config = models.hugging_face("Llama", 0).config
@@ -102,11 +98,8 @@ def look() -> None:
     assert engine.step(given, targets) == pytest.approx(loss, rel=1e-10)
 
 
-def test_batches_of_loaders_beside_a_model_with_the_same_config(cluster_of: Clusters) -> None:
-    cluster_of(2).run(look)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_what_ring_attention_cannot_do_is_refused() -> None:
     engine, ones = prepared(models.hugging_face("Llama")), torch.ones(2, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"attention_mask hides . tokens of padding"):
         engine.step(*batch(attention_mask=ones * 0))
@@ -125,7 +118,3 @@ def refuse() -> None:
         with pytest.raises(ValueError, match=why):
             prepared(model)
         assert (model.forward, model.config) == (forward, config)
-
-
-def test_what_ring_attention_cannot_do_is_refused(cluster_of: Clusters) -> None:
-    cluster_of(2).run(refuse)

@@ -15,7 +15,7 @@ from minidist.kernels import CPU_LADDER
 from minidist.model import GPT, MLP, config
 from minidist.model.matmul import Linear
 from tests.helpers import contract
-from tests.helpers.models import gpt, mlp, tokens, vectors
+from tests.helpers.models import gpt, mlp, seeded, tokens, vectors
 
 OPTIM = torch.optim
 
@@ -95,19 +95,24 @@ class Skipping(nn.Module):
 
 
 class Experts(nn.Module):
-    """Units that some rows go through: which ones a rank uses, and whether at all, depends on its rows."""
+    """Each row goes to one of four experts, which a gate chooses that is listed after them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.last = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(4))
+        self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
 
-    def forward(self, x: Tensor) -> Any:
-        for place, expert in enumerate(self.experts):
-            chosen = x[:, 0] > (0.2, 9.0, -0.1, 1.2)[place]
-            if chosen.any():
-                x = x.index_add(0, chosen.nonzero()[:, 0], torch.tanh(expert(x[chosen])))
-        return self.last(x)
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.gate(x).softmax(-1).max(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):  # a rank calls the experts of its own rows alone
+                x = x.index_add(0, rows, gates[rows, None] * torch.tanh(expert(x[rows])))
+        return x
+
+
+def mixture() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Experts(), Experts(), nn.Linear(6, 3))
 
 
 class Odd(nn.Module):
@@ -218,16 +223,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def seeded(build: Callable[[], nn.Module], dtype: torch.dtype | None = torch.float64) -> Callable[[int], Any]:
-    """From a seed to what `build` makes with it, in `dtype`, or as it is for None."""
-
-    def make(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return build().to(dtype) if dtype else build()
-
-    return make
-
-
 CASES = {
     "mlp": contract.Case(mlp, vectors),
     "mlp on our matmul": contract.Case(mlp_on_rung, vectors),
@@ -243,7 +238,7 @@ CASES = {
 UNITS = {
     "untied": contract.Case(untied, tokens),
     "skipping": contract.Case(seeded(Skipping), vectors),
-    "experts": contract.Case(seeded(Experts), vectors),
+    "experts": contract.Case(seeded(mixture), vectors),
     "in turn": contract.Case(seeded(InTurn), vectors),
     "odd": contract.Case(seeded(Odd), vectors),
 }

@@ -6,8 +6,7 @@ the contract catches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +28,9 @@ from minidist.parallel.sharding.units import units
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
 from minidist.parallel.sharding.whole import dealing, reducer
 from minidist.parallel.training.elementwise_optimizers import ELEMENTWISE
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.contract import Fault, instead_of, nothing, patched
 from tests.parallel.sharding.cases import (
     ALL,
     CASES,
@@ -43,8 +44,6 @@ from tests.parallel.sharding.cases import (
 from tests.parallel.sharding.optimizer import test_parameter_groups as grouped
 from tests.parallel.sharding.units.test_unit_runtime import Learned, made, repeating
 
-Clusters = Callable[[int], md.Cluster]
-Patch = pytest.MonkeyPatch
 FORMS: dict[str, dict[str, Any]] = {
     "naive": {"bucket_mb": 0, "overlap": False},
     "naive, overlapped": {"bucket_mb": 0},
@@ -68,7 +67,7 @@ def cases_on_ranks() -> Iterator[tuple[int, str, int]]:
 
 @pytest.mark.parametrize(("zero", "name", "ranks"), [*cases_on_ranks()])
 def test_every_parameter_equals_one_process(cluster_of: Clusters, zero: int, name: str, ranks: int) -> None:
-    contract.check(cluster_of(ranks), ALL[name], md.Layout(dp=ranks, zero=zero))
+    contract.check(cluster_of, ALL[name], md.Layout(dp=ranks, zero=zero))
 
 
 def micro_batches_in_forms() -> Iterator[tuple[int, int, str, int, dict[str, Any]]]:
@@ -92,7 +91,7 @@ def test_micro_batches_and_buckets_change_nothing(
 ) -> None:
     case = replace(ALL[name], batches=(5, 4, 7)) if zero == 3 else ALL[name]
     layout = md.Layout(dp=ranks, zero=zero, micro_batches=many)
-    contract.check(cluster_of(ranks), case, layout, data_parallel=form)
+    contract.check(cluster_of, case, layout, data_parallel=form)
 
 
 # Stages 1 and 2 give an optimizer the same slices, or whole parameters to those that look at them.
@@ -110,7 +109,7 @@ def test_every_optimizer_equals_one_process(cluster_of: Clusters, zero: int, opt
         case, ranks = replace(CASES["mlp"], optimizer=OPTIMIZERS[optimizer]), 3
     if optimizer == "Muon":
         case = replace(case, model=seeded(Matrices))
-    contract.check(cluster_of(ranks), case, md.Layout(dp=ranks, zero=zero))
+    contract.check(cluster_of, case, md.Layout(dp=ranks, zero=zero))
 
 
 GROUPS = [(1, "unused", 3), (2, "unused", 3), *((3, name, 3) for name in grouped.CASES)]
@@ -118,33 +117,15 @@ GROUPS = [(1, "unused", 3), (2, "unused", 3), *((3, name, 3) for name in grouped
 
 @pytest.mark.parametrize(("zero", "name", "ranks"), [*GROUPS, (3, "unused", 1), (3, "gpt", 2)])
 def test_groups_equal_one_process(cluster_of: Clusters, zero: int, name: str, ranks: int) -> None:
-    contract.check(cluster_of(ranks), grouped.CASES[name], md.Layout(dp=ranks, zero=zero, micro_batches=2))
-
-
-def check_inside(
-    context: Callable[[], AbstractContextManager[Any]],
-    cluster: md.Cluster,
-    case: contract.Case,
-    layout: md.Layout,
-) -> None:
-    def train() -> contract.Trained:
-        with context():
-            return contract.train_on_this_rank(case, layout)
-
-    for trained in cluster.run(train):
-        contract.compare(trained, contract.train_in_one_process(case))
-
-
-@contextmanager
-def small_slices() -> Iterator[None]:
-    with Patch.context() as patch:
-        patch.setattr(optimizer_slices, "SLICE_BYTES", 7 * 8)  # 7 elements
-        yield
+    contract.check(cluster_of, grouped.CASES[name], md.Layout(dp=ranks, zero=zero, micro_batches=2))
 
 
 @pytest.mark.parametrize(("zero", "name"), [(1, "gpt"), (2, "unused"), (1, "adafactor")])
 def test_pieces_of_any_length_are_updated_alike(cluster_of: Clusters, zero: int, name: str) -> None:
-    check_inside(small_slices, cluster_of(2), CASES[name], md.Layout(dp=2, zero=zero))
+    seven_elements = patched(optimizer_slices, "SLICE_BYTES", 7 * 8)
+    given = seven_elements, contract.train_on_this_rank, CASES[name], md.Layout(dp=2, zero=zero)
+    for trained in cluster_of(2).run(contract.with_fault, *given):
+        contract.compare(trained, contract.train_in_one_process(CASES[name]))
 
 
 ALGORITHMS = [(zero, "gpt", algorithm) for zero in (1, 2) for algorithm in ("torch", "ring")]
@@ -158,7 +139,13 @@ def test_any_algorithm_of_the_collectives_will_do(
 ) -> None:
     ranks = 3 if zero < 3 else 2
     layout = md.Layout(dp=ranks, zero=zero)
-    check_inside(partial(comm.using, algorithm), cluster_of(ranks), ALL[name], layout)
+
+    def train() -> contract.Trained:
+        with comm.using(algorithm):
+            return contract.train_on_this_rank(ALL[name], layout)
+
+    for trained in cluster_of(ranks).run(train):
+        contract.compare(trained, contract.train_in_one_process(ALL[name]))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -249,141 +236,84 @@ def test_rows_and_targets_have_to_agree() -> None:
 # Planted faults: of the messages,
 
 
-def without_broadcast(patch: Patch) -> None:
-    patch.setattr(comm, "broadcast", lambda x, **_: x)
-
-
-def without_one_bucket(patch: Patch) -> None:
+@instead_of(Bucket, "_reduce_to_everyone")
+def without_one_bucket(reduce: Any, self: Bucket, over: GradientComm) -> Any:
     """A bucket is sent, and what comes back is dropped."""
-    reduce = Bucket._reduce_to_everyone
-
-    def wrong(self: Bucket, over: GradientComm) -> Any:
-        if self.gradients.numel() == 3:  # the last layer's bias
-            yield over.all_reduce(self.gradients.clone())
-        else:
-            yield from reduce(self, over)
-
-    patch.setattr(Bucket, "_reduce_to_everyone", wrong)
+    if self.gradients.numel() == 3:  # the last layer's bias
+        yield over.all_reduce(self.gradients.clone())
+    else:
+        yield from reduce(self, over)
 
 
-def without_one_reduction(patch: Patch) -> None:
+@instead_of(buckets.comm, "reduce_scatter")
+def without_one_reduction(
+    reduce: Any, x: Tensor, op: str, algorithm: str, group: Any, out: Tensor, **options: Any
+) -> Any:
     """The gradients of one unit stay this rank's own."""
-    reduce = comm.reduce_scatter
-
-    def wrong(x: Tensor, op: str, algorithm: str, group: Any, out: Tensor, **options: Any) -> Any:
-        result = reduce(x, op, algorithm, group, out, **options)
-        if x.numel() < 20:  # the last layer
-            if options:
-                result.wait()
-            out.copy_(x.view(2, -1)[md.rank()])
-        return result
-
-    patch.setattr(buckets.comm, "reduce_scatter", wrong)
+    result = reduce(x, op, algorithm, group, out, **options)
+    if x.numel() < 20:  # the last layer
+        if options:
+            result.wait()
+        out.copy_(x.view(2, -1)[md.rank()])
+    return result
 
 
-def without_gathering_the_last_bucket(patch: Patch) -> None:
-    gather = Bucket.gather
-
-    def wrong(self: Bucket, blocking: bool = False) -> None:
-        if 0 not in self.param_indices:
-            gather(self, blocking)
-
-    patch.setattr(Bucket, "gather", wrong)
+@instead_of(Bucket, "gather")
+def without_gathering_the_last_bucket(gather: Any, self: Bucket, blocking: bool = False) -> None:
+    if 0 not in self.param_indices:
+        gather(self, blocking)
 
 
-def another_ranks_share(patch: Patch) -> None:
-    def wrong(self: Bucket) -> slice:
-        other = (md.rank() + 1) % md.size()
-        return slice(other * self.share, (other + 1) * self.share)
-
-    patch.setattr(Bucket, "own_range", property(wrong, lambda self, value: None), raising=False)
+def another_ranks_share(self: Bucket) -> slice:
+    other = (md.rank() + 1) % md.size()
+    return slice(other * self.share, (other + 1) * self.share)
 
 
-def another_order_on_one_rank(patch: Patch) -> None:
-    agree = dealing.agree_on_order
-
-    def wrong(*arguments: Any) -> list[int]:
-        return agree(*arguments)[:: 1 - 2 * md.rank()]
-
-    patch.setattr(dealing, "agree_on_order", wrong)
+@instead_of(dealing, "agree_on_order")
+def another_order_on_one_rank(agree: Any, *arguments: Any) -> Any:
+    return agree(*arguments)[:: 1 - 2 * md.rank()]
 
 
 # Of the sums,
 
 
-def mean_of_means(patch: Patch) -> None:
+@instead_of(reducer.Reducer, "finish_round")
+def mean_of_means(finish: Any, self: reducer.Reducer) -> None:
     """Average over ranks and not over rows: wrong where shares differ in size."""
-    finish = reducer.Reducer.finish_round
-
-    def wrong(self: reducer.Reducer) -> None:
-        for parameter in self.parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(13 / md.size() / (6, 7)[md.rank()])
-        finish(self)
-
-    patch.setattr(reducer.Reducer, "finish_round", wrong)
-
-
-def means_for_sums(patch: Patch) -> None:
-    patch.setattr(ParameterSet, "op", property(lambda _: "mean", lambda *_: None))
-
-
-def without_what_backward_left(patch: Patch) -> None:
-    """Gradients that no hook has moved into their buckets are not moved at all."""
-    patch.setattr(reducer.Reducer, "_fill_missing", lambda *_: None)
-
-
-def without_the_first_micro_batch(patch: Patch) -> None:
-    """Each round begins the sums anew."""
-    patch.setattr(Bucket, "begun", property(lambda self: False, lambda self, value: None))
+    for parameter in self.parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(13 / md.size() / (6, 7)[md.rank()])
+    finish(self)
 
 
 # Of the update,
 
 
-def unused_ones_updated(patch: Patch) -> None:
-    give = OptimizerSlices.give_gradients
-    patch.setattr(OptimizerSlices, "give_gradients", lambda self, used: give(self, [1.0] * len(used)))
+@instead_of(OptimizerSlices, "give_gradients")
+def unused_ones_updated(give: Any, self: OptimizerSlices, used: list[float]) -> None:
+    give(self, [1.0] * len(used))
 
 
-def without_the_ranks_flags(patch: Patch) -> None:
+@instead_of(ShardedParameters, "sum_over_ranks")
+def without_the_ranks_flags(synchronize: Any, self: ShardedParameters, *totals: Any) -> Any:
     """Parameters that no rank used are updated with gradients of zero."""
-    synchronize = ShardedParameters.sum_over_ranks
-
-    def wrong(self: ShardedParameters, *totals: Any) -> Any:
-        self.had_gradient = bytearray(b"\1" * len(self.had_gradient))
-        return synchronize(self, *totals)
-
-    patch.setattr(ShardedParameters, "sum_over_ranks", wrong)
+    self.had_gradient = bytearray(b"\1" * len(self.had_gradient))
+    return synchronize(self, *totals)
 
 
-def all_in_the_first_group(patch: Patch) -> None:
-    hand_over = FlatParameterGroups.hand_over
-    patch.setattr(FlatParameterGroups, "hand_over", lambda s, p: hand_over(s, [(0, q) for _, q in p]))
+@instead_of(FlatParameterGroups, "hand_over")
+def all_in_the_first_group(hand_over: Any, self: FlatParameterGroups, parameters: Any) -> Any:
+    return hand_over(self, [(0, each) for _, each in parameters])
 
 
 # And of units.
 
 
-def stale_parameters(patch: Patch) -> None:
+@instead_of(units.Unit, "free")
+def stale_parameters(free: Any, self: units.Unit, held: bool = False) -> None:
     """What was gathered for the backward pass serves the next step, too."""
-    free = units.Unit.free
-
-    def wrong(self: units.Unit, held: bool = False) -> None:
-        if not self.name.endswith("1"):
-            free(self, held)
-
-    patch.setattr(units.Unit, "free", wrong)
-
-
-def at_the_first_call(patch: Patch) -> None:
-    """A unit is reduced when the backward pass has left one of its calls."""
-    patch.setattr(units.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
-
-
-def at_the_parameter(patch: Patch) -> None:
-    """The gradient of a parameter that a unit takes says that the unit's backward pass is over."""
-    patch.setattr(units.Tensor, "view_as", lambda self, _: self)
+    if not self.name.endswith("1"):
+        free(self, held)
 
 
 @dataclass(frozen=True)
@@ -398,36 +328,48 @@ class Where:
     says: str = "not close"
 
 
-FAULTS: list[tuple[Callable[[Patch], None], Where]] = [
-    (without_broadcast, Where(0)),
-    (without_broadcast, Where(3)),
+def always(value: Any) -> property:
+    """An attribute that nobody can change."""
+    return property(lambda _: value, nothing)
+
+
+SHARE = property(another_ranks_share, nothing)
+NO_BROADCAST = patched(comm, "broadcast", lambda x, **_: x)
+# Gradients that no hook has moved into their buckets are not moved at all.
+NOT_FILLED = patched(reducer.Reducer, "_fill_missing", nothing)
+# Each round begins the sums anew.
+LAST_ROUND = patched(Bucket, "begun", always(False))
+# A unit is reduced when the backward pass has left one of its calls.
+FIRST_CALL = patched(units.UnitPass, "is_over", lambda self, unit: bool(self._left.get(unit)))
+# The gradient of a parameter that a unit takes says that the unit's backward pass is over.
+AT_PARAMETER = patched(units.Tensor, "view_as", lambda self, _: self)
+FAULTS: list[tuple[Fault, Where]] = [
+    (NO_BROADCAST, Where(0)),
+    (NO_BROADCAST, Where(3)),
     (without_one_bucket, Where(0, options={"bucket_mb": 0})),
     (without_one_reduction, Where(3)),
     (without_gathering_the_last_bucket, Where(2, options=SMALL)),
-    (another_ranks_share, Where(2, options=SMALL)),
+    (patched(Bucket, "own_range", SHARE, raising=False), Where(2, options=SMALL)),
     (another_order_on_one_rank, Where(0)),
     (mean_of_means, Where(0, options={"overlap": False})),
-    (means_for_sums, Where(2, options=SMALL)),
-    (without_what_backward_left, Where(0, options={"overlap": False})),
-    (without_the_first_micro_batch, Where(2, options=SMALL, micro_batches=2)),
+    (patched(ParameterSet, "op", always("mean")), Where(2, options=SMALL)),
+    (NOT_FILLED, Where(0, options={"overlap": False})),
+    (LAST_ROUND, Where(2, options=SMALL, micro_batches=2)),
     (unused_ones_updated, Where(2, CASES["unused"], SMALL)),
     (without_the_ranks_flags, Where(3, CASES["unused"])),
     (all_in_the_first_group, Where(3, grouped.GROUPED, ranks=1)),
     (stale_parameters, Where(3)),
-    (at_the_first_call, Where(3, repeating(calls=3), ranks=1, says="after its gradients were reduced")),
-    (at_the_parameter, Where(3, made(Learned), ranks=1, says="out of bounds for storage of size 0")),
+    (FIRST_CALL, Where(3, repeating(calls=3), ranks=1, says="after its gradients were reduced")),
+    (AT_PARAMETER, Where(3, made(Learned), ranks=1, says="out of bounds for storage of size 0")),
 ]
 
 
-@pytest.mark.parametrize(("fault", "where"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_the_contract_catches_a_planted_fault(
-    cluster_of: Clusters, fault: Callable[[Patch], None], where: Where
-) -> None:
+@pytest.mark.parametrize(("fault", "where"), FAULTS)
+def test_the_contract_catches_a_planted_fault(cluster_of: Clusters, fault: Fault, where: Where) -> None:
     case = replace(where.case, batches=(13, 13, 13))
     layout = md.Layout(dp=where.ranks, zero=where.zero, micro_batches=where.micro_batches)
     options = {"data_parallel": where.options}
-    train = partial(contract.with_fault, fault, contract.train_on_this_rank, case, layout, options)
-    cluster = cluster_of(where.ranks)
-    contract.check(cluster, case, layout, **options)
+    contract.check(cluster_of, case, layout, **options)
+    given = contract.with_fault, fault, contract.train_on_this_rank, case, layout, options
     with pytest.raises((AssertionError, md.RankError), match=where.says):
-        contract.compare(cluster.run(train)[-1], contract.train_in_one_process(case))
+        contract.compare(cluster_of(where.ranks).run(*given)[-1], contract.train_in_one_process(case))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,11 @@ from minidist import comm
 from minidist.parallel.contract import residency
 from minidist.parallel.contract.residency import Residency
 from minidist.parallel.sharding.units.sharded_parameters import ShardedParameters
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.step_bytes import bytes_of_a_step
 from tests.parallel.sharding.cases import ALL, CASES, sizes_of
 
-Clusters = Callable[[int], md.Cluster]
 F64 = 8
 
 

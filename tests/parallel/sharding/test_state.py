@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,42 +19,14 @@ from minidist.parallel.engine.training_step import Engine
 from minidist.parallel.sharding.optimizer import optimizer_slices
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training.precision import Precision
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.models import Calls
 from tests.parallel.sharding.cases import CASES, OPTIM, SMALL, to_update
 from tests.parallel.sharding.optimizer.test_parameter_groups import CASES as GROUPS
 from tests.parallel.sharding.optimizer.test_parameter_groups import GROUPED
 
-Clusters = Callable[[int], md.Cluster]
 Where = tuple[int, int]  # a row of the table, and ranks
-
-
-class Narrow(nn.Module):
-    """A model of the contract in float32."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner.float()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x.float()).double()
-
-
-def box_of(box: Any) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.tensor.shape, strict=True))
-
-
-def put_together(
-    boxes: list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]], once: bool
-) -> dict[str, Tensor]:
-    """The whole state. once: each element of a tensor lies on one rank alone."""
-    whole: dict[str, Tensor] = {}
-    count: dict[str, Tensor] = {}
-    for name, shape, box, tensor in boxes:
-        whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[box] = tensor
-        count.setdefault(name, torch.zeros(shape))[box] += 1
-    assert all((each > 0).all() for each in count.values()), "something lies on no rank"
-    assert not once or all((each == 1).all() for each in count.values() if each.dim())
-    return whole
 
 
 WAYS: list[tuple[Where, Where]] = [((1, 3), (2, 2)), ((1, 3), (0, 1)), ((0, 1), (2, 3))]
@@ -73,12 +44,17 @@ MASTERS: list[tuple[Where, Where]] = [((1, 3), (2, 2)), ((2, 2), (1, 3)), ((2, 2
     ids=str,
 )
 def test_any_layout_goes_on_from_the_chunks_of_another(
-    cluster_of: Clusters, name: str, master: torch.dtype | None, ways: list[tuple[Where, Where]]
+    cluster_of: Clusters,
+    tmp_path: Path,
+    name: str,
+    master: torch.dtype | None,
+    ways: list[Any],
 ) -> None:
     case = replace(CASES[name], batches=(12, 13, 7, 12, 5))
     if master is not None:
         build = case.model
-        case = replace(case, model=lambda seed: Narrow(build(seed)))
+        narrow = lambda inner, x: inner(x.float()).double()  # noqa: E731
+        case = replace(case, model=lambda seed: Calls(build(seed).float(), narrow))
     batches = case.global_batches()
 
     def make(zero: int, seed: int) -> Any:
@@ -90,39 +66,27 @@ def test_any_layout_goes_on_from_the_chunks_of_another(
         part = partition_model(model, layout, Mesh(dp=md.size()))
         return Engine(part, sharded, layout, case.loss, Precision("fp32"))
 
-    def save(zero: int) -> Any:
+    def save(zero: int) -> contract.Trained:
         engine = make(zero, md.rank())
         with pytest.MonkeyPatch.context() as patch:
             if name == "unused":
                 patch.setattr(optimizer_slices, "SLICE_BYTES", 5 * 8)
             contract.steps(engine, batches[:3])
-            boxes = [(c.name, c.shape, box_of(c), c.tensor.clone()) for c in engine.strategy.state_boxes()]
-            settings = engine.strategy.settings()
-            return boxes, settings, contract.steps(engine, batches[3:])
+            md.save(engine, tmp_path / f"from {zero}")
+            return contract.steps(engine, batches[3:])
 
-    def load(zero: int, whole: dict[str, Tensor], settings: Any) -> contract.Trained:
+    def load(before: int, zero: int) -> contract.Trained:
         engine = make(zero, 9)
-        state: dict[str, dict[str, Any]] = {}
-        for full, value in whole.items():
-            if full.startswith("optimizer."):
-                parameter, _, key = full.removeprefix("optimizer.").rpartition(".")
-                state.setdefault(parameter, {})[key] = (tuple(value.shape), value.dtype)
-        engine.strategy.load_settings(settings, state)
-        with torch.no_grad():
-            for box in engine.strategy.state_boxes():
-                box.tensor.copy_(whole[box.name][box_of(box)])
-        engine.strategy.loaded()
+        md.load(engine, tmp_path / f"from {before}")
         return contract.steps(engine, batches[3:])
 
     expected = contract.train_in_one_process(case)
     for (zero, ranks), (zero_after, ranks_after) in ways:
-        saved = cluster_of(ranks).run(save, zero)
-        whole = put_together([box for boxes, _, _ in saved for box in boxes], once=zero == 3)
-        wanted = saved[0][2]
+        wanted = cluster_of(ranks).run(save, zero)[0]
         if master is None:
+            contract.compare(wanted, contract.Trained(expected.losses[3:], expected.state))
             wanted = contract.Trained(expected.losses[3:], expected.state)
-            contract.compare(saved[0][2], wanted)
-        for trained in cluster_of(ranks_after).run(load, zero_after, whole, saved[0][1]):
+        for trained in cluster_of(ranks_after).run(load, zero, zero_after):
             if master is None:
                 contract.compare(trained, wanted)
             else:  # another sum of gradients in float32
@@ -199,24 +163,7 @@ def test_groups_move_between_stages(
     cluster_of: Clusters, tmp_path: Path, name: str, before: int, after: int
 ) -> None:
     case = replace(GROUPS[name], batches=(12, 13, 7, 12))
-    batches = case.global_batches()
-    path = str(tmp_path / "saved")
-
-    def train(zero: int, ranks: int, first: bool) -> tuple[contract.Trained, list[float]]:
-        layout = md.Layout(dp=ranks, zero=zero)
-        engine = md.prepare(case.model(md.rank() + 5 * (not first)), case.optimizer, layout)
-        if not first:
-            md.load(engine, path)
-        trained = contract.steps(engine, batches[:3] if first else batches[3:])
-        if first:
-            md.save(engine, path)
-        return trained, [g["lr"] for g in engine.optimizer.param_groups]
-
-    expected = contract.train_in_one_process(case)
-    rates = cluster_of(2).run(train, before, 2, True)[0][1]
-    for trained, now in cluster_of(3).run(train, after, 3, False):
-        contract.compare(trained, contract.Trained(expected.losses[3:], expected.state))
-        assert now == rates
+    contract.check_continues(cluster_of, tmp_path, case, f"dp=2,zero={before}", f"dp=3,zero={after}")
 
 
 def test_other_groups_than_the_saved_are_refused(tmp_path: Path) -> None:

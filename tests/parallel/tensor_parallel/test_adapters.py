@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.parallel.tensor_parallel import heads
+from tests.conftest import Clusters
 from tests.helpers import contract, models
 from tests.helpers.models import FusedAttention
 from tests.parallel.tensor_parallel.test_heads import Blocks, SplitAttention, patches
-
-Clusters = Callable[[int], md.Cluster]
 
 
 class LoRA(nn.Module):
@@ -72,8 +70,7 @@ CASES = {
     ],
 )
 def test_adapters_train_to_the_weights_of_one_process(cluster_of: Clusters, name: str, layout: str) -> None:
-    shape = md.Layout.parse(layout)
-    contract.check(cluster_of(shape.ranks), CASES[name], shape)
+    contract.check(cluster_of, CASES[name], layout)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,7 @@ def test_which_matrices_are_cut(cluster_of: Clusters, styles: dict[str, str]) ->
         ]
         return [tuple(layer.weight.shape) for each in layers for layer in each]
 
-    contract.check(cluster_of(2), CASES["split"], md.Layout(tp=2), plan=plan)
+    contract.check(cluster_of, CASES["split"], md.Layout(tp=2), plan=plan)
     first = (3, 12), (3, 12), (3, 3) if styles["mlp.0"] == "column" else (7, 3)
     second = (12, 3), (3, 3) if styles["mlp.3"] == "row" else (3, 7), (12, 3)
     assert cluster_of(2).run(shapes)[0] == [*first, *second]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.model.loss import cross_entropy
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.models import vectors
 
-Clusters = Callable[[int], md.Cluster]
 PLAN = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
 SECOND = {"encoder.layers.1.linear1": "column", "encoder.layers.1.linear2": "row"}
 
@@ -30,13 +30,10 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 5, 8) -> (B, 4)
         mask = (torch.arange(5) > 2).expand(len(x), -1) if self.padded else None
-        y: Tensor = self.head(self.encoder(x, src_key_padding_mask=mask)[:, :3].mean(1))
-        return y
+        return self.head(self.encoder(x, src_key_padding_mask=mask)[:, :3].mean(1))
 
 
-def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 5, 8, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 4, (count,), generator=generator)
+rows = partial(vectors, width=8, length=5, classes=4)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -54,32 +51,9 @@ def rows(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
 def test_evaluation_and_training_are_those_of_one_process(
     cluster_of: Clusters, layout: str, padded: bool, plan: dict[str, str] | None
 ) -> None:
-    parsed = md.Layout.parse(layout)
-
-    def train() -> list[float]:
-        model = Classifier(md.rank(), padded)
-        engine = md.prepare(model, lambda p: torch.optim.SGD(p, lr=0.1), parsed, plan=plan)
-        generator, found = torch.Generator().manual_seed(1), []
-        for _ in range(3):
-            share = [x[engine.data_rank :: engine.data_ranks] for x in rows(generator, 4)]
-            found += [engine.evaluate(*share), engine.step(*share)]
-        return found
-
-    model, generator, expected = Classifier(0, padded), torch.Generator().manual_seed(1), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        inputs, targets = rows(generator, 4)
-        with torch.no_grad():
-            model.eval()
-            expected.append(cross_entropy(model(inputs), targets).item())
-        model.train()
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    for found in cluster_of(parsed.ranks).run(train):
-        torch.testing.assert_close(found, expected, rtol=contract.TOLERANCE, atol=contract.TOLERANCE)
+    sgd, model = partial(torch.optim.SGD, lr=0.1), partial(Classifier, padded=padded)
+    case = contract.Case(model, rows, sgd, batches=(4, 4, 4), evaluates=True)
+    contract.check(cluster_of, case, layout, plan=plan)
 
 
 def test_a_model_that_is_not_cut_keeps_its_fast_path(cluster_of: Clusters) -> None:

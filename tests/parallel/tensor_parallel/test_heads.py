@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
-from tests.helpers.models import FusedAttention
-
-Clusters = Callable[[int], md.Cluster]
+from tests.helpers.models import FusedAttention, vectors
 
 
 class SplitAttention(nn.Module):
@@ -30,8 +29,7 @@ class SplitAttention(nn.Module):
         parts = self.c_attn(x).split(self.n_embd, dim=2)
         q, k, v = (y.view(rows, length, self.n_head, width // self.n_head).transpose(1, 2) for y in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y: Tensor = self.c_proj(mixed.transpose(1, 2).contiguous().view(rows, length, width))
-        return y
+        return self.c_proj(mixed.transpose(1, 2).contiguous().view(rows, length, width))
 
 
 class Block(nn.Module):
@@ -44,8 +42,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
-        y: Tensor = x + self.mlp(x)
-        return y
+        return x + self.mlp(x)
 
 
 class Blocks(nn.Module):
@@ -59,13 +56,10 @@ class Blocks(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, 12) -> (B, 4)
-        y: Tensor = self.head(self.blocks(x).mean(1))
-        return y
+        return self.head(self.blocks(x).mean(1))
 
 
-def patches(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(count, 5, 12, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(0, 4, (count,), generator=generator)
+patches = partial(vectors, width=12, length=5, classes=4)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_models_that_count_heads_train_to_the_weights_of_one_process(
     cluster_of: Clusters, attention: Callable[[int, int], nn.Module], layout: str
 ) -> None:
     case = contract.Case(partial(Blocks, attention), patches, batches=(4, 3, 5))
-    contract.check(cluster_of(md.Layout.parse(layout).ranks), case, md.Layout.parse(layout))
+    contract.check(cluster_of, case, layout)
 
 
 def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> None:
@@ -92,8 +86,7 @@ def test_a_fault_in_a_plan_that_was_found_is_caught(cluster_of: Clusters) -> Non
             rows, length, width = x.shape
             qkv = self.qkv(x).reshape(rows, length, self.num_heads, 3, self.head_dim)
             mixed = functional.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
-            y: Tensor = self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-            return y
+            return self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
 
     def train() -> float:
         engine = md.prepare(Blocks(Other, 0), torch.optim.AdamW, md.Layout(tp=2), rehearse=True)

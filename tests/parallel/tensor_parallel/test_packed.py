@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from torch.nn import functional
 import minidist as md
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.conftest import Clusters
 from tests.helpers import contract
 
-Clusters = Callable[[int], md.Cluster]
 PARSE = md.Layout.parse
 
 
@@ -40,8 +39,7 @@ class Packed(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(-3, -2).flatten(-2))
         gate, up = self.mlp["up"](x).chunk(2, dim=-1)
-        y: Tensor = self.head(x + self.mlp["down"](functional.silu(gate) * up))
-        return y
+        return self.head(x + self.mlp["down"](functional.silu(gate) * up))
 
 
 PLAN = {
@@ -64,7 +62,7 @@ CASE = contract.Case(Packed, rows, batches=(4, 3, 5), clip_norm=0.3)
     "layout", ["tp=2", "tp=3", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=2", "dp=2,tp=2,zero=3"]
 )
 def test_packed_matrices_train_to_the_weights_of_one_process(cluster_of: Clusters, layout: str) -> None:
-    contract.check(cluster_of(PARSE(layout).ranks), CASE, PARSE(layout), plan=PLAN)
+    contract.check(cluster_of, CASE, layout, plan=PLAN)
 
 
 def test_a_rank_has_its_heads_of_each_matrix(cluster_of: Clusters) -> None:
@@ -84,20 +82,7 @@ def test_a_rank_has_its_heads_of_each_matrix(cluster_of: Clusters) -> None:
 
 @pytest.mark.parametrize("after", ["dp=1", "tp=3", "dp=2,tp=2,zero=1"])
 def test_checkpoints_do_not_know_of_the_ranks(cluster_of: Clusters, tmp_path: Path, after: str) -> None:
-    def train(layout: md.Layout, resume: bool) -> tuple[list[float], dict[str, Tensor]]:
-        plan = PLAN if layout.tp > 1 else None
-        engine = md.prepare(Packed(md.rank() + 7 * resume), CASE.optimizer, layout, clip_norm=0.3, plan=plan)
-        if resume:
-            md.load(engine, tmp_path / "step-00000002")
-        trained = contract.steps(engine, CASE.global_batches()[slice(2, None) if resume else slice(2)])
-        if not resume:
-            md.save(engine, tmp_path, step=2)
-        return trained.losses, trained.state
-
-    before = PARSE("tp=2")
-    first, _ = cluster_of(before.ranks).run(train, before, False)[0]
-    for losses, state in cluster_of(PARSE(after).ranks).run(train, PARSE(after), True):
-        contract.compare(contract.Trained(first + losses, state), contract.train_in_one_process(CASE))
+    contract.check_continues(cluster_of, tmp_path, CASE, "tp=2", after, plan=PLAN)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ import minidist as md
 from minidist.parallel.tensor_parallel.cuts import Cut, cuts
 from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import HUGGING_FACE, FusedAttention, Logits, hugging_face, images, tokens
 from tests.parallel.tensor_parallel.test_encoder_layers import Classifier
 from tests.parallel.tensor_parallel.test_heads import Blocks
 
 PRELOAD = ["transformers.models.llama.modeling_llama"]
-
-Clusters = Callable[[int], md.Cluster]
 
 
 def case_of(name: str) -> contract.Case:
@@ -40,7 +39,7 @@ FIRST = ["Llama", "Llama with one table", "Qwen2", "Qwen3", "GPT-2", "BERT", "BE
     "name", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.deep]) for name in HUGGING_FACE]
 )
 def test_models_of_transformers_train_to_the_weights_of_one_process(cluster_of: Clusters, name: str) -> None:
-    contract.check(cluster_of(2), case_of(name), md.Layout(tp=2))
+    contract.check(cluster_of, case_of(name), md.Layout(tp=2))
 
 
 def test_each_rank_holds_its_part_under_the_names_of_the_model(cluster_of: Clusters) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,13 @@ from minidist.parallel.tensor_parallel.vocabulary import (
     vocabulary_of,
 )
 from minidist.parallel.training.activation_memory import ActivationCounter
+from tests.conftest import Clusters
 from tests.helpers import contract, models
+from tests.helpers.contract import Fault, instead_of, patched
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refuses
 from tests.helpers.step_bytes import bytes_per_pass
 
-Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 12
 """An odd vocabulary; a length that 2, 3 and 4 ranks divide, as sequence parallelism needs it."""
 gpt = partial(models.gpt, context=TOKENS, heads=4)
@@ -52,8 +54,7 @@ class Grouped(nn.Module):
             part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Own(nn.Module):
@@ -71,8 +72,7 @@ class Own(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         x = x + self.attention(self.norm(x))
-        out: Tensor = self.fc3(x + self.fc2(functional.gelu(self.fc1(x))))
-        return out
+        return self.fc3(x + self.fc2(functional.gelu(self.fc1(x))))
 
 
 class Flat(nn.Module):
@@ -90,8 +90,7 @@ class Flat(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, 6), one token each
         heads = (part(x).unflatten(-1, (-1, self.head_size))[:, :, None] for part in (self.q, self.k, self.v))
         x = x + self.o(functional.scaled_dot_product_attention(*heads).flatten(1))
-        out: Tensor = self.last(x + self.down(functional.silu(self.gate(x)) * self.up(x)))
-        return out
+        return self.last(x + self.down(functional.silu(self.gate(x)) * self.up(x)))
 
 
 FLAT_PLAN = {"q|k|v": "column", "o": "row", "gate|up": "column", "down": "row"}
@@ -183,34 +182,28 @@ def test_a_share_of_the_sequence_changes_nothing(cluster_of: Clusters, name: str
     contract.compare(assemble(trained), contract.train_in_one_process(CASES[name]))
 
 
-def without_the_norms(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sequence_parts, "copy_all_to_ranks", lambda tensors, group: tensors)
+@instead_of(operators, "_pair")
+def without_the_positions(pair: Any, x: Tensor, forward: Any, backward: Any) -> Any:
+    if backward.__qualname__.startswith("split_to_ranks"):
+        return pair(x, forward, lambda grad: torch.cat([grad] * md.size(), dim=-2))
+    return pair(x, forward, backward)
 
 
-def without_the_positions(patch: pytest.MonkeyPatch) -> None:
-    pair = operators._pair
-
-    def wrong(x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        if backward.__qualname__.startswith("split_to_ranks"):
-            return pair(x, forward, lambda grad: torch.cat([grad] * md.size(), dim=-2))
-        return pair(x, forward, backward)
-
-    patch.setattr(operators, "_pair", wrong)
+@instead_of(vocabulary, "_localise")
+def with_the_neighbours_tokens(localise: Any, targets: Tensor, own: range) -> Any:
+    return localise(targets, range(own.start + 1, own.stop + 1))
 
 
-def with_the_neighbours_tokens(patch: pytest.MonkeyPatch) -> None:
-    localise = vocabulary._localise
-    patch.setattr(vocabulary, "_localise", lambda t, own: localise(t, range(own.start + 1, own.stop + 1)))
+FAULTS = {
+    "no norms": patched(sequence_parts, "copy_all_to_ranks", lambda tensors, group: tensors),
+    "no positions": without_the_positions,
+    "the neighbour's tokens": with_the_neighbours_tokens,
+    "not the first weights": patched(comm, "broadcast", lambda x, **_: x),
+}
 
 
-def without_the_first_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(comm, "broadcast", lambda x, **_: x)
-
-
-@pytest.mark.parametrize(
-    "fault", [without_the_norms, without_the_positions, with_the_neighbours_tokens, without_the_first_weights]
-)
-def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Callable[..., None]) -> None:
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(cluster_of: Clusters, fault: Fault) -> None:
     wrong = partial(train, CASES["gpt"], None, sequence_parallel=True)
     trained = cluster_of(2).run(contract.with_fault, fault, wrong)
     with pytest.raises(AssertionError):
@@ -240,28 +233,23 @@ def test_a_pass_sends_what_the_formula_says(
             assert sent == 10 * (2 * (ranks - 1) * stream // ranks) + (ranks - 1) * 3 * 3 * TOKENS * 8
 
 
-PATTERNS: dict[str, tuple[dict[str, str], str]] = {
-    "nothing fits": ({"layers.*.mlp.upp": "column"}, r"did you mean 'layers.\*.mlp.up'"),
-    "no such style": ({"layers.*.mlp.up": "columns"}, "unknown style 'columns': did you mean 'column'"),
-    "two styles": (
-        {"layers.1.mlp.up": "column", "layers.*.mlp.up": "row"},
+test_a_plan_that_does_not_fit_is_refused = refuses(
+    lambda given: parallelize(gpt(0), given()),
+    (lambda: {"layers.*.mlp.upp": "column"}, r"did you mean 'layers.\*.mlp.up'"),
+    (lambda: {"layers.*.mlp.up": "columns"}, "unknown style 'columns': did you mean 'column'"),
+    (
+        lambda: {"layers.1.mlp.up": "column", "layers.*.mlp.up": "row"},
         "layers.1.mlp.up has two styles in the plan, 'column' and 'row'; give it one",
     ),
-    "tied": ({"layers.0.token": "vocabulary"}, "are one parameter, and the plan does not cut both alike"),
-    "joined rows": ({"layers.*.mlp.up|down": "row"}, r"names joined by \| read one input"),
-    "not linear": ({"layers.*.mlp_norm": "column"}, "a LayerNorm cannot be cut between ranks"),
-    "a table": (
-        {"layers.0.position": "row"},
+    (lambda: {"layers.0.token": "vocabulary"}, "are one parameter, and the plan does not cut both alike"),
+    (lambda: {"layers.*.mlp.up|down": "row"}, r"names joined by \| read one input"),
+    (lambda: {"layers.*.mlp_norm": "column"}, TypeError, "a LayerNorm cannot be cut between ranks"),
+    (
+        lambda: {"layers.0.position": "row"},
+        TypeError,
         "an? Embedding cannot be cut between ranks; give a torch.nn.Linear",
     ),
-}
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_plan_that_does_not_fit_is_refused(name: str) -> None:
-    plan, message = PATTERNS[name]
-    with pytest.raises((ValueError, TypeError), match=message):
-        parallelize(gpt(0), plan)
+)
 
 
 def test_a_forgotten_part_is_refused_under_sequence_parallelism() -> None:
@@ -319,23 +307,21 @@ def test_a_computed_weight_is_cut(cluster_of: Clusters) -> None:
         torch.testing.assert_close(by_new, two)
 
 
-def test_targets_and_tokens_are_checked(cluster_of: Clusters) -> None:
-    def check() -> None:
-        logits, targets = torch.randn(4, 3 - md.rank()), torch.zeros(4, dtype=torch.int64)
-        vocab_parallel_cross_entropy(logits[:, : 2 + md.rank()][:, :2], targets, vocabulary=4)
-        with pytest.raises(ValueError, match="a vocabulary of 6, of which this rank has 3"):
-            vocab_parallel_cross_entropy(logits[:, :2], targets, vocabulary=6)
-        with pytest.raises(ValueError, match="the mean loss of an empty batch is undefined"):
-            vocab_parallel_cross_entropy(logits[:0, :2], targets[:0], vocabulary=4)
-        with pytest.raises(TypeError, match=r"targets are torch.float32; give class numbers"):
-            vocab_parallel_cross_entropy(logits[:, :2], targets.float(), vocabulary=4)
-        for wrong in (-1, 4):
-            with pytest.raises(IndexError, match="the vocabulary has 4; give 0 to 3"):
-                vocab_parallel_cross_entropy(logits[:, :2], targets + wrong, vocabulary=4)
-        with pytest.raises(IndexError, match="the vocabulary has 5; give 0 to 4"):
-            md.VocabParallelEmbedding(5, 2)(torch.tensor([5]))
-
-    cluster_of(2).run(check)
+@on_ranks(2)
+def test_targets_and_tokens_are_checked() -> None:
+    logits, targets = torch.randn(4, 3 - md.rank()), torch.zeros(4, dtype=torch.int64)
+    vocab_parallel_cross_entropy(logits[:, : 2 + md.rank()][:, :2], targets, vocabulary=4)
+    with pytest.raises(ValueError, match="a vocabulary of 6, of which this rank has 3"):
+        vocab_parallel_cross_entropy(logits[:, :2], targets, vocabulary=6)
+    with pytest.raises(ValueError, match="the mean loss of an empty batch is undefined"):
+        vocab_parallel_cross_entropy(logits[:0, :2], targets[:0], vocabulary=4)
+    with pytest.raises(TypeError, match=r"targets are torch.float32; give class numbers"):
+        vocab_parallel_cross_entropy(logits[:, :2], targets.float(), vocabulary=4)
+    for wrong in (-1, 4):
+        with pytest.raises(IndexError, match="the vocabulary has 4; give 0 to 3"):
+            vocab_parallel_cross_entropy(logits[:, :2], targets + wrong, vocabulary=4)
+    with pytest.raises(IndexError, match="the vocabulary has 5; give 0 to 4"):
+        md.VocabParallelEmbedding(5, 2)(torch.tensor([5]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from minidist.parallel.training.activation_memory import ActivationCounter
-from tests.helpers.activations import saved_activations
+
+
+def saved_activations(forward: Callable[[], Tensor]) -> int:
+    """Bytes that are kept while a forward pass's result is held."""
+    with ActivationCounter() as counter:
+        _held = forward()
+    return counter.saved
 
 
 def test_a_linear_layer_keeps_its_input() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -45,8 +45,7 @@ CASE = contract.Case(convolutions, images)
     ["dp=1", "dp=2", "dp=3", "dp=2,zero=1", "dp=3,zero=2", "dp=2,zero=3", "dp=2,recompute=true"],
 )
 def test_synchronized_statistics_are_those_of_one_process(cluster_of: Clusters, layout: str) -> None:
-    parsed = md.Layout.parse(layout)
-    contract.check(cluster_of(parsed.ranks), CASE, parsed, batch_norm="synchronized")
+    contract.check(cluster_of, CASE, layout, batch_norm="synchronized")
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2", "dp=2,zero=3"])
@@ -154,28 +153,19 @@ def test_own_statistics_agree_before_they_are_read(cluster_of: Clusters, zero: i
     assert value > 0
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "batch_norm", "text"),
-    [
-        (nn.BatchNorm1d(2), md.Layout(), "sync", "batch_norm is 'sync'; give 'synchronized', or None"),
-        (nn.Linear(2, 2), md.Layout(), "synchronized", "the model has no BatchNorm to synchronize"),
-        (
-            nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)),
-            md.Layout(),
-            "synchronized",
-            "^0 keeps no running statistics",
-        ),
-        (
-            nn.BatchNorm1d(2),
-            md.Layout(micro_batches=2),
-            "synchronized",
-            "micro_batches=2 and pp=1, where a Batch",
-        ),
-    ],
+NORM = nn.BatchNorm1d(2)
+test_refusals = refuses(
+    lambda model, layout=None, batch_norm="synchronized": md.prepare(
+        model, contract.ADAMW, layout, batch_norm=batch_norm
+    ),
+    ({"model": NORM, "batch_norm": "sync"}, "batch_norm is 'sync'; give 'synchronized', or None"),
+    ({"model": nn.Linear(2, 2)}, "the model has no BatchNorm to synchronize"),
+    (
+        {"model": nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))},
+        "^0 keeps no running statistics",
+    ),
+    ({"model": NORM, "layout": md.Layout(micro_batches=2)}, "micro_batches=2 and pp=1, where a Batch"),
 )
-def test_refusals(model: nn.Module, layout: md.Layout, batch_norm: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        md.prepare(model, contract.ADAMW, layout, batch_norm=batch_norm)
 
 
 def test_one_value_a_channel_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 
 import minidist as md
 from minidist.parallel.training.clipping import check_max_norm, check_norm_type, clip_factor, global_norm
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.models import mlp, vectors
-
-Clusters = Callable[[int], md.Cluster]
 
 
 def clipped(parameters: list[nn.Parameter], sharded: bool = False, norm_type: float = 2.0) -> float:
@@ -36,7 +34,7 @@ CASE = contract.Case(mlp, vectors, partial(torch.optim.SGD, lr=0.5, momentum=0.9
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_clipping_meets_the_contract(cluster_of: Clusters, ranks: int, micro_batches: int) -> None:
-    contract.check(cluster_of(ranks), CASE, md.Layout(dp=ranks, micro_batches=micro_batches))
+    contract.check(cluster_of, CASE, md.Layout(dp=ranks, micro_batches=micro_batches))
 
 
 class Complex(nn.Module):
@@ -61,18 +59,16 @@ class Complex(nn.Module):
 COMPLEX = replace(CASE, model=Complex, clip_norm=0.3)
 
 
-@pytest.mark.parametrize("layout", ["dp", "zero=1", "zero=2", "zero=3", "hybrid", "tp", "pp"])
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{f"dp=2,zero={zero}": {} for zero in (1, 2, 3)},
+    **{"dp=2": {}, "dp=4,zero=3,shard=2": {}, "tp=2": {"plan": {"layers.0": "column", "layers.1": "row"}}},
+    "pp=2,micro_batches=2": {"example": COMPLEX.global_batches()[0][0]},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_complex_gradients_are_clipped_by_one_norm(cluster_of: Clusters, layout: str) -> None:
-    options: dict[str, Any] = {}
-    if layout == "hybrid":
-        shape = md.Layout(dp=4, zero=3, shard=2)
-    elif layout == "tp":
-        shape, options["plan"] = md.Layout(tp=2), {"layers.0": "column", "layers.1": "row"}
-    elif layout == "pp":
-        shape, options["example"] = md.Layout(pp=2, micro_batches=2), COMPLEX.global_batches()[0][0]
-    else:
-        shape = md.Layout(dp=2, zero=int(layout[-1]) if layout != "dp" else 0)
-    contract.check(cluster_of(shape.ranks), COMPLEX, shape, **options)
+    contract.check(cluster_of, COMPLEX, layout, **LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,10 @@ from minidist.parallel.training import fp8
 from minidist.plain import gpt, low_precision
 from minidist.scale.memory.estimates import estimate
 from minidist.scale.step_time import predict_step
-from tests.helpers import contract
+from tests.conftest import Clusters
+from tests.helpers import contract, models
 from tests.helpers.plain_rungs import ADAMW, EXACT, draw_batches, module_of, small
 
-Clusters = Callable[[int], md.Cluster]
 CASTS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 ROWS = dict(zip(low_precision.ROWS, FP8_RECIPES, strict=True))  # the rung's names of the recipes
 
@@ -113,9 +112,7 @@ WIDE = GPTConfig(vocabulary=64, context=8, layers=2, heads=2, width=64)
 WIDER = GPTConfig(vocabulary=256, context=8, layers=1, heads=2, width=256)
 
 
-def tokens(generator: torch.Generator, count: int, length: int = 8) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 64, (count, length + 1), generator=generator)
-    return text[:, :-1], text[:, 1:]
+tokens = partial(models.tokens, vocabulary=64)
 
 
 def model_of(shape: GPTConfig, seed: int) -> GPT:
@@ -168,7 +165,7 @@ def test_a_layout_trains_like_one_process(precision: str, layout: str, cluster_o
 def test_a_part_that_is_scaled_by_itself_is_seen(layer: type, cluster_of: Clusters) -> None:
     case, layout = CASES[WIDE], md.Layout(tp=2, precision="fp8")
     [expected] = cluster_of(1).run(TRAIN, case, md.Layout(precision="fp8"))
-    fault = partial(pytest.MonkeyPatch.setattr, target=layer, name="cut_operands", value="")
+    fault = contract.patched(layer, "cut_operands", "")
     for found in cluster_of(2).run(contract.with_fault, fault, TRAIN, case, layout):
         with pytest.raises(AssertionError):
             contract.compare(found, expected)
@@ -231,7 +228,7 @@ def test_a_history_that_is_lost_is_seen(
     name: str, fault: Any, saved: tuple[Path, list[float]], cluster_of: Clusters
 ) -> None:
     layout = md.Layout(dp=2, precision=DELAYED)
-    plant = partial(pytest.MonkeyPatch.setattr, target=fp8.Fp8, name=name, value=fault)
+    plant = contract.patched(fp8.Fp8, name, fault)
     for losses in cluster_of(2).run(contract.with_fault, plant, two_steps, saved[0], layout):
         with pytest.raises(AssertionError):
             torch.testing.assert_close(losses, saved[1], **EXACT)

@@ -20,8 +20,7 @@ from minidist.parallel.sharding.sharded import Sharded
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.training import master_weights
 from minidist.parallel.training.precision import Precision
-
-Clusters = Callable[[int], md.Cluster]
+from tests.conftest import Clusters
 
 
 def half(seed: int = 0) -> nn.Module:

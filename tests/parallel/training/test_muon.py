@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import minidist as md
 from minidist import comm
-from minidist.model import GPT, GPTConfig
 from minidist.parallel.flat.bucket_layout import WholeTensors
 from minidist.parallel.flat.joined_messages import deal_whole
 from minidist.parallel.sharding.optimizer.whole_on_owners import WholeOnOwners
@@ -23,19 +21,13 @@ from minidist.parallel.sharding.units.gathered_model import named_shards
 from minidist.parallel.training import muon
 from minidist.scale.step_time.gradient_exchange import PRODUCTS
 from minidist.scale.step_time.prediction import predict_step
-from tests.helpers import contract
+from tests.conftest import Clusters
+from tests.helpers import contract, models
 from tests.helpers.models import Logits, tokens
 from tests.parallel.sharding.cases import CASES, own_loop
 
-Clusters = Callable[[int], md.Cluster]
 MUON = partial(md.Muon, lr=0.05, weight_decay=0.1)
-SHAPE = GPTConfig(vocabulary=11, context=8, layers=2, heads=4, width=8, tied=False)
-
-
-def gpt(seed: int, **changes: Any) -> GPT:
-    return GPT(GPTConfig(**{**vars(SHAPE), **changes}), seed=seed, dtype=torch.float64)
-
-
+gpt = partial(models.gpt, heads=4, tied=False)
 CASE = contract.Case(gpt, tokens, MUON, batches=(6, 7, 8), clip_norm=0.5)
 EXPERTS = contract.Case(partial(gpt, experts=4), tokens, MUON, batches=(6, 7), clip_norm=0.5)
 
@@ -61,30 +53,18 @@ EXPERTS = contract.Case(partial(gpt, experts=4), tokens, MUON, batches=(6, 7), c
     ],
 )
 def test_every_layout_equals_one_process(cluster_of: Clusters, text: str) -> None:
-    layout = md.Layout.parse(text)
-    contract.check(cluster_of(layout.ranks), CASE, layout)
+    contract.check(cluster_of, CASE, text)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Phi-3"])
 def test_matrices_packed_in_one_are_joined(cluster_of: Clusters, name: str) -> None:
     case = contract.Case(partial(Logits, name), partial(tokens, vocabulary=13), MUON, batches=(4, 5))
-    contract.check(cluster_of(2), case, md.Layout(tp=2))
+    contract.check(cluster_of, case, md.Layout(tp=2))
 
 
 @pytest.mark.parametrize("text", ["dp=2,ep=2,zero=3", "dp=2,ep=2,tp=2,zero=1"])
 def test_each_expert_is_a_matrix_by_itself(cluster_of: Clusters, text: str) -> None:
-    layout = md.Layout.parse(text)
-    contract.check(cluster_of(layout.ranks), EXPERTS, layout)
-
-
-def go_on(folder: Path, layout: md.Layout, first: int) -> contract.Trained:
-    """Take step `first` from the checkpoint of the step before, and save."""
-    engine = md.prepare(gpt(md.rank()), MUON, layout, clip_norm=0.5)
-    if first:
-        md.load(engine, folder, latest=True)
-    trained = contract.steps(engine, CASE.global_batches()[first : first + 1])
-    md.save(engine, folder, step=first + 1)
-    return trained
+    contract.check(cluster_of, EXPERTS, text)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +77,7 @@ def go_on(folder: Path, layout: md.Layout, first: int) -> contract.Trained:
 def test_a_checkpoint_goes_on_in_other_layouts(
     cluster_of: Clusters, tmp_path: Path, texts: tuple[str, ...]
 ) -> None:
-    expected = contract.train_in_one_process(CASE)
-    for number, text in enumerate(texts):
-        layout = md.Layout.parse(text)
-        found = cluster_of(layout.ranks).run(go_on, tmp_path, layout, number)
-    for trained in found:
-        contract.compare(trained, contract.Trained(expected.losses[2:], expected.state))
+    contract.check_continues(cluster_of, tmp_path, CASE, *texts)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -273,37 +248,26 @@ def test_owners_have_about_the_same_work(width: int, layers: int, owners: int, p
 # Planted faults.
 
 
-def a_matrix_is_skipped(patch: pytest.MonkeyPatch) -> None:
+@contract.instead_of(WholeOnOwners, "give_values")
+def a_matrix_is_skipped(give: Any, self: Any) -> None:
     """With ZeRO 3 nobody takes the last matrix's update back to the shards."""
-    give = WholeOnOwners.give_values
-
-    def without_the_last(self: Any) -> None:
-        shard = self._homes[-1][0].shard
-        kept = shard.clone()
-        give(self)
-        shard.copy_(kept)
-
-    patch.setattr(WholeOnOwners, "give_values", without_the_last)
+    shard = self._homes[-1][0].shard
+    kept = shard.clone()
+    give(self)
+    shard.copy_(kept)
 
 
-def each_part_by_itself(patch: pytest.MonkeyPatch) -> None:
+@contract.instead_of(md.Muon, "_orthogonalize_cut")
+def each_part_by_itself(_: Any, self: md.Muon, cut: list[Any], steps: int) -> None:
     """Each rank of tp orthogonalizes its part of a matrix."""
-
-    def alone(self: md.Muon, cut: list[Any], steps: int) -> None:
-        for _, update in cut:
-            update.copy_(muon.orthogonalized(update, steps))
-
-    patch.setattr(md.Muon, "_orthogonalize_cut", alone)
+    for _, update in cut:
+        update.copy_(muon.orthogonalized(update, steps))
 
 
-def transposed(patch: pytest.MonkeyPatch) -> None:
+@contract.instead_of(muon, "orthogonalized")
+def transposed(right: Any, x: Any, steps: int) -> Any:
     """A matrix arrives with rows and columns swapped."""
-    right = muon.orthogonalized
-    patch.setattr(
-        muon,
-        "orthogonalized",
-        lambda x, steps: right(x.reshape(x.mT.shape), steps).reshape(x.shape),
-    )
+    return right(x.reshape(x.mT.shape), steps).reshape(x.shape)
 
 
 @pytest.mark.parametrize(
@@ -315,11 +279,5 @@ def transposed(patch: pytest.MonkeyPatch) -> None:
         (transposed, "tp=2"),
     ],
 )
-def test_the_contract_catches_a_planted_fault(
-    fault: Callable[[pytest.MonkeyPatch], None], text: str, cluster_of: Clusters
-) -> None:
-    given = CASE, md.Layout.parse(text), {"rehearse": False}
-    expected = contract.train_in_one_process(CASE)
-    trained = cluster_of(2).run(contract.with_fault, fault, contract.train_on_this_rank, *given)[0]
-    with pytest.raises(AssertionError):
-        contract.compare(trained, expected)
+def test_the_contract_catches_a_planted_fault(fault: contract.Fault, text: str, cluster_of: Clusters) -> None:
+    contract.check_catches(cluster_of, fault, CASE, text, rehearse=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,10 @@ import minidist as md
 from minidist import comm
 from minidist.model import MLP, accuracy
 from minidist.parallel.training.precision import LossScale, Precision
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.refusals import refuses
 
-Clusters = Callable[[int], md.Cluster]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -147,8 +147,7 @@ class Mixed(nn.Module):
         self.register_buffer("order", torch.tensor([2, 1, 0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = (self.last(torch.relu(self.norm(self.first(x)))) * self.scale)[..., self.order]
-        return out
+        return (self.last(torch.relu(self.norm(self.first(x)))) * self.scale)[..., self.order]
 
 
 @pytest.mark.parametrize("precision", HALF)
@@ -184,14 +183,9 @@ def test_settings_take_the_scale_along() -> None:
     assert after.scale == 2.0**15
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"start": float("inf")}, "cannot start at inf and be at least 1.0; give 0 < smallest"),
-        ({"start": 2.0, "smallest": 4.0}, "cannot start at 2.0 and be at least 4.0; give 0 < smallest"),
-        ({"good_steps": 0}, "good_steps is 0; give at least 1"),
-    ],
+test_wrong_scales = refuses(
+    LossScale,
+    ({"start": float("inf")}, "cannot start at inf and be at least 1.0; give 0 < smallest"),
+    ({"start": 2.0, "smallest": 4.0}, "cannot start at 2.0 and be at least 4.0; give 0 < smallest"),
+    ({"good_steps": 0}, "good_steps is 0; give at least 1"),
 )
-def test_wrong_scales(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        LossScale(**arguments)

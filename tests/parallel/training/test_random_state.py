@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
-from minidist.model import GPT, config
 from minidist.parallel.tensor_parallel import replace_layers as tensor_parallel
 from minidist.parallel.tensor_parallel.plans import plan_for
 from minidist.parallel.tensor_parallel.replace_layers import parallelize
 from minidist.parallel.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from minidist.parallel.training.recompute import recompute
+from tests.conftest import Clusters
+from tests.helpers import models
 
-Clusters = Callable[[int], md.Cluster]
 VOCABULARY, TOKENS = 11, 8
 
 
-def gpt() -> GPT:
-    sizes = {"vocabulary": VOCABULARY, "context": TOKENS, "layers": 2, "heads": 4, "width": 16}
-    return GPT(config("byte-tiny", dropout=0.3, **sizes), dtype=torch.float64)
+gpt = partial(models.gpt, 0, heads=4, width=16, dropout=0.3)
 
 
 def batch() -> tuple[Tensor, Tensor]:

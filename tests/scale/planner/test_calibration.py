@@ -1,63 +1,51 @@
-"""The calibration command, without its measurements, which take minutes on an idle machine."""
+"""Predicted steps beside measured ones: what the suite of benchmarks enters, and whether they agree here."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from rich.console import Console
 
+from minidist.benchmarks import bench_predictions as suite
 from minidist.parallel.contract.layout import Layout
-from minidist.scale.planner import calibration
-from minidist.scale.planner.calibration import BATCHES, LAYOUTS, Compared, calibrate, main, relative, table
 from minidist.scale.planner.trial import NEAR
+from minidist.scale.step_time import StepTime
+from tests.benchmarks.harness.test_turns import FakeBenchmark
 
 
 def test_layouts_are_of_their_numbers_of_ranks() -> None:
-    for ranks, texts in LAYOUTS.items():
+    for ranks, texts in suite.LAYOUTS.items():
         assert [Layout.parse(text).ranks for text in texts] == [ranks] * len(texts)
 
 
-def test_the_command_says_how_many_hold(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = [Compared("byte-tiny", 2, "dp=2", 0.012, 0.010, {"compute": 0.012})]
-    monkeypatch.setattr(calibration, "calibrate", lambda *_: found)
-    assert main(["--ranks", "2"]) == 0
-    assert "1 of 1 predictions are within 30%" in capsys.readouterr().out
-    found.append(Compared("byte-tiny", 2, "tp=2", 0.012, 0.020, {"compute": 0.012}))
-    assert main(["--ranks", "2"]) == 1
-    assert "1 of 2 predictions" in capsys.readouterr().out
-    found.append(Compared("byte-tiny", 4, "dp=4", 0.030, 0.010, {"compute": 0.012}))
-    assert relative(found) == pytest.approx([1.2 / 0.9, 0.6 / 0.9, 1])
-    console = Console(width=200)
-    with console.capture() as shown:
-        console.print(table(found))
-    assert "0.60" in shown.get()
-    assert main(["--ranks", "3"]) == 2
-    assert "give some of 1, 2, 4, 8" in capsys.readouterr().err
+def test_each_turn_measures_the_machine_and_then_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(suite, "this_machine", lambda ranks: done.append(ranks))
+    times = {str(Layout.parse(text)): i + 1.0 for i, text in enumerate(suite.LAYOUTS[2])}
+    monkeypatch.setattr(suite, "trial", lambda model, *_, rounds: done.append((model, rounds)) or times)
+    monkeypatch.setattr(suite, "predict_step", lambda *_: StepTime(2.0, {}, []))
+    found = suite.measure(2, 7)
+    assert done == [(2,), ("byte-small", 7), ("byte-tiny", 7)] * suite.TURNS
+    assert [suite.ratio(turns) for turns in found.values()] == [each / 2 for each in times.values()] * 2
 
 
-@pytest.mark.parametrize("option", ["--json", "--figures"])
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
-) -> None:
-    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("it is measured first"))
-    for path, told in ((tmp_path, "is a folder"), (tmp_path / "none" / "file.json", "there is no folder")):
-        assert main(["--ranks", "2", option, str(path)]) == 2
-        said = capsys.readouterr().err
-        assert f"{option} {path}" in said
-        assert told in said
-    measured = Compared("byte-tiny", 2, "dp=2", 0.010, 0.010, {})
-    monkeypatch.setattr(calibration, "calibrate", lambda *_: [measured])
-    assert main(["--ranks", "2", "--json", str(tmp_path / "file.json")]) == 0
-    assert json.loads((tmp_path / "file.json").read_text())[0]["layout"] == "dp=2"
+def test_what_is_entered() -> None:
+    def turns(*took: float) -> list[tuple[float, StepTime]]:
+        return [(each, StepTime(0.012, {"compute": 0.012, "dp": 0.0}, [])) for each in took]
+
+    found = {("byte-tiny", "dp=2"): turns(0.012, 0.009, 0.015), ("byte-tiny", "tp=2"): turns(0.024)}
+    for layout, ratio, said in (
+        ("dp=2", 1.0, "within 30%; 0.67 of its launch's ratio; predicted in ms: compute 12.0"),
+        ("tp=2", 2.0, "off by more than 30%; 1.33 of its launch's ratio; predicted in ms: compute 12.0"),
+    ):
+        benchmark = FakeBenchmark()
+        suite.test_step(benchmark, lambda ranks: found, 2, layout, "byte-tiny")
+        extra = benchmark.extra_info
+        assert (extra["ratio"], extra["note"]) == (pytest.approx(ratio), said)
+        assert (extra["label"], extra["peer"]) == (f"byte-tiny, {layout}", "the prediction")
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize("model", BATCHES)
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("model", suite.BATCHES)
+@pytest.mark.parametrize("ranks", suite.LAYOUTS)
 def test_steps_take_as_long_as_predicted(ranks: int, model: str) -> None:
-    found = calibrate([ranks], 15, [model])
-    assert {each.layout: each.ratio for each in found if abs(each.ratio - 1) > NEAR} == {}
+    found = {key: 1 / suite.ratio(turns) for key, turns in suite.measure(ranks, 5, [model]).items()}
+    assert {key: ratio for key, ratio in found.items() if abs(ratio - 1) > NEAR} == {}

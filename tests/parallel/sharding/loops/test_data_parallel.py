@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import minidist as md
 from minidist import comm
+from tests.conftest import Clusters
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES
 
-Clusters = Callable[[int], md.Cluster]
 FORMS: list[dict[str, Any]] = [
     {},
     {"overlap": False},
@@ -44,8 +45,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
-        out: Tensor = self.single(x.float()).double()
-        return out
+        return self.single(x.float()).double()
 
 
 def batches(count: int, rows: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
@@ -63,15 +63,6 @@ def mine(x: Tensor) -> Tensor:
 
 def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
-
-
-def same(model: nn.Module, reference: nn.Module) -> None:
-    """Fail where a parameter differs by more than the rounding of the float32 layer."""
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, parameter in ours.items():
-        assert parameter.requires_grad == theirs[name].requires_grad
-        torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
 
 
 def same_gradients(model: nn.Module, reference: nn.Module) -> None:
@@ -281,28 +272,24 @@ def test_gradients_are_stored_once(set_to_none: bool) -> None:
 
 
 class Recomputing(nn.Module):
-    """Two layers whose activations are not kept; they share a weight if tied."""
+    """Two layers whose activations are not kept; they share a weight."""
 
-    def __init__(self, use_reentrant: bool, tied: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.use_reentrant = use_reentrant
-        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        self.last = nn.Linear(4, 2).double()
-        if tied:
-            self.b.weight = self.a.weight
+        self.a, self.b, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.b.weight = self.a.weight
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for layer in (self.a, self.b):
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        out: Tensor = self.last(x)
-        return out
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.last(x)
 
 
 def test_a_gradient_that_comes_twice_is_told(cluster_of: Clusters) -> None:
     def train() -> None:
-        model = md.DataParallel(Recomputing(use_reentrant=True, tied=True))
+        model = md.DataParallel(Recomputing())
         for x, y in batches(3):
             model.zero_grad()
             loss_of(model, mine(x), mine(y)).backward()
@@ -375,19 +362,14 @@ def test_any_parameters_used_on_any_ranks(
     cluster_of(ranks).run(train)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
-        ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
-        ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
-        ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
-        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
-    ],
+test_wrong_arguments = refuses(
+    lambda **given: md.DataParallel(**{"module": nn.Linear(1, 1), **given}),
+    ({"module": 3}, TypeError, "module is a int; give a torch.nn.Module"),
+    ({"bucket_mb": -1}, ValueError, "bucket_mb is -1; give megabytes"),
+    ({"bucket_mb": "25"}, ValueError, "bucket_mb is '25'; give megabytes"),
+    ({"bucket_mb": float("inf")}, ValueError, "bucket_mb is inf; give megabytes"),
+    ({"bucket_mb": float("nan")}, ValueError, "bucket_mb is nan; give megabytes"),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        md.DataParallel(**{"module": nn.Linear(1, 1), **arguments})
 
 
 @on_ranks(2, overlap=[True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import minidist as md
 from minidist import comm
@@ -25,7 +22,9 @@ from minidist.parallel.sharding.optimizer import memory_source as shard_offload
 from minidist.parallel.sharding.share_model import share_model
 from minidist.parallel.sharding.units import collective_order, cut_into_units
 from minidist.parallel.sharding.units import units as shard_units
+from tests.conftest import Clusters
 from tests.helpers import contract
+from tests.helpers.activations import Live
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import (
     CASES,
@@ -37,9 +36,6 @@ from tests.parallel.sharding.cases import (
     untied,
     vectors,
 )
-
-Clusters = Callable[[int], md.Cluster]
-
 
 # A loop of one's own.
 
@@ -56,8 +52,7 @@ class Headed(nn.Module):
 
     def forward(self, tokens: Tensor, hidden_only: bool = False) -> Tensor:
         hidden = torch.tanh(self.body(self.embed(tokens)))
-        out: Tensor = hidden if hidden_only else self.head(hidden)
-        return out
+        return hidden if hidden_only else self.head(hidden)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -115,8 +110,7 @@ def test_a_unit_that_is_used_and_never_called_is_named(of_a_library: bool) -> No
                 self.part[0].weight, self.part[0].bias = (Quantized(p) for p in self.part.parameters())
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.last(self.part[0](x))
-            return out
+            return self.last(self.part[0](x))
 
     model, message = Around(), r"part\.0\.weight has no values now.* that is never called"
     if of_a_library:
@@ -197,30 +191,6 @@ def test_an_error_in_a_pass_leaves_nothing_behind(cluster_of: Clusters) -> None:
 
 
 # Bytes and memory.
-
-
-class Live(TorchDispatchMode):
-    """The bytes of tensors alive after each operation, of those that operations made; at most, and now."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self.now = 0, 0
-        self._seen: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            # What the ranks exchange lies in shared memory, which cannot be resized.
-            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage().resizable():
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self._seen.setdefault(reference.cdata, reference)
-        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key in self._seen]
-        self._seen = {
-            k: v for (k, v), each in zip(self._seen.items(), alive, strict=True) if each is not None
-        }
-        self.now = sum(each.nbytes() for each in alive if each is not None)
-        self.most = max(self.most, self.now)
-        return result
 
 
 WIDE = config("byte-tiny", vocabulary=16, context=8, layers=12, heads=2, width=32, tied=False)
@@ -310,32 +280,11 @@ def test_a_tied_head_with_a_bias_begins_once(head_first: bool, by_itself: bool) 
     same(state, wanted.state_dict())
 
 
-def test_other_models_on_meta_say_how_they_begin() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-    with torch.device("meta"):
-        model, linear = nn.Sequential(Bare()), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="0, a Bare, has no reset_parameters; give initialize="):
-        md.FullyShard(model, torch.optim.SGD)
-    state = md.FullyShard(linear, torch.optim.SGD).state_dict()
-    assert state["1.running_var"].tolist() == [1, 1]
-    assert state["0.weight"].abs().max() < 1
-    with torch.device("meta"):
-        model = nn.Sequential(Bare())
-    filled = md.FullyShard(model, torch.optim.SGD, initialize=lambda part: part.weight.fill_(4)).state_dict()  # type: ignore[operator, union-attr]
-    assert filled["0.weight"].tolist() == [4, 4, 4]
-
-
 # Offload.
 
 
 def test_an_engine_offloads_too(cluster_of: Clusters, tmp_path: Path) -> None:
-    contract.check(
-        cluster_of(2), CASES["gpt"], md.Layout(dp=2, zero=3), fully_shard={"offload": str(tmp_path)}
-    )
+    contract.check(cluster_of, CASES["gpt"], "dp=2,zero=3", fully_shard={"offload": str(tmp_path)})
 
 
 def test_an_optimizer_steps_on_slices_of_what_lies_on_disk(cluster_of: Clusters, tmp_path: Path) -> None:

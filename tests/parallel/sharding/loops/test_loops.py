@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,11 @@ from torch import nn
 import minidist as md
 from minidist import comm
 from minidist.parallel.training import clipping
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.on_ranks import on_ranks
 from tests.parallel.sharding.cases import CASES, check_loop, in_a_loop, own_loop
 
-Clusters = Callable[[int], md.Cluster]
 CASE = CASES["unused"]
 X, Y = CASE.global_batches()[0]
 

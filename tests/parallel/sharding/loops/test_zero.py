@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.refusals import refuses
 from tests.parallel.sharding.cases import CASES, OPTIM, OPTIMIZERS, sizes_of, storage_bytes
-
-Clusters = Callable[[int], md.Cluster]
-
 
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 
@@ -241,37 +239,33 @@ def test_the_state_of_an_engines_slices_is_refused(zero: int) -> None:
         engine.optimizer.load_state_dict({})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"stage": 3}, ValueError, "stage is 3; give 1 or 2, or use FullyShard"),
-        ({"stage": True}, ValueError, "stage is True"),
-        ({"params": []}, ValueError, "empty parameter list"),
-        ({"params": torch.zeros(2)}, TypeError, "Tensor"),
-        ({"params": [1.0]}, TypeError, "Tensors"),
-        ({"lr": -1.0}, ValueError, "Invalid learning rate"),
-        ({"rate": 1.0}, TypeError, "rate"),
-        ({"bucket_mb": -1}, ValueError, "bucket_mb is -1"),
-        ({"params": [torch.zeros(2, 3).to_sparse()]}, ValueError, "one of layout torch.sparse_coo"),
-        ({"master": "float32"}, TypeError, "master is 'float32'; give a floating-point dtype"),
-        ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class is 'AdamW'; give a class"),
-        ({"optimizer_class": list}, TypeError, "optimizer_class made a list"),
-        (
-            {"optimizer_class": OPTIM.LBFGS},
-            ValueError,
-            "LBFGS, which cannot be shared by parts, since its steps",
-        ),
-        (
-            {"optimizer_class": OPTIM.SparseAdam},
-            ValueError,
-            "SparseAdam, which cannot .* gradients are sparse",
-        ),
-    ],
+test_wrong_arguments = refuses(
+    lambda **given: md.ZeroOptimizer(
+        **{"params": [nn.Parameter(torch.zeros(3))], "optimizer_class": OPTIM.SGD, **given}
+    ),
+    ({"stage": 3}, ValueError, "stage is 3; give 1 or 2, or use FullyShard"),
+    ({"stage": True}, ValueError, "stage is True"),
+    ({"params": []}, ValueError, "empty parameter list"),
+    ({"params": torch.zeros(2)}, TypeError, "Tensor"),
+    ({"params": [1.0]}, TypeError, "Tensors"),
+    ({"lr": -1.0}, ValueError, "Invalid learning rate"),
+    ({"rate": 1.0}, TypeError, "rate"),
+    ({"bucket_mb": -1}, ValueError, "bucket_mb is -1"),
+    ({"params": [torch.zeros(2, 3).to_sparse()]}, ValueError, "one of layout torch.sparse_coo"),
+    ({"master": "float32"}, TypeError, "master is 'float32'; give a floating-point dtype"),
+    ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class is 'AdamW'; give a class"),
+    ({"optimizer_class": list}, TypeError, "optimizer_class made a list"),
+    (
+        {"optimizer_class": OPTIM.LBFGS},
+        ValueError,
+        "LBFGS, which cannot be shared by parts, since its steps",
+    ),
+    (
+        {"optimizer_class": OPTIM.SparseAdam},
+        ValueError,
+        "SparseAdam, which cannot .* gradients are sparse",
+    ),
 )
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    defaults = {"params": [nn.Parameter(torch.zeros(3))], "optimizer_class": OPTIM.SGD}
-    with pytest.raises(error, match=text):
-        md.ZeroOptimizer(**{**defaults, **arguments})
 
 
 def test_states_of_other_groups_and_layouts_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.parallel.sharding.cases import ALL, in_groups
 
-Clusters = Callable[[int], md.Cluster]
 GROUPED = replace(ALL["unused"], optimizer=in_groups)
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import minidist as md
+from tests.conftest import Clusters
 from tests.helpers import contract
 from tests.helpers.clocks import HANG
-from tests.parallel.sharding.cases import SGD, check_loop, seeded, vectors
-
-Clusters = Callable[[int], md.Cluster]
+from tests.parallel.sharding.cases import SGD, check_loop, mixture, seeded, vectors
 
 
 class Repeating(nn.Module):
@@ -36,27 +35,6 @@ class Repeating(nn.Module):
             if self.between:
                 x = torch.tanh(self.layers[1](x))
         return self.head(torch.tanh(self.layers[1](x)))
-
-
-class Experts(nn.Module):
-    """Each row goes to one of four experts, which a gate chooses that is listed after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(4))
-        self.gate = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates, chosen = self.gate(x).softmax(-1).max(-1)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero()[:, 0]
-            if len(rows):  # a rank calls the experts of its own rows alone
-                x = x.index_add(0, rows, gates[rows, None] * torch.tanh(expert(x[rows])))
-        return x
-
-
-def mixture() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), Experts(), Experts(), nn.Linear(6, 3))
 
 
 class Attending(nn.Module):
@@ -195,7 +173,7 @@ def test_units_in_passes_of_any_kind(cluster_of: Clusters, name: str) -> None:
     case, ranks, options = TABLE[name]
     for prefetch in (True, False):
         layout = md.Layout(dp=ranks, zero=3, **options)
-        contract.check(cluster_of(ranks), case, layout, fully_shard={"prefetch": prefetch})
+        contract.check(cluster_of, case, layout, fully_shard={"prefetch": prefetch})
 
 
 def said(cluster: md.Cluster, build: Callable[[], nn.Module]) -> list[str]:
@@ -258,8 +236,7 @@ def test_a_model_may_return_parameters_and_views_of_them(cluster_of: Clusters) -
     x, _ = vectors(torch.Generator(), 6)
 
     def total(model: Any) -> Tensor:
-        found: Tensor = sum(each.square().mean() for each in model(x).values())
-        return found
+        return sum(each.square().mean() for each in model(x).values())
 
     def loop(model: Any, optimizer: Any, rank: int, size: int) -> list[float]:
         loss = total(model)

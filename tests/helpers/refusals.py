@@ -1,0 +1,31 @@
+"""Tests of what a function refuses: a row for each mistake, with the error and what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def refuses(
+    call: Callable[..., object],
+    *rows: tuple[Any, ...],
+    error: type[Exception] = ValueError,
+    literal: bool = False,
+) -> Callable[..., None]:
+    """A test, each of whose cases is (what is given, error, pattern of its text).
+
+    Given are keywords in a dict, or one argument. error: of rows that name none. literal: texts are no
+    patterns, and an error has one line.
+    """
+
+    @pytest.mark.parametrize("row", rows, ids=lambda row: row[-1])
+    def test(row: tuple[Any, ...]) -> None:
+        given, *own, text = row
+        with pytest.raises(own[0] if own else error, match=re.escape(text) if literal else text) as caught:
+            call(**given) if isinstance(given, dict) else call(given)
+        assert not literal or "\n" not in str(caught.value)
+
+    return test
