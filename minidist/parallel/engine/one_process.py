@@ -1,4 +1,4 @@
-"""`OneProcess`: a step as a single process takes it, on rank 0, from the state of an engine of several.
+"""`OneProcess`: a step as a single process takes it, on rank 0, from the state of the layout's engine.
 
 It keeps a copy of the model as it was before it was cut, without values. For each step that copy gets the
 values of the whole model, the user's function makes an optimizer of its parameters, and an engine of one rank
@@ -120,6 +120,7 @@ class OneProcess:
             with quiet, inside(engine.model):
                 pairs = [(piece[0], piece[-1]) for piece in pieces]
                 loss = engine._train([engine.executor.own_batch(pair) for pair in pairs])
+            engine.before_update = None  # so that the engine's memory is free as this returns
             self.last_bit = max(self.last_bit, quiet.last_bit)
             bits |= dict.fromkeys(("loss", "norm"), max(2**-20, max(bits.values(), default=0.0) / MARGIN))
             found |= {box.name: box.tensor for box in engine.state_boxes() if box.name.startswith("model.")}

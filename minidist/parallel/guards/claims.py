@@ -74,7 +74,7 @@ def require_free(named: Iterable[tuple[str, Tensor]], shared_with: Sequence[str]
     """
     parameters = [*named]
     if _first(parameters, shared_with) is not None:
-        gc.collect()  # an trainer without references may still wait to be collected
+        gc.collect()  # a trainer without references may still wait to be collected
     found = _first(parameters, shared_with)
     if found is None:
         return
